@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker("slow")
     for item in items:
         name = item.path.stem.removeprefix("test_")
-        item.add_marker(pytest.mark.xdist_group("waiting" if name in WAITING else name))  # of tests for one process
+        item.add_marker(pytest.mark.xdist_group("waiting" if name in WAITING else name))
     order = {name: i - len(WAITING) - len(LONG) for i, name in enumerate((*WAITING, *LONG))}
     items.sort(key=lambda item: order.get(item.path.stem.removeprefix("test_"), 0))
 
@@ -95,6 +95,15 @@ def nothing_is_left() -> Iterator[None]:
     before = shared_memory_files()
     yield
     assert shared_memory_files() <= before, "shared memory was left behind, by this module or one that ran beside it"
+
+
+@pytest.fixture(autouse=True)
+def no_module_of_ddp_stays_active() -> Iterator[None]:
+    """Where ranks are threads, the forward passes of torch's DDP may leave one of them behind as the active one (each
+    restores the one that it has found), and torch would then compile blocks of later tests for it."""
+    yield
+    if "torch.nn.parallel.distributed" in sys.modules:
+        sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel._active_ddp_module = None
 
 
 @pytest.fixture(autouse=True)

@@ -403,13 +403,19 @@ def test_tensors_in_the_bucket_are_packed_as_if_they_were_apart() -> None:
             careful.__class__ = LongWay
             for scale, shift in itertools.product((1.0, 0.5), (0, 1, 3, 7)):
                 for unpacks in (False, True):
-                    found = []
+                    expected = ramp(12, torch.float32)
+                    apart = [each.clone() for each in parts_of(expected[shift:], 2, 3)]
+                    if unpacks:
+                        comm.unpack(expected.clone(), apart, scale)
+                        for part, value in zip(parts_of(expected[shift:], 2, 3), apart, strict=True):
+                            part.copy_(value)
+                    else:
+                        comm.pack(apart, expected, scale)
                     for each in (comm, careful):
                         bucket = ramp(12, torch.float32)
                         tensors = parts_of(bucket[shift:], 2, 3)
                         assert not comm._pack_plain(tensors, bucket, scale, None, unpacks)
                         each.unpack(bucket, tensors, scale) if unpacks else each.pack(tensors, bucket, scale)
-                        found.append(bucket.tolist())
-                    assert found[0] == found[1]
+                        assert bucket.tolist() == expected.tolist()
 
     ringcomm.run_ranks(both_ways, 1)

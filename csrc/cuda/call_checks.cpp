@@ -13,7 +13,16 @@ namespace ringcomm::cuda {
 
 namespace {
 
-void check_address(const char* call, const void* data, const char* side, int device, int rank) {
+// Kernels read whole elements: at another address the GPU would end the process's context.
+void check_alignment(const char* call, const void* data, DType dtype, const char* side, int rank) {
+  const std::size_t element = element_bytes(dtype);
+  if (reinterpret_cast<std::uint64_t>(data) % element != 0)
+    fail(ErrorCode::kInvalid, call, ": rank ", rank, " expected its ", side, " at an address that is a multiple of ",
+         element, " bytes, as ", name(dtype), " needs, got ", data, "; copy it into a new array");
+}
+
+void check_address(const char* call, const void* data, DType dtype, const char* side, int device, int rank) {
+  check_alignment(call, data, dtype, side, rank);
   cudaPointerAttributes attributes{};
   check(cudaPointerGetAttributes(&attributes, data), "cudaPointerGetAttributes of a call's memory", rank);
   if (attributes.type == cudaMemoryTypeManaged || (attributes.type == cudaMemoryTypeHost && attributes.devicePointer))
@@ -25,19 +34,20 @@ void check_address(const char* call, const void* data, const char* side, int dev
        got, "; move the tensor to the rank's device");
 }
 
-// Checks many addresses of one call, and asks the driver once for each allocation, or for each address after one in
-// memory of another kind. Between calls nothing is kept, because another allocation may lie at the address of a freed
-// one.
+// Checks many addresses of one call. The driver is asked once for each allocation; after an address in memory of
+// another kind, for each address. Between calls nothing is kept, because another allocation may lie at the address of a
+// freed one.
 class AddressChecks {
  public:
-  AddressChecks(const char* call, const char* side, int device, int rank)
-      : call_(call), side_(side), device_(device), rank_(rank) {}
+  AddressChecks(const char* call, DType dtype, const char* side, int device, int rank)
+      : call_(call), side_(side), dtype_(dtype), device_(device), rank_(rank) {}
 
   void check(const void* data) {
     const auto address = reinterpret_cast<std::uint64_t>(data);
     const auto after = ends_.upper_bound(address);
-    if (after != ends_.begin() && address < std::prev(after)->second) return;
-    check_address(call_, data, side_, device_, rank_);
+    if (after != ends_.begin() && address < std::prev(after)->second)
+      return check_alignment(call_, data, dtype_, side_, rank_);
+    check_address(call_, data, dtype_, side_, device_, rank_);
     if (!by_allocation_) return;
     const Allocation allocation = allocation_of(address);
     by_allocation_ = allocation.nbytes != 0;
@@ -46,6 +56,7 @@ class AddressChecks {
 
  private:
   const char *const call_, *const side_;
+  const DType dtype_;
   const int device_, rank_;
   bool by_allocation_ = true;
   std::map<std::uint64_t, std::uint64_t> ends_;  // of the allocations that were checked, by their beginnings
@@ -86,9 +97,9 @@ void check_stream(const char* call, std::uintptr_t stream, int rank) {
 
 void check_memory(const Call& call, int device, int rank) {
   const auto side = [&](const void* base, const std::vector<Part>& parts, const char* what) {
-    if (parts.empty() && call.count) check_address(name(call.op), base, what, device, rank);
+    if (parts.empty() && call.count) check_address(name(call.op), base, call.dtype, what, device, rank);
     for (const Part& part : parts)
-      if (part.count) check_address(name(call.op), part.data, what, device, rank);
+      if (part.count) check_address(name(call.op), part.data, call.dtype, what, device, rank);
   };
   const bool at_root = !rooted(call.op) || call.root == rank;
   const bool moves = call.op != Op::kBarrier;
@@ -100,7 +111,8 @@ void check_memory(const Call& call, int device, int rank) {
 }
 
 void check_memory(const Packing& packing, int device, int rank) {
-  AddressChecks sources("pack", "source", device, rank), targets("pack", "target", device, rank);
+  AddressChecks sources("pack", packing.from, "source", device, rank);
+  AddressChecks targets("pack", packing.to, "target", device, rank);
   for (const Packing::Piece& piece : packing.pieces) {
     if (piece.count == 0) continue;
     sources.check(piece.source);
@@ -109,9 +121,9 @@ void check_memory(const Packing& packing, int device, int rank) {
 }
 
 void check_memory(const Combining& combining, int device, int rank) {
-  check_address("combine", combining.first, "first message", device, rank);
-  check_address("combine", combining.second, "second message", device, rank);
-  check_address("combine", combining.output, "output", device, rank);
+  check_address("combine", combining.first, combining.dtype, "first message", device, rank);
+  check_address("combine", combining.second, combining.dtype, "second message", device, rank);
+  check_address("combine", combining.output, combining.dtype, "output", device, rank);
 }
 
 }  // namespace ringcomm::cuda

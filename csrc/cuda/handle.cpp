@@ -72,7 +72,7 @@ Layout default_layout(int world_size, const EngineOptions& options) {
   layout.depth = 4;
   layout.slot_bytes = options.slot_bytes ? options.slot_bytes : 256 * 1024;
   layout.stage_bytes = 512 * 1024;
-  layout.packet_bytes = 9 * 1920;  // 16 channels carry 256 KiB, the most that auto sends as packets
+  layout.packet_bytes = 6 * 1920;                  // 24 channels carry 256 KiB, the most that auto sends as packets
   layout.p2p_channels = world_size <= 8 ? 16 : 8;  // a rank has a board for each, from every peer
   layout.p2p_depth = 4;
   layout.p2p_slot_bytes = 64 * 1024;

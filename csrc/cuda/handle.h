@@ -40,7 +40,7 @@ struct GroupHandle {
 std::string machine_identity();
 Identity process_instance();
 
-std::string text_of(const Layout& layout);  // "channels=16,depth=4,..."
+std::string text_of(const Layout& layout);  // "channels=24,depth=4,..."
 // The default layout, which is the same on every rank that has the same options and environment. RINGCOMM_CUDA_LAYOUT
 // changes single numbers, in the format of text_of.
 Layout default_layout(int world_size, const EngineOptions& options);

@@ -59,7 +59,7 @@ class Communicator:
         self._closed = False
         self._group: Group | None = None
         self._in_flight: deque[tuple[Request, CollectiveArgs | Work]] = deque()
-        self._in_flight_lock = threading.Lock()
+        self._in_flight_lock = threading.RLock()  # the garbage collector may run a finalizer in between
         profiling.look()
 
     @staticmethod
@@ -136,15 +136,16 @@ class Communicator:
 
     def _keep(self, request: Request, arrays: CollectiveArgs | Work) -> None:
         """Keeps the arrays of a call alive until it is done, even if the caller drops its Work."""
-        flight = self._in_flight
+        ended = []  # dropped without the lock: an array's finalizer may call something here
         with self._in_flight_lock:
+            flight = self._in_flight
             # Asks for two calls at most for each new one, because to ask for all is expensive.
             if flight and not flight[0][0].done:
                 flight.rotate(-1)  # a receive that waits must not hide the calls after it
             elif flight:
-                flight.popleft()
+                ended.append(flight.popleft())
                 if flight and flight[0][0].done:
-                    flight.popleft()
+                    ended.append(flight.popleft())
             flight.append((request, arrays))
 
     @contextmanager
@@ -1035,7 +1036,9 @@ class Communicator:
         self._run_plain_native = self._submit_plain_native = self._pack_plain_native = None
         if engine is not None:
             engine.close()
-        self._in_flight.clear()
+        with self._in_flight_lock:
+            ended, self._in_flight = self._in_flight, deque()
+        ended.clear()
 
     def describe(self) -> dict[str, str]:
         """Returns a description for people: ranks, engine, instruction set, memory, limits."""

@@ -21,7 +21,7 @@ from ringcomm.arrays.interop import Array, library_of, wire_type
 from ringcomm.comm import profiling
 from ringcomm.comm.args import CollectiveArgs, Pairs
 from ringcomm.comm.hosts import Hosts, Network, Span
-from ringcomm.comm.work import Request
+from ringcomm.comm.work import Request, wait_for
 from ringcomm.errors import (
     AbortedError,
     CollectiveTimeoutError,
@@ -359,8 +359,6 @@ class NativeEngine(Engine):
         beside it carries the reason from the rank that found the problem to the ranks that only see an abort."""
         if self._beside is self.native or not isinstance(error, _ENDINGS):
             return error
-        if isinstance(error, CollectiveTimeoutError) and not self.aborted:
-            return error  # of an impatient wait: the call stays in flight
         if type(error) is not AbortedError:
             self._beside.abort(str(error), type(error).__name__)
             return error
@@ -491,8 +489,8 @@ class DeviceRequest:
 
     def wait(self, timeout_ms: int = 0) -> None:
         """Blocks the host until the call has ended."""
-        self._engine.explaining(self._request.wait, timeout_ms)
+        wait_for(self._request, self._engine, self._request.wait, timeout_ms)
 
     def join(self, stream: int) -> None:
         """Makes a stream wait for the call."""
-        self._engine.explaining(self._request.join, stream)
+        wait_for(self._request, self._engine, self._request.join, stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -41,6 +42,15 @@ class Explainer(Protocol):
     device: Device
 
     def explained(self, error: RingcommError) -> RingcommError: ...
+
+
+def wait_for(request: Any, engine: Explainer, method: Callable[[int], None], argument: int) -> None:
+    """Calls a method of a native request. Its error is raised with the cause, unless only this wait has timed out and
+    the call is still in flight."""
+    try:
+        method(argument)
+    except RingcommError as error:
+        raise (engine.explained(error) if request.done else error) from None
 
 
 class Work:
@@ -128,6 +138,7 @@ class PlainWork(Work):
 
     def __init__(self, request: _C.Request, engine: Explainer, op: str, x: Any, out: Any) -> None:
         self._request = request
+        self._call, self._rank = None, engine.rank
         self._engine = engine
         self._op = op
         self._arrays: tuple[Any, Any] | None = (x, out)
@@ -139,24 +150,16 @@ class PlainWork(Work):
         if timeout is not None or arrays is None:
             return self.synchronize(timeout)
         if stream is not None:
-            waiting: int | None = stream_number(stream, self._op, engine.rank)
+            waiting = stream_number(stream, self._op, engine.rank)
         else:
-            waiting = _C.work_stream(arrays[0], engine.device.index)
-            if waiting is None:
-                waiting = usual_stream(engine.device)
-        try:
-            self._request.join(waiting)
-        except RingcommError as error:
-            raise engine.explained(error) from None
+            known = _C.work_stream(arrays[0], engine.device.index)
+            waiting = usual_stream(engine.device) if known is None else known
+        wait_for(self._request, engine, self._request.join, waiting)
         return self._result
 
     def synchronize(self, timeout: float | timedelta | None = None) -> Any:
         """Blocks the host until the call is done; raises its error."""
-        limit_ms = milliseconds(timeout, "wait", self._engine.rank)
-        try:
-            self._request.wait(limit_ms)
-        except RingcommError as error:
-            raise self._engine.explained(error) from None
+        wait_for(self._request, self._engine, self._request.wait, milliseconds(timeout, "wait", self._rank))
         self._arrays = None
         return self._result
 

@@ -223,8 +223,8 @@ void test_bad_handles() {
 void test_options() {
   EngineOptions options;
   Layout layout = cuda::default_layout(3, options);
-  require(layout.channels == 24 && layout.slot_bytes == 256 * 1024 && layout.packet_bytes == 17280, "defaults");
-  require(layout.stage_bytes >= 256 * 1024 && layout.stage_bytes % (3 * kLineBytes) == 0, "stage rounded up");
+  require(layout.channels == 24 && layout.slot_bytes == 256 * 1024 && layout.packet_bytes == 11520, "defaults");
+  require(layout.stage_bytes >= 512 * 1024 && layout.stage_bytes % (3 * kLineBytes) == 0, "stage rounded up");
   options.channels = 5;
   options.slot_bytes = 1000;
   layout = cuda::default_layout(2, options);

@@ -62,6 +62,12 @@ void room() {
   require(channels_that_fit(p, 3, 4) == 0, "too many ranks");
   p = plan(Op::kAllReduce, Algorithm::kDirect, 1ull << 30, setting(4, true));
   require(channels_that_fit(p, 132, 4) == 33 && channels_that_fit(p, 3, 4) == 1, "who does not wait needs no room");
+  Setting usual = setting(4, false);
+  usual.layout = cuda::default_layout(4, {});
+  usual.usual_channels = usual.layout.channels;
+  for (const auto& [nbytes, channels] : {std::pair{1 << 10, 1}, {4 << 10, 4}, {64 << 10, 24}, {128 << 10, 24}})
+    require(plan(Op::kAllReduce, Algorithm::kAuto, nbytes, usual).channels == channels, "1 KiB of packets a channel");
+  require(cuda::oneshot_elements(usual.layout, 24, 1) >= 256 << 10, "the most packets in one launch");
   require(cuda::oneshot_elements(setting(4, false).layout, 2, 4) == 9600, "what the boxes hold");
   const cuda::Layout two = cuda::default_layout(2, {}), eight = cuda::default_layout(8, {});
   require(cuda::link_channels(two, 132) == 16 && cuda::link_channels(two, 16) == 4,

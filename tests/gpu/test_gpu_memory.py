@@ -45,7 +45,7 @@ def tensors_of_torch(comm: Communicator) -> int:
     tensors = [whole[at : at + LEAST] for at in (0, 64, 100_000, 4 * MIB)]
     small = [torch.zeros(LEAST, device=PLACE) for _ in range(3)]  # of a segment of 2 MiB that they share
     seen = until_visible(comm, tensors + small, 2)
-    for turn in range(5):  # in place from here on
+    for turn in range(5):  # in place from here on, as far as there is room for all at once
         for x in (*tensors, *small, whole):
             expect_sum(comm, x, turn)
     return seen
@@ -84,8 +84,7 @@ def expandable(comm: Communicator) -> int:
     del tensors[2]
     torch.cuda.empty_cache()
     tensors.append(torch.zeros(13 * MIB, device=PLACE))
-    until_visible(comm, tensors, seen)
-    return seen
+    return min(seen, until_visible(comm, tensors, seen))
 
 
 def pool(comm: Communicator) -> None:
@@ -131,6 +130,7 @@ def test_tensors_of_torch_become_visible(world_size: int) -> None:
 def test_freed_memory_is_used_again() -> None:
     found = ranks(freed_and_used_again, 2, kind="processes")
     print(f"addresses used again and MiB that did not come back, by rank: {found}")
+    assert min(again for again, _ in found) > 0, "the driver gave no address twice: nothing was tried"
     assert max(lost for _, lost in found) < 64, found
 
 
