@@ -37,15 +37,15 @@ $(VENV)/.installed: $(VENV)/.tools $(SOURCES)
 train: setup
 	$(TORCHRUN) examples/train_gpt.py $(TRAIN)
 
-# Each of the processes runs tests of many ranks, some of which must hear of a fault within seconds: three are too many
-# for two cores.
-WORKERS ?= 2
+# For two cores: one of these processes runs the tests that mostly wait (tests/conftest.py).
+WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 test: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(PYTEST)
 
 # With those that are marked slow, which `make test` leaves out.
 test-all: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m ""
+	$(PYTEST) -m ""
 
 lint: setup
 	$(BIN)/ruff check .

@@ -163,6 +163,7 @@ class Engine:
     def submit_plain(
         self, op: str, reduce_op: str, root: int | None, tag: int, input: object, output: object, /
     ) -> Request | None: ...
+    def pack_plain(self, tensors: object, bucket: object, scale: object, unpacks: bool, /) -> bool: ...
     def run(
         self,
         op: int,

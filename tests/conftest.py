@@ -21,9 +21,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 HERE = Path(__file__).resolve().parent
-# Files with long tests: they come first, and so go to one process, which builds what they need while another goes on.
+# Of the test processes one runs these files, which wait more than they compute: the others have the cores meanwhile.
+WAITING = ("deadlock", "faults", "hosts_faults", "shrink", "interrupt", "doctor", "record")
+# Files with long tests come first, so that no process is left with one of them at the end.
 LONG = ("native", "gpu_dry_run", "cuda_engine", "backend_cuda", "cuda_training", "nccl", "hostile", "context")
-LONG += ("backend_streams", "namespaces", "namespaces_gpt", "elastic")
+LONG += ("backend_streams", "namespaces", "namespaces_gpt", "elastic", "cuda_build", "launch", "memory")
+LONG += ("training_fuzz", "mesh_training", "third_party", "parity", "shard", "fuzz", "hosts_training")
 _AFTER_THE_LIMIT_S = 60.0
 _stderr = pytest.StashKey[int]()
 
@@ -61,7 +64,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for (item, _), spare in zip(product, without_a_part(cases), strict=True):
             if spare:
                 item.add_marker("slow")
-    items.sort(key=lambda item: item.path.name.removeprefix("test_").removesuffix(".py") not in LONG)
+    for item in items:
+        name = item.path.stem.removeprefix("test_")
+        item.add_marker(pytest.mark.xdist_group("waiting" if name in WAITING else name))  # of tests for one process
+    order = {name: i - len(WAITING) - len(LONG) for i, name in enumerate((*WAITING, *LONG))}
+    items.sort(key=lambda item: order.get(item.path.stem.removeprefix("test_"), 0))
 
 
 @pytest.hookimpl(wrapper=True)

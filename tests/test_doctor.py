@@ -138,7 +138,7 @@ def ended_process() -> int:
     ("words", "told"),
     [
         (["--pid", "of a process that has ended"], "which there is none of"),
-        (["--pid", str(os.getppid())], "has no communicator with a record"),
+        (["--pid", "of a process without ringcomm"], "has no communicator with a record"),
         (["nowhere.json"], "expected a file of ringcomm.record.dump"),
         (["--json"], "expected --pid or files of records, got neither"),
     ],
@@ -146,8 +146,10 @@ def ended_process() -> int:
 def test_what_has_no_record_ends_with_one_sentence(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [str(ended_process()) if word.startswith("of a process") else word for word in words]
-    assert cli.main(["doctor", *words]) == 2
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        pids = {"of a process that has ended": ended_process(), "of a process without ringcomm": other.pid}
+        status = cli.main(["doctor", *(str(pids.get(word, word)) for word in words)])
+    assert status == 2
     text = capsys.readouterr().err
     assert text.startswith("ringcomm doctor: ")
     assert told in text

@@ -243,6 +243,9 @@ class LongWay(Communicator):
     def _run_plain(self, *args: Any, **options: Any) -> None:
         return None
 
+    def _pack_plain(self, *args: Any, **options: Any) -> bool:
+        return False
+
 
 def frozen(array: np.ndarray) -> np.ndarray:
     array.flags.writeable = False
@@ -278,6 +281,8 @@ CALLS: list[Callable[[Communicator, Any, Any], Any]] = [
     lambda comm, x, y: comm.all_gather(x, out=x),
     lambda comm, x, y: comm.send(x, dst=0, tag=y),
     lambda comm, x, y: comm.recv(x, src=1),
+    *(lambda comm, x, y, scale=scale: comm.pack([x], y, scale) for scale in (1, 0.5)),
+    lambda comm, x, y: comm.unpack(x, (y,), 0.5),
 ]
 
 
@@ -296,5 +301,115 @@ def test_the_short_way_does_and_refuses_what_the_long_way_does(step: int) -> Non
             careful.__class__ = LongWay
             for call, *make in itertools.islice(itertools.product(CALLS, ANY_ARRAY, ANY_ARRAY), 0, None, step):
                 assert outcome(comm, call, *make) == outcome(careful, call, *make)
+
+    ringcomm.run_ranks(both_ways, 1)
+
+
+def parts_of(bucket: Any, *sizes: int) -> list[Any]:
+    """Views of a bucket's memory."""
+    return [bucket[at : at + size] for at, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False)]
+
+
+class List(list[Any]):
+    pass
+
+
+def ramp(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Values that neither 16-bit float has exactly, where the type has them."""
+    return (torch.arange(count, dtype=torch.float64) / 3 + 1 / 7).to(dtype)
+
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+TYPES = (*FLOATS, torch.int8, torch.int64, torch.uint8, torch.bool, torch.uint16, torch.complex64, torch.float8_e5m2)
+# (whether they need no preparation, tensors, bucket)
+LISTS: list[tuple[bool, Callable[[], Any], Callable[[], Any]]] = [
+    *(
+        (same and dtype not in (torch.uint16, torch.complex64), lambda a=dtype: parts_of(ramp(9, a), 4, 0, 5), bucket)
+        for dtype in TYPES
+        for same, bucket in ((True, partial(torch.zeros, 9, dtype=dtype)), (False, partial(torch.zeros, 8)))
+    ),
+    *(
+        (True, lambda a=a: [ramp(3, a).reshape(1, 3), ramp(1, a)], partial(torch.ones, 2, 4, dtype=b))
+        for a, b in itertools.product(FLOATS, FLOATS)
+    ),
+    (True, lambda: [ramp(4, torch.float32)] * 150, lambda: torch.ones(600, dtype=torch.bfloat16)),
+    (True, lambda: (torch.ones(2), np.ones(3, np.float32)), lambda: torch.zeros(6)),
+    (True, lambda: [np.ones(3, np.float32), array.array("f", [2.0])], lambda: np.zeros(4)),
+    (True, lambda: [torch.ones(2, requires_grad=True)], lambda: torch.zeros(2)),
+    (True, lambda: [torch.ones(0), torch.ones(0, 3)], lambda: torch.zeros(0)),
+    (False, list, lambda: torch.zeros(4)),  # nothing to do
+    (False, lambda: List([torch.ones(4)]), lambda: torch.zeros(4)),
+    (False, lambda: torch.ones(2, 2), lambda: torch.zeros(4)),
+    (False, lambda: {0: torch.ones(4)}.values(), lambda: torch.zeros(4)),
+    (False, lambda: None, lambda: torch.zeros(4)),
+    (False, lambda: [torch.ones(4), None], lambda: torch.zeros(4)),
+    (False, lambda: [torch.ones(4), torch.ones(1)], lambda: torch.zeros(4)),  # together too long
+    (False, lambda: [torch.ones(2), torch.ones(2).double()], lambda: torch.zeros(4)),
+    (False, lambda: [torch.arange(4)], lambda: torch.zeros(4)),
+    (False, lambda: [torch.ones(4, dtype=torch.float8_e4m3fn)], lambda: torch.zeros(4)),
+    (False, lambda: [ramp(6, torch.float32).reshape(2, 3).t()], lambda: torch.zeros(6)),
+    (False, lambda: [torch.ones(1).expand(4)], lambda: torch.zeros(4)),
+    (False, lambda: [torch.ones(2, device="meta")], lambda: torch.zeros(4)),
+    (False, lambda: [torch.ones(4)], lambda: torch.zeros(4, device="meta")),
+    (False, lambda: [torch.ones(2)], lambda: ramp(8, torch.float32)[::2]),
+    (False, lambda: [torch.ones(4), frozen(np.ones(4, np.float32))], lambda: frozen(np.ones(8, np.float32))),
+]
+
+
+def bits(x: Any) -> Any:
+    """The bytes of every array that has some."""
+    if isinstance(x, (list, tuple)):
+        return [bits(each) for each in x]
+    if isinstance(x, torch.Tensor) and x.is_cpu:
+        x = x.detach().contiguous().flatten().view(torch.uint8).numpy()
+    return x.tobytes() if isinstance(x, np.ndarray) else repr(x)
+
+
+def packed(comm: Communicator, scale: Any, unpacks: bool, make: Callable[[], Any], bucket: Callable[[], Any]) -> Any:
+    """What it returns or raises, and the bits of all arrays then."""
+    x, y = make(), bucket()
+    try:
+        result = repr(comm.unpack(y, x, scale)) if unpacks else str(comm.pack(x, y, scale) is y)
+    except Exception as error:
+        result = repr(error)
+    return result, bits(x), bits(y)
+
+
+def test_the_short_way_packs_and_refuses_what_the_long_way_does() -> None:
+    def both_ways(comm: Communicator) -> None:
+        with comm.dup() as careful:
+            careful.__class__ = LongWay
+            for unpacks, scale in itertools.product((False, True), (1.0, 1, 1 / 3, -2, float("nan"))):
+                for short, tensors, bucket in LISTS:
+                    what = scale, unpacks, tensors, bucket
+                    assert packed(comm, *what) == packed(careful, *what)
+                    if not short or scale == 1:
+                        assert comm._pack_plain(tensors(), bucket(), scale, None, unpacks) == short
+            tensors, bucket = lambda: [torch.ones(2)], partial(torch.zeros, 2)
+            for scale in (True, None, "1", float("inf"), 1 << 40, 1 << 2000, np.float64(0.5), np.float32(0.5)):
+                assert packed(comm, scale, False, tensors, bucket) == packed(careful, scale, False, tensors, bucket)
+            for each in (comm, careful):
+                with pytest.raises(ringcomm.InvalidArgumentError, match="calls have no stream"):
+                    each.pack(tensors(), bucket(), stream=0)
+        with pytest.raises(ringcomm.ClosedError):
+            careful.pack(tensors(), bucket())
+
+    ringcomm.run_ranks(both_ways, 1)
+
+
+def test_tensors_in_the_bucket_are_packed_as_if_they_were_apart() -> None:
+    def both_ways(comm: Communicator) -> None:
+        with comm.dup() as careful:
+            careful.__class__ = LongWay
+            for scale, shift in itertools.product((1.0, 0.5), (0, 1, 3, 7)):
+                for unpacks in (False, True):
+                    found = []
+                    for each in (comm, careful):
+                        bucket = ramp(12, torch.float32)
+                        tensors = parts_of(bucket[shift:], 2, 3)
+                        assert not comm._pack_plain(tensors, bucket, scale, None, unpacks)
+                        each.unpack(bucket, tensors, scale) if unpacks else each.pack(tensors, bucket, scale)
+                        found.append(bucket.tolist())
+                    assert found[0] == found[1]
 
     ringcomm.run_ranks(both_ways, 1)

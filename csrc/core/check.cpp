@@ -18,10 +18,6 @@ void check_list(const Call& call, int rank, int world_size, const std::vector<Pa
            " part, got a null address");
 }
 
-bool can_cast(DType dtype) {
-  return dtype == DType::kFloat32 || dtype == DType::kFloat64 || dtype == DType::kFloat16 || dtype == DType::kBFloat16;
-}
-
 bool has_8_bits(DType dtype) { return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2; }
 
 bool can_cast(DType from, DType to) {

@@ -1,7 +1,11 @@
 #include "cuda/call_checks.h"
 
+#include <iterator>
+#include <map>
+
 #include "core/error.h"
 #include "core/parts.h"
+#include "cuda/buffers.h"
 #include "cuda/prepare.h"
 #include "cuda/runtime.h"
 
@@ -20,6 +24,32 @@ void check_address(const char* call, const void* data, const char* side, int dev
   fail(ErrorCode::kInvalid, call, ": rank ", rank, " expected its ", side, " in memory of device ", device, ", got ",
        got, "; move the tensor to the rank's device");
 }
+
+// Checks many addresses of one call, and asks the driver once for each allocation, or for each address after one in
+// memory of another kind. Between calls nothing is kept, because another allocation may lie at the address of a freed
+// one.
+class AddressChecks {
+ public:
+  AddressChecks(const char* call, const char* side, int device, int rank)
+      : call_(call), side_(side), device_(device), rank_(rank) {}
+
+  void check(const void* data) {
+    const auto address = reinterpret_cast<std::uint64_t>(data);
+    const auto after = ends_.upper_bound(address);
+    if (after != ends_.begin() && address < std::prev(after)->second) return;
+    check_address(call_, data, side_, device_, rank_);
+    if (!by_allocation_) return;
+    const Allocation allocation = allocation_of(address);
+    by_allocation_ = allocation.nbytes != 0;
+    if (by_allocation_) ends_[allocation.base] = allocation.end();
+  }
+
+ private:
+  const char *const call_, *const side_;
+  const int device_, rank_;
+  bool by_allocation_ = true;
+  std::map<std::uint64_t, std::uint64_t> ends_;  // of the allocations that were checked, by their beginnings
+};
 
 }  // namespace
 
@@ -69,10 +99,13 @@ void check_memory(const Call& call, int device, int rank) {
     side(call.output, call.output_parts, "output");
 }
 
-void check_memory(const Packing::Piece& piece, int device, int rank) {
-  if (piece.count == 0) return;
-  check_address("pack", piece.source, "source", device, rank);
-  check_address("pack", piece.target, "target", device, rank);
+void check_memory(const Packing& packing, int device, int rank) {
+  AddressChecks sources("pack", "source", device, rank), targets("pack", "target", device, rank);
+  for (const Packing::Piece& piece : packing.pieces) {
+    if (piece.count == 0) continue;
+    sources.check(piece.source);
+    targets.check(piece.target);
+  }
 }
 
 void check_memory(const Combining& combining, int device, int rank) {

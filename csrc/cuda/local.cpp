@@ -32,7 +32,7 @@ void pack(const Packing& packing, const Context& context) {
   const Kernel<PackArgs> kernel = pack_kernel(packing.from, packing.to);
   if (!kernel) not_in_this_build(packing.to, ReduceOp::kSum);
   const int rank = context.rank();
-  for (const Packing::Piece& piece : packing.pieces) check_memory(piece, context.device(), rank);
+  check_memory(packing, context.device(), rank);
   const Grid grid(kernel, context);
   PackArgs args;
   args.factor = packing.factor;

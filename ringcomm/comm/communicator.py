@@ -53,6 +53,7 @@ class Communicator:
         self._lends_memory = engine.lends_memory
         self._run_plain_native: Any = engine.run_plain
         self._submit_plain_native: Any = engine.submit_plain
+        self._pack_plain_native: Any = engine.pack_plain
         self.rank = engine.rank
         self.world_size = engine.world_size
         self._closed = False
@@ -785,6 +786,8 @@ class Communicator:
         Cost:    one pass over the bytes: one kernel on a device.
         Returns: ``bucket``.
         """
+        if self._pack_plain(tensors, bucket, scale, stream, False):
+            return bucket
         call = self._begin("pack", None, stream)
         target = call.update(bucket)
         sources = [call.read(x) for x in call.list_of("tensors", tensors)]
@@ -799,12 +802,19 @@ class Communicator:
         Shapes, dtypes, cost: as in `pack`.
         Returns: ``list(tensors)``.
         """
+        if self._pack_plain(tensors, bucket, scale, stream, True):
+            return list(tensors)
         call = self._begin("unpack", None, stream)
         source = call.read(bucket)
         targets = [call.write(x) for x in call.list_of("tensors", tensors)]
         pairs = [(piece, Piece.of(target)) for target, piece in zip(targets, _cut(call, source, targets), strict=True)]
         self._move(call, pairs, scale)
         return list(tensors)
+
+    def _pack_plain(self, tensors: Sequence[Any], bucket: Any, scale: float, stream: Any, unpacks: bool) -> bool:
+        """Fast path: packs or unpacks arrays that need no preparation. False: nothing was done."""
+        pack = self._pack_plain_native  # None once the communicator is closed
+        return stream is None and pack is not None and pack(tensors, bucket, scale, unpacks)
 
     def _move(self, call: CollectiveArgs, pairs: Pairs, scale: float) -> None:
         call.number("scale", scale)
@@ -880,8 +890,8 @@ class Communicator:
         the memory is set aside now, since torch allocates when it likes and on one rank alone.
 
         Args:
-            nbytes: how much is set aside, the same on every rank. torch takes it in blocks that tensors share: 2 MiB for
-                    tensors of up to 1 MiB, 20 MiB for those of up to 10 MiB.
+            nbytes: how much is set aside, the same on every rank. torch takes it in blocks that tensors share: 2 MiB
+                    for tensors of up to 1 MiB, 20 MiB for those of up to 10 MiB.
         Returns: the pool. Its memory lives as long as any tensor in it, also after `close`; when the pool and all of
                  them are gone it returns to the communicator. A request beyond ``nbytes`` is torch's OutOfMemoryError.
         Raises:  EngineError: no memory left, or 32 pools in this process. UnsupportedError: on the cpu, or without a
@@ -1022,7 +1032,7 @@ class Communicator:
         """Finishes the calls in flight and disconnects from the peers, or from the process group, which stays as it
         is; not a collective. A second call does nothing."""
         engine, self._engine, self._closed = self._engine, None, True
-        self._run_plain_native = self._submit_plain_native = None
+        self._run_plain_native = self._submit_plain_native = self._pack_plain_native = None
         if engine is not None:
             engine.close()
         self._in_flight.clear()

@@ -96,6 +96,10 @@ class Engine(ABC):
     """Starts a call on plain arrays with default options; returns None, with nothing done, if the call needs
     preparation. None: every call does."""
 
+    pack_plain: Callable[[Sequence[Any], Any, float, bool], bool] | None = None
+    """(tensors, bucket, scale, whether it unpacks) Packs or unpacks plain arrays; returns False, with nothing done, if
+    they need preparation. None: every call does."""
+
     @abstractmethod
     def pack(self, call: CollectiveArgs, pairs: Pairs, scale: float) -> None:
         """Copies pairs of pieces that were already checked."""
@@ -300,6 +304,11 @@ class NativeEngine(Engine):
     def submit_plain(self) -> Any:  # type: ignore[override]
         """`Engine.submit_plain` on a device. On the cpu every call is prepared."""
         return None if self._beside is self.native else partial(self.explaining, self.native.submit_plain)
+
+    @property
+    def pack_plain(self) -> Any:  # type: ignore[override]
+        """`Engine.pack_plain`: the native method itself, because `pack` explains no errors either."""
+        return self.native.pack_plain
 
     def run(self, call: CollectiveArgs) -> int:
         """Runs a call, or enqueues it on its stream; returns the source of a recv, else -1."""

@@ -163,6 +163,30 @@ void bad_calls() {
   throws(ErrorCode::kInvalid, {"null"}, "no memory", [&] { engine.run(call); });
   call = all_reduce_of(data, 2);
   throws(ErrorCode::kUnsupported, {"per-thread"}, "per-thread stream", [&] { engine.run(call); });
+  // The driver is asked once for each allocation of a list, so the bad piece comes after good ones.
+  void* near;
+  require(cudaMalloc(&near, 400) == cudaSuccess, "memory here");
+  float *const here = static_cast<float*>(near), *const there = static_cast<float*>(far);
+  Packing packing;
+  packing.stream = stream;
+  packing.pieces = {{here + 20, here + 10, 5}, {here + 25, here, 5}, {there, there, 0}, {data.data(), here + 50, 50}};
+  engine.pack(packing);
+  packing.pieces.push_back({there + 3, here + 30, 5});
+  throws(ErrorCode::kInvalid, {"pack", "its source", "device 0", "memory of device 1"}, "a source elsewhere",
+         [&] { engine.pack(packing); });
+  packing.pieces.back() = {here + 3, there + 30, 5};
+  throws(ErrorCode::kInvalid, {"pack", "its target", "device 0", "memory of device 1"}, "a target elsewhere",
+         [&] { engine.pack(packing); });
+  packing.pieces.pop_back();
+  engine.synchronize(stream);
+  require(cudaFree(near) == cudaSuccess && cudaSetDevice(1) == cudaSuccess, "the memory here is freed");
+  void* again;
+  require(cudaMalloc(&again, 400) == cudaSuccess && cudaSetDevice(0) == cudaSuccess, "more memory elsewhere");
+  packing.pieces = {{data.data(), again, 10}};
+  throws(ErrorCode::kInvalid, {"pack", "its target", "memory of device 1"},
+         again == near ? "memory elsewhere at the address of freed memory" : "new memory elsewhere",
+         [&] { engine.pack(packing); });
+  cudaFree(again);
   require(!engine.aborted(), "bad arguments end nothing");
   run(engine, all_reduce_of(data));
   engine.close();

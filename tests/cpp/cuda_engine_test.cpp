@@ -464,6 +464,22 @@ void packing() {
               concat("pack: tensor ", i));
   pack.to = DType::kInt8;
   throws(ErrorCode::kUnsupported, {"pack"}, "a cast to integers", [&] { engines[0]->pack(pack); });
+  // What is asked of the driver depends on the allocations, not on the pieces.
+  constexpr std::size_t kHalf = 32u << 10;
+  char* const memory = static_cast<char*>(engines[0]->allocate(2 * kHalf));
+  pack.to = DType::kFloat32;
+  const auto calls_of = [&](std::size_t pieces) {
+    pack.pieces.clear();
+    for (std::size_t i = 0; i < pieces; ++i) pack.pieces.push_back({memory + 64 * i, memory + kHalf + 64 * i, 9});
+    const long before = emulator::calls_so_far();
+    engines[0]->pack(pack);
+    return emulator::calls_so_far() - before;
+  };
+  calls_of(1);  // which asks for what is kept
+  const long calls_of_two = calls_of(2), calls_of_many = calls_of(150);
+  require(calls_of_many == calls_of_two, concat("pack: ", calls_of_many, " calls of the runtime, not ", calls_of_two));
+  engines[0]->synchronize(stream);
+  engines[0]->release(memory);
 }
 
 void facts() {

@@ -878,17 +878,45 @@ def native() -> None:
     assert engine.run_plain("all_reduce", "sum", 0, 0, plain, Exchanged(np.zeros(8, np.float32), device=1)) is None
     assert engine.run_plain("all_reduce", "sum", 0, 0, plain, Exchanged(x.astype(np.int32))) is None
     assert engine.run_plain("all_reduce", "band", 0, 0, plain, plain) is None
+    y = np.zeros(20, np.float64)
+    bucket, parts = Exchanged(y), [Exchanged(part) for part in (x, x[:0], x[2:])]
+    assert engine.pack_plain(parts, bucket, 0.5, False)
+    assert Exchanged.asked.pop() == (_DLPACK_CUDA, 0)  # for the bucket's stream
+    engine.synchronize(0)
+    assert y.tolist() == [*(x / 2), *(x[2:] / 2), *[0.0] * 6]
+    back = [np.zeros_like(x), np.zeros_like(x[2:])]
+    assert engine.pack_plain(tuple(map(Exchanged, back)), bucket, 2, True)
+    engine.synchronize(0)
+    assert [part.tolist() for part in back] == [x.tolist(), x[2:].tolist()]
+    for wrong in (
+        [],
+        iter(parts),
+        [*parts, x],
+        [*parts, Exchanged(np.zeros(7, np.float32))],
+        [*parts, Exchanged(np.zeros(1, np.int32))],
+        [*parts, Exchanged(np.zeros(1, np.float32), device=1)],
+        [bucket],
+    ):
+        for unpacks in (False, True):
+            assert not engine.pack_plain(wrong, bucket, 0.5, unpacks)
+    assert not engine.pack_plain(parts, y, 1.0, False)
+    assert not engine.pack_plain(parts, bucket, True, False)
+    assert y.tolist() == [*(x / 2), *(x[2:] / 2), *[0.0] * 6]
     Exchanged.knows_stream = False
     assert engine.run_plain("all_reduce", "sum", 0, 0, plain, plain) is None
     assert engine.submit_plain("all_reduce", "sum", 0, 0, plain, plain) is None
     assert _C.work_stream(plain, 0) is None
+    assert not engine.pack_plain(parts, bucket, 0.5, False)
     with pytest.raises(TypeError, match="work_stream takes an array and the index"):
         _C.work_stream(plain)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="submit_plain takes 6 arguments, got 1"):
         engine.submit_plain("all_reduce")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="pack_plain takes 4 arguments, got 1"):
+        engine.pack_plain(parts)  # type: ignore[call-arg]
     cpu = _C.Engine("cpu", 0, 1)
     cpu.connect([cpu.handle()])
     assert cpu.run_plain("all_reduce", "sum", 0, 0, plain, plain) is None  # it lies on a device
+    assert not cpu.pack_plain(parts, bucket, 0.5, False)
     cpu.close()
     with pytest.raises(errors.UnsupportedError, match="expected a cpu engine, got cuda"):
         engine.exchange(b"")

@@ -1,10 +1,12 @@
 // `_C`, the torch-free Python module. Integers and bytes go in, integers and bytes come out; the GIL is released while
-// a call runs. `run_plain` and `submit_plain` take arrays and are plain C functions, because they are called for every
-// small array: examining the array in Python, or a dispatch by signature, would take longer than the call.
+// a call runs. `run_plain`, `submit_plain` and `pack_plain` take arrays and are plain C functions, because they are
+// called for every small array, or for many arrays: examining the arrays in Python, or a dispatch by signature, would
+// take longer than the call.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <climits>
+#include <cmath>
 #include <map>
 #include <optional>
 #include <string_view>
@@ -16,6 +18,7 @@
 #include "bind/module/plain_array.h"
 #include "bind/module/site.h"
 #include "bind/raise.h"
+#include "core/check.h"
 #include "core/engine.h"
 #include "core/error.h"
 #include "core/norm.h"
@@ -286,13 +289,26 @@ bool prepare(const Engine& engine, PyObject* const* args, PlainArray& input, Pla
   return engine.device() < 0 || from.find_stream(call.stream);
 }
 
+// The answer of `act`, a method of `_C.Engine`; null, with a Python error set, if it throws.
+template <typename Act>
+PyObject* answer_of(Act act) {
+  try {
+    return act();
+  } catch (const Error& error) {
+    set_python_error(error);
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
 // Makes a call from the arguments of a method of `_C.Engine`, if they need no preparation: `act` gets the call, without
 // the GIL, and `answer` what it returns. Otherwise returns None.
 template <typename Act, typename Answer>
 PyObject* call_plain(const char* method, PyObject* self, PyObject* const* args, Py_ssize_t num_args, Act act,
                      Answer answer) {
   if (num_args != 6) return PyErr_Format(PyExc_TypeError, "%s takes 6 arguments, got %zd", method, num_args);
-  try {
+  return answer_of([&]() -> PyObject* {
     Engine& engine = *py::handle(self).cast<Engine*>();
     PlainArray input, output;
     Call call;
@@ -302,12 +318,7 @@ PyObject* call_plain(const char* method, PyObject* self, PyObject* const* args, 
       const py::gil_scoped_release release;
       return act(engine, std::move(call));
     }());
-  } catch (const Error& error) {
-    set_python_error(error);
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
+  });
 }
 
 // Engine.run_plain(op, reduce_op, root, tag, input, output) -> int | None
@@ -322,6 +333,59 @@ PyObject* submit_plain(PyObject* self, PyObject* const* args, Py_ssize_t num_arg
   return call_plain(
       "submit_plain", self, args, num_args, [](Engine& engine, Call&& call) { return engine.submit(std::move(call)); },
       [](std::shared_ptr<Request> request) { return py::cast(std::move(request)).release().ptr(); });
+}
+
+std::optional<double> factor_of(PyObject* number) {
+  if (!PyFloat_CheckExact(number)) return whole_number(number);
+  const double factor = PyFloat_AS_DOUBLE(number);
+  return std::isinf(factor) ? std::nullopt : std::optional<double>(factor);
+}
+
+// Fills `packing` from the arguments of pack_plain, with the checks of the full path. `arrays`: one for each of `list`.
+// False: they need the full path.
+bool prepare(const Engine& engine, PyObject* const* args, PyObject* list, PlainArray& bucket,
+             std::vector<PlainArray>& arrays, Packing& packing) {
+  const std::optional<double> factor = factor_of(args[2]);
+  const bool unpacks = args[3] == Py_True;
+  if (!factor || arrays.empty() || !bucket.read(args[1], !unpacks, engine.device())) return false;
+  packing.factor = *factor;
+  packing.pieces.reserve(arrays.size());
+  std::size_t total = 0;
+  for (std::size_t i = 0; i < arrays.size(); ++i) {
+    PlainArray& array = arrays[i];
+    if (!array.read(PyTuple_GET_ITEM(list, i), unpacks, engine.device())) return false;
+    if (array.dtype() != arrays[0].dtype() || array.count() > bucket.count() - total || array.overlaps(bucket))
+      return false;
+    char* const place = bucket.data() + total * element_bytes(bucket.dtype());
+    packing.pieces.push_back({unpacks ? place : array.data(), unpacks ? array.data() : place, array.count()});
+    total += array.count();
+  }
+  packing.from = unpacks ? bucket.dtype() : arrays[0].dtype();
+  packing.to = unpacks ? arrays[0].dtype() : bucket.dtype();
+  const bool copies = packing.from == packing.to && packing.factor == 1.0;
+  if (!copies && (!can_cast(packing.from) || !can_cast(packing.to))) return false;
+  return engine.device() < 0 || bucket.find_stream(packing.stream);
+}
+
+// Engine.pack_plain(tensors, bucket, scale, unpacks) -> bool
+PyObject* pack_plain(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  if (num_args != 4) return PyErr_Format(PyExc_TypeError, "pack_plain takes 4 arguments, got %zd", num_args);
+  return answer_of([&]() -> PyObject* {
+    if (!PyList_CheckExact(args[0]) && !PyTuple_CheckExact(args[0])) Py_RETURN_FALSE;
+    // Keeps the arrays alive while another thread may change a list.
+    const auto list = py::reinterpret_steal<py::object>(PySequence_Tuple(args[0]));
+    if (!list) return nullptr;
+    Engine& engine = *py::handle(self).cast<Engine*>();
+    PlainArray bucket;
+    std::vector<PlainArray> arrays(static_cast<std::size_t>(PyTuple_GET_SIZE(list.ptr())));
+    Packing packing;
+    if (!prepare(engine, args, list.ptr(), bucket, arrays, packing)) Py_RETURN_FALSE;
+    {
+      const py::gil_scoped_release release;
+      engine.pack(packing);
+    }
+    Py_RETURN_TRUE;
+  });
 }
 
 // work_stream(array, device) -> int | None
@@ -349,6 +413,13 @@ PyMethodDef kSubmitPlain = {
     "submit_plain(op: str, reduce_op: str, root: int | None, tag: int, input: object, output: object) -> Request | "
     "None\n\n"
     "Starts a call as run_plain makes it; the arrays must live, and keep their memory, until it is done."};
+
+PyMethodDef kPackPlain = {
+    "pack_plain", as_method(pack_plain), METH_FASTCALL,
+    "pack_plain(tensors: object, bucket: object, scale: object, unpacks: bool) -> bool\n\n"
+    "Copies a list or tuple of plain arrays into a plain bucket, or back. On a device it runs on the stream on which "
+    "the library of the bucket works now. False: nothing was done, because the arguments need preparation or are "
+    "wrong."};
 
 PyMethodDef kWorkStream = {
     "work_stream", as_method(work_stream), METH_FASTCALL,
@@ -449,7 +520,7 @@ void define_engine(py::module_& m) {
                           OptionalParts, OptionalParts, Address>);
   define_call("submit", &submit<int, int, int, int, int, int, Address, Address, std::size_t, double, std::int64_t,
                                 OptionalParts, OptionalParts, Address>);
-  for (PyMethodDef* method : {&kRunPlain, &kSubmitPlain})
+  for (PyMethodDef* method : {&kRunPlain, &kSubmitPlain, &kPackPlain})
     engine.attr(method->ml_name) =
         py::reinterpret_steal<py::object>(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(engine.ptr()), method));
   m.attr(kWorkStream.ml_name) = py::reinterpret_steal<py::object>(PyCFunction_NewEx(&kWorkStream, nullptr, nullptr));
