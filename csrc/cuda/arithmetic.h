@@ -20,6 +20,15 @@ RINGCOMM_HD constexpr Arithmetic arithmetic_for(DType dtype, ReduceOp op) {
   return {dtype == DType::kUInt8 && signless ? DType::kInt8 : dtype, step, 1};
 }
 
+// Of the struct of a combining step.
+template <typename Combine>
+inline constexpr ReduceOp kOpOf = ReduceOp::kSum;
+#define X(e, Combine) \
+  template <>         \
+  inline constexpr ReduceOp kOpOf<Combine> = ReduceOp::e;
+RINGCOMM_FOR_EACH_COMBINE(X)
+#undef X
+
 // Whether some call of this build ends up with exactly this pair.
 constexpr bool is_compiled(DType dtype, ReduceOp step) {
 #if defined(RINGCOMM_ONLY_DTYPE) && defined(RINGCOMM_ONLY_OP)

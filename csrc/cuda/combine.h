@@ -4,7 +4,7 @@
 
 #include <type_traits>
 
-#include "core/reduce.h"
+#include "cuda/arithmetic.h"
 #include "cuda/move.h"
 
 namespace ringcomm::cuda {
@@ -145,9 +145,28 @@ static_assert(same_tree_of_groups<17>() && same_tree_of_groups<23>() && same_tre
 static_assert(same_tree_of_groups<25>() && same_tree_of_groups<29>() && same_tree_of_groups<32>(), "not canonical");
 }  // namespace proof
 
+// Any combining step of T, chosen at run time: loops that are not worth a version for each step are compiled once.
+template <typename T>
+struct AnyStep {
+  ReduceOp op;
+
+  template <typename A>
+  RINGCOMM_DEVICE A apply(A a, A b) const {
+    A result = a;
+#define X(e, Combine)                        \
+  if constexpr (kIsCompiled<T, ReduceOp::e>) \
+    if (const A value = Combine::apply(a, b); op == ReduceOp::e) result = value;
+    RINGCOMM_FOR_EACH_COMBINE(X)
+#undef X
+    return result;
+  }
+};
+
 // Only sums are averaged, and only sums of fractions scaled.
 template <typename T, typename Combine>
-inline constexpr bool kCanBeScaled = std::is_same_v<Combine, Sum> && std::is_floating_point_v<AccOf<T>>;
+inline constexpr bool kCanBeAveraged = std::is_same_v<Combine, Sum> || std::is_same_v<Combine, AnyStep<T>>;
+template <typename T, typename Combine>
+inline constexpr bool kCanBeScaled = kCanBeAveraged<T, Combine> && std::is_floating_point_v<AccOf<T>>;
 
 // A step that works on bits only, so that elements of any width will do.
 template <typename T, typename Combine>
@@ -160,7 +179,7 @@ inline constexpr bool kIsBitwise =
 template <typename T, typename Combine, int kRanks, int kLeast = 1, bool kScaled = false>
 class Combiner {
   using Acc = AccOf<T>;
-  static constexpr bool kDivides = std::is_same_v<Combine, Sum> && !std::is_same_v<Acc, bool>;
+  static constexpr bool kDivides = kCanBeAveraged<T, Combine> && !std::is_same_v<Acc, bool>;
   static constexpr bool kBitwise = kIsBitwise<T, Combine>;
 
  public:
@@ -172,25 +191,20 @@ class Combiner {
   };
 
   // Sums are divided by `divisor`. `factors`: one per rank, read if kScaled.
-  RINGCOMM_DEVICE Combiner(int ranks, int divisor, [[maybe_unused]] const double* factors = nullptr)
-      : ranks_(ranks), divisor_(divisor) {
+  RINGCOMM_DEVICE Combiner(int ranks, int divisor, [[maybe_unused]] const double* factors = nullptr, Combine step = {})
+      : step_(step), ranks_(ranks), divisor_(divisor) {
     if constexpr (kScaled) {
       RINGCOMM_UNROLL for (int p = 0; p < kRanks; ++p) factor_[p] = p < ranks ? static_cast<Acc>(factors[p]) : Acc(1);
     }
   }
 
-  // One element; value(p) is rank p's.
-  template <typename Value>
-  RINGCOMM_DEVICE T combine(const Value& value) const {
-    return Element<T>::store(finish(tree<T>(value)));
-  }
   // kWords words of elements; words(p) points to those of rank p.
   template <int kWords, typename Words>
   RINGCOMM_DEVICE void combine_words(u32* result, const Words& words) const {
     store_words<kWords>(result, add_up<kWords>(words));
   }
 
-  // The two halves of combine_words, between which groups of ranks are combined.
+  // The two halves of combine_words, between which groups of ranks are joined.
   template <int kWords, typename Words>
   RINGCOMM_DEVICE Partials<kWords> add_up(const Words& words) const {
     Partials<kWords> partials;
@@ -201,6 +215,12 @@ class Combiner {
         partials.of[i] = tree<T>([&](int p) { return element<T>(words(p), i); });
     }
     return partials;
+  }
+  template <int kWords>
+  RINGCOMM_DEVICE Partials<kWords> join(Partials<kWords> left, const Partials<kWords>& right) const {
+    RINGCOMM_UNROLL for (int i = 0; i < Partials<kWords>::kCount; ++i) left.of[i] =
+        step_.apply(left.of[i], right.of[i]);
+    return left;
   }
   template <int kWords>
   RINGCOMM_DEVICE void store_words(u32* result, Partials<kWords> partials) const {
@@ -219,12 +239,6 @@ class Combiner {
   }
 
  private:
-  template <typename Value>
-  RINGCOMM_DEVICE Acc finish(Value value) const {
-    if constexpr (kDivides)
-      if (divisor_ != 1) return divide(value, divisor_);
-    return value;
-  }
   template <typename V, typename Value>
   RINGCOMM_DEVICE auto tree(const Value& value) const {
     using A = AccOf<V>;
@@ -234,9 +248,10 @@ class Combiner {
       else
         return Element<V>::load(value(p));
     };
-    return tree_of_first<kRanks, kLeast>(ranks_, leaf, [](A a, A b) { return Combine::apply(a, b); });
+    return tree_of_first<kRanks, kLeast>(ranks_, leaf, [&](A a, A b) { return step_.apply(a, b); });
   }
 
+  const Combine step_;
   const int ranks_, divisor_;
   Acc factor_[kScaled ? kRanks : 1];
 };

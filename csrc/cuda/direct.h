@@ -109,7 +109,7 @@ class Direct {
   RINGCOMM_DEVICE bool begin() {
     const int t = block_.thread();
     if (!block_.announce(signature())) return false;
-    if (t < world_size()) what_.factor[t] = said(t).factor;
+    if (t < world_size()) what_.factor[t] = args_.scales() ? said(t).factor : 1;
     const bool in_place = block_.agree(t >= world_size() || reachable(t));
     const bool found = !in_place || t >= world_size() || finds_buffers(t);
     if (t == 0) {

@@ -72,9 +72,9 @@ RINGCOMM_DEVICE void enter_units(const Hop<T, Combine, kEnds>& hop, const HopRun
       threadIdx.x, run.threads, count, [&](u32 i) { return get<Unit>(run.own, first + i); },
       [&](u32 i, const Unit& value) { put(run.to, first + i, hop.enter(value)); });
 }
-template <typename Unit, typename T, typename Combine, Ends kEnds>
-RINGCOMM_DEVICE void combine_units(const Hop<T, Combine, kEnds>& hop, const HopRun& run, u32 first, u32 count) {
-  in_flight<kHopDepth<T, kEnds>>(
+template <typename Unit, int kDepth, typename AHop>
+RINGCOMM_DEVICE void combine_units(const AHop& hop, const HopRun& run, u32 first, u32 count) {
+  in_flight<kDepth>(
       threadIdx.x, run.threads, count,
       [&](u32 i) { return Pair<Unit>{get<Unit>(run.partial, first + i), get<Unit>(run.own, first + i)}; },
       [&](u32 i, const Pair<Unit>& v) {
@@ -95,33 +95,47 @@ RINGCOMM_DEVICE_CALL void enter_run(u32 threads, const char* own, char* to, u32 
   enter_units<Vec>(hop, run, 0, vectors);
   enter_units<T>(hop, run, done, count - done);
 }
-template <typename T, typename Combine, Ends kEnds>
-RINGCOMM_DEVICE void combine_run(const HopRun& run) {
-  const Hop<T, Combine, kEnds> hop{run.factor, run.divisor};
-  const u64 bits = reinterpret_cast<u64>(run.partial) | reinterpret_cast<u64>(run.own) | reinterpret_cast<u64>(run.to) |
-                   reinterpret_cast<u64>(run.and_to);
-  const u32 vectors = bits % 16 == 0 ? run.count / kPerVec<T> : 0, done = vectors * kPerVec<T>;
-  combine_units<Vec>(hop, run, 0, vectors);
-  combine_units<T>(hop, run, done, run.count - done);
-}
-
 template <typename T>
 inline constexpr bool kCanScale = kIsCompiled<T, ReduceOp::kSum> && std::is_floating_point_v<typename Element<T>::Acc>;
 
+// Single elements, with any step and ends: compiled once for all of them. A factor or divisor of 1 changes no bit.
+template <typename T>
+struct AnyHop {
+  AnyStep<T> step;
+  double factor;
+  int divisor;
+
+  RINGCOMM_DEVICE T combine(T partial, T own) const {
+    if constexpr (kCanScale<T>) own = Hop<T, Sum, Ends::kScaled>{factor, 1}.enter(own);
+    auto value = step.apply(Element<T>::load(partial), Element<T>::load(own));
+    if (divisor != 1) value = divide(value, divisor);
+    return Element<T>::store(value);
+  }
+};
+template <typename T, typename Combine, Ends kEnds>
+RINGCOMM_DEVICE void combine_vectors(const HopRun& run, u32 vectors) {
+  combine_units<Vec, kHopDepth<T, kEnds>>(Hop<T, Combine, kEnds>{run.factor, run.divisor}, run, 0, vectors);
+}
+
 // Any combining step of a type: the ring loops around the steps are compiled once for all of them.
 template <typename T>
-RINGCOMM_DEVICE void combine_any(u32 threads, const char* partial, const char* own, char* to, char* and_to, u32 count,
-                                 ReduceOp step, Ends ends, int divisor, double factor) {
-  const HopRun run{threads, partial, own, to, and_to, count, divisor, factor};
+RINGCOMM_DEVICE void combine_any(const HopRun& run, ReduceOp step, Ends ends) {
+  const u64 bits = reinterpret_cast<u64>(run.partial) | reinterpret_cast<u64>(run.own) | reinterpret_cast<u64>(run.to) |
+                   reinterpret_cast<u64>(run.and_to);
+  const u32 vectors = bits % 16 == 0 ? run.count / kPerVec<T> : 0, done = vectors * kPerVec<T>;
   if constexpr (kIsCompiled<T, ReduceOp::kSum>)
-    if (ends == Ends::kDivided) return combine_run<T, Sum, Ends::kDivided>(run);
+    if (ends == Ends::kDivided) combine_vectors<T, Sum, Ends::kDivided>(run, vectors);
   if constexpr (kCanScale<T>)
-    if (ends == Ends::kScaled) return combine_run<T, Sum, Ends::kScaled>(run);
+    if (ends == Ends::kScaled) combine_vectors<T, Sum, Ends::kScaled>(run, vectors);
 #define X(e, Combine)                        \
   if constexpr (kIsCompiled<T, ReduceOp::e>) \
-    if (step == ReduceOp::e) return combine_run<T, Combine, Ends::kPlain>(run);
+    if (ends == Ends::kPlain && step == ReduceOp::e) combine_vectors<T, Combine, Ends::kPlain>(run, vectors);
   RINGCOMM_FOR_EACH_COMBINE(X)
 #undef X
+  const AnyHop<T> hop{{step}, ends == Ends::kScaled ? run.factor : 1, ends == Ends::kDivided ? run.divisor : 1};
+  // Any step takes more registers than one.
+  constexpr int kDepth = std::is_floating_point_v<T> ? kInFlight / 2 : kHopDepth<T, Ends::kPlain>;
+  combine_units<T, kDepth>(hop, run, done, run.count - done);
 }
 
 // What the ring needs to know of its elements.
@@ -141,12 +155,10 @@ class HopArithmetic {
   }
   RINGCOMM_DEVICE void combine(const HopRun& run, bool final) const {
     const bool divides = final && args_.reduce_op == ReduceOp::kAvg;
-    combine_any<T>(run.threads, run.partial, run.own, run.to, run.and_to, run.count,
-                   arithmetic_for(args_.dtype, args_.reduce_op).op,
+    combine_any<T>(run, arithmetic_for(args_.dtype, args_.reduce_op).op,
                    divides    ? Ends::kDivided
                    : scales() ? Ends::kScaled
-                              : Ends::kPlain,
-                   run.divisor, run.factor);
+                              : Ends::kPlain);
   }
 
  private:

@@ -13,7 +13,7 @@ RINGCOMM_DEVICE void aim(const KnownArgs& args, int m, u64 element, u64& rows, R
   __syncthreads();  // no thread reads the previous message any more
   for (int p = threadIdx.x; p < args.num_sources; p += blockDim.x) {
     what.source[p] = address[p] + part * nbytes;
-    what.factor[p] = args.factor[p];
+    what.factor[p] = args.scaled ? args.factor[p] : 1;
   }
   const int num_targets = args.scatters ? 1 : args.num_targets;
   for (int t = threadIdx.x; t < num_targets; t += blockDim.x) what.target[t] = address[args.num_sources + part + t];

@@ -12,7 +12,7 @@ namespace ringcomm::cuda {
 struct Reduction {
   const char* source[kMaxRanks];  // by rank
   char* target[kMaxRanks];
-  double factor[kMaxRanks];  // of premul_sum
+  double factor[kMaxRanks];  // of premul_sum, else 1
   std::int32_t num_sources, num_targets;
   std::int32_t divisor;  // of sums; 1: none
   std::int32_t scaled;   // by the factors
@@ -30,50 +30,47 @@ RINGCOMM_DEVICE u64 first_row(u64 block, u64 blocks, u64 rows) { return (block +
 
 static_assert(kMaxLaunchRanks <= kGroupRanks && kMaxRanks <= 4 * kGroupRanks, "tree_of_groups has four groups");
 
-// Reduces kSize bytes of all ranks; load(p) gives those of rank p.
-template <typename T, typename Combine, int kSize, bool kScaled, typename Load>
-RINGCOMM_DEVICE Chunk<kSize> reduce_at(const Reduction& what, const Load& load) {
-  constexpr int kWords = kSize < 4 ? 1 : kSize / 4;
-  using Group = Combiner<T, Combine, kGroupRanks, 1, kScaled>;
+// Reduces what the loops for few ranks leave: everything of more ranks than a group has, misaligned buffers, and what
+// is behind the last full chunk. `chunks` of kSize bytes come first, then single elements from `begin` on. Fractions
+// are always scaled, because a factor of 1 changes no bit. A function of its own: the loops for few ranks need all
+// registers.
+template <typename T, int kSize, typename Combine>
+RINGCOMM_DEVICE_CALL void reduce_rest(const Reduction& what, Combine step, u64 chunks, u64 begin) {
+  constexpr int kWords = kSize < 4 ? 1 : kSize / 4, kEach = kSize / static_cast<int>(sizeof(T));
+  using Group = Combiner<T, Combine, kGroupRanks, 1, kCanBeScaled<T, Combine>>;
   using Partials = typename Group::template Partials<kWords>;
-  const auto group = [&](int g) {
-    const int first = g * kGroupRanks, ranks = static_cast<int>(smaller(what.num_sources - first, kGroupRanks));
-    Chunk<kSize> value[kGroupRanks] = {};
-    RINGCOMM_UNROLL for (int p = 0; p < kGroupRanks; ++p) {
-      if (p < ranks) value[p] = load(first + p);
-    }
-    return Group(ranks, 1, what.factor + first).template add_up<kWords>([&](int p) { return value[p].word; });
-  };
-  const auto combine = [](Partials left, const Partials& right) {
-    RINGCOMM_UNROLL for (int i = 0; i < Partials::kCount; ++i) left.of[i] = Combine::apply(left.of[i], right.of[i]);
-    return left;
-  };
-  const Partials sum =
-      tree_of_groups<Partials>(static_cast<int>(ceil_div(what.num_sources, kGroupRanks)), group, combine);
-  Chunk<kSize> result;
-  Group(what.num_sources, what.divisor, what.factor).template store_words<kWords>(result.word, sum);
-  return result;
-}
-// Reduces more ranks than a group has. A function of its own: the loops for few ranks need all registers.
-template <typename T, typename Combine, bool kScaled>
-RINGCOMM_DEVICE_CALL void reduce_groups(const Reduction& what, bool whole_vectors) {
-  constexpr int kSize = sizeof(T) >= 4 ? sizeof(Vec) : 4 * sizeof(T);
-  constexpr int kEach = kSize / static_cast<int>(sizeof(T));
-  const u64 chunks = whole_vectors ? what.count / kEach : 0;
-  const u64 first = what.first * blockDim.x + threadIdx.x, step = what.step * blockDim.x;
-  for (u64 v = first; v < chunks; v += step) {
-    const auto result = reduce_at<T, Combine, kSize, kScaled>(
-        what, [&](int p) { return load_chunk<kSize>(what.source[p] + v * kSize); });
-    for (int t = 0; t < what.num_targets; ++t) store_chunk<kSize>(what.target[t] + v * kSize, result);
-  }
-  for (u64 i = chunks * kEach + first; i < what.count; i += step) {
-    const auto result = reduce_at<T, Combine, sizeof(T), kScaled>(what, [&](int p) {
-      Chunk<sizeof(T)> chunk{};
-      put_element<T>(chunk.word, 0, load_one(reinterpret_cast<const T*>(what.source[p]) + i));
+  const Group whole(what.num_sources, what.divisor, what.factor, step);
+  const u64 count = chunks + what.count - begin;
+  for (u64 i = what.first * blockDim.x + threadIdx.x; i < count; i += what.step * blockDim.x) {
+    const bool is_chunk = kEach > 1 && i < chunks;
+    const u64 at = (is_chunk ? i * kEach : begin + i - chunks) * sizeof(T);
+    const auto load_at = [&](const char* from) {
+      if constexpr (kEach > 1)
+        if (is_chunk) return load_chunk<kSize>(from);
+      Chunk<kSize> chunk{};
+      put_element<T>(chunk.word, 0, load_one(reinterpret_cast<const T*>(from)));
       return chunk;
-    });
-    for (int t = 0; t < what.num_targets; ++t)
-      store_one(reinterpret_cast<T*>(what.target[t]) + i, element<T>(result.word, 0));
+    };
+    const auto group = [&](int g) {
+      const int first = g * kGroupRanks, ranks = static_cast<int>(smaller(what.num_sources - first, kGroupRanks));
+      Chunk<kSize> value[kGroupRanks] = {};
+      RINGCOMM_UNROLL for (int p = 0; p < kGroupRanks; ++p) {
+        if (p < ranks) value[p] = load_at(what.source[first + p] + at);
+      }
+      return Group(ranks, 1, what.factor + first, step).template add_up<kWords>([&](int p) { return value[p].word; });
+    };
+    const auto join = [&](const Partials& left, const Partials& right) {
+      return whole.template join<kWords>(left, right);
+    };
+    const int groups = static_cast<int>(ceil_div(what.num_sources, kGroupRanks));
+    Chunk<kSize> result;
+    whole.template store_words<kWords>(result.word, tree_of_groups<Partials>(groups, group, join));
+    for (int t = 0; t < what.num_targets; ++t) {
+      char* const to = what.target[t] + at;
+      if constexpr (kEach > 1)
+        if (is_chunk) store_chunk<kSize>(to, result);
+      if (!is_chunk) store_one(reinterpret_cast<T*>(to), element<T>(result.word, 0));
+    }
   }
 }
 
@@ -87,6 +84,9 @@ class Reducer {
   // registers.
   static constexpr int kBytes = sizeof(T) > 1 || kIsBitwise<T, Combine> ? 16 : 8;
   static constexpr int kEach = kBytes / static_cast<int>(sizeof(T));
+  // Those of reduce_rest.
+  static constexpr int kRest = kMost <= kGroupRanks ? sizeof(T) : sizeof(T) >= 4 ? sizeof(Vec) : 4 * sizeof(T);
+  static constexpr int kRestEach = kRest / static_cast<int>(sizeof(T));
 
  public:
   RINGCOMM_DEVICE explicit Reducer(const Reduction& what) : what_(what) {}
@@ -103,7 +103,7 @@ class Reducer {
   RINGCOMM_DEVICE void reduce() const {
     const bool aligned = aligned_buffers();
     if constexpr (kMost > kGroupRanks)
-      if (what_.num_sources > kGroupRanks) return reduce_groups<T, Combine, kScaled>(what_, aligned);
+      if (what_.num_sources > kGroupRanks) return reduce_groups<kScaled>(aligned ? what_.count / kRestEach : 0);
     const u64 chunks = aligned ? what_.count / kEach : 0;
     if constexpr (!kHasFew) {
       reduce_chunks<8, 1, kScaled>(chunks);
@@ -117,7 +117,15 @@ class Reducer {
       else
         reduce_chunks<2, 1, kScaled>(chunks);
     }
-    reduce_elements<kScaled>(chunks * kEach);
+    if (chunks * kEach < what_.count) reduce_rest<T, kRest>(what_, AnyStep<T>{kOpOf<Combine>}, 0, chunks * kEach);
+  }
+  // Usual sums have a version of their own here too.
+  template <bool kScaled>
+  RINGCOMM_DEVICE void reduce_groups(u64 chunks) const {
+    if constexpr (kUsual && !kScaled)
+      reduce_rest<T, kRest>(what_, Sum{}, chunks, chunks * kRestEach);
+    else
+      reduce_rest<T, kRest>(what_, AnyStep<T>{kOpOf<Combine>}, chunks, chunks * kRestEach);
   }
   RINGCOMM_DEVICE bool aligned_buffers() const {
     u64 bits = 0;
@@ -146,20 +154,6 @@ class Reducer {
         for (int t = 0; t < what_.num_targets; ++t)
           store_chunk<kBytes>(what_.target[t] + (v + k * step) * kBytes, result);
       }
-    }
-  }
-  // The elements after the last full chunk, or all elements of misaligned buffers.
-  template <bool kScaled>
-  RINGCOMM_DEVICE void reduce_elements(u64 begin) const {
-    if (begin == what_.count) return;
-    const Combiner<T, Combine, kGroupRanks, 1, kScaled> combiner(what_.num_sources, what_.divisor, what_.factor);
-    for (u64 i = begin + first(); i < what_.count; i += what_.step * blockDim.x) {
-      T value[kGroupRanks] = {};
-      RINGCOMM_UNROLL for (int p = 0; p < kGroupRanks; ++p) {
-        if (p < what_.num_sources) value[p] = load_one(reinterpret_cast<const T*>(what_.source[p]) + i);
-      }
-      const T result = combiner.combine([&](int p) { return value[p]; });
-      for (int t = 0; t < what_.num_targets; ++t) store_one(reinterpret_cast<T*>(what_.target[t]) + i, result);
     }
   }
   RINGCOMM_DEVICE u64 first() const { return what_.first * blockDim.x + threadIdx.x; }
