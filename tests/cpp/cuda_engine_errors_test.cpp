@@ -159,6 +159,11 @@ void bad_calls() {
   throws(ErrorCode::kInvalid, {"its input", "device 0", "memory of device 1"}, "memory of another device",
          [&] { engine.run(call); });
   call = all_reduce_of(data);
+  call.count -= 1;
+  call.output = reinterpret_cast<char*>(data.data()) + 2;
+  throws(ErrorCode::kInvalid, {"its output", "multiple of 4 bytes", "float32"}, "half an element",
+         [&] { engine.run(call); });
+  call = all_reduce_of(data);
   call.output = nullptr;
   throws(ErrorCode::kInvalid, {"null"}, "no memory", [&] { engine.run(call); });
   call = all_reduce_of(data, 2);
@@ -176,6 +181,9 @@ void bad_calls() {
          [&] { engine.pack(packing); });
   packing.pieces.back() = {here + 3, there + 30, 5};
   throws(ErrorCode::kInvalid, {"pack", "its target", "device 0", "memory of device 1"}, "a target elsewhere",
+         [&] { engine.pack(packing); });
+  packing.pieces.back() = {reinterpret_cast<char*>(here) + 1, here + 30, 5};
+  throws(ErrorCode::kInvalid, {"pack", "its source", "multiple of 4 bytes"}, "a source between two elements",
          [&] { engine.pack(packing); });
   packing.pieces.pop_back();
   engine.synchronize(stream);
