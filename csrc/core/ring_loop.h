@@ -1,5 +1,5 @@
-// The ring collectives, for every engine. An executor moves the bytes of one rank (a CPU thread, a CUDA block);
-// ring_walk tells it what to move when. It returns false as soon as a wait of the executor gives up.
+// The ring collectives, for every engine. An executor moves the bytes of one rank (a CPU thread, a CUDA block); these
+// loops tell it what to move when. They return false as soon as a wait of the executor gives up.
 //
 //   bool wait_credit(t)   the slot of ticket t to the next rank is free     void publish(t)   the slot is filled
 //   bool wait_slice(t)    the slice of ticket t from prev has arrived       void release(t)   the slice has been read
@@ -53,30 +53,52 @@ RINGCOMM_HD bool ring_hop(std::uint64_t in, int chunk, std::size_t window, bool 
   return true;
 }
 
-// W >= 2; `root` is that of a line. One loop for all, so that a kernel has the code of a hop once. all_reduce,
-// reduce_scatter: chunk c is combined in rank order c+1, c+2, ..., c. reduce: in rank order root+1, root+2, ..., root.
+// all_reduce, reduce_scatter or all_gather; W >= 2. Chunk c is combined in rank order c+1, c+2, ..., c.
 template <typename Executor>
-RINGCOMM_HD bool ring_walk(Walk walk, int root, int rank, int world_size, std::size_t windows, Executor& ex) {
-  const bool line = is_line(walk), keeps = walk == Walk::kAllGather || walk == Walk::kBroadcast;
-  const int position = ring_distance(walk == Walk::kReduce ? ring_next(root, world_size) : root, rank, world_size);
+RINGCOMM_HD bool ring_walk(Walk walk, int rank, int world_size, std::size_t windows, Executor& ex) {
   const int first = first_step(walk, world_size), last = last_step(walk, world_size);
   std::uint64_t ticket = 0;
   for (std::size_t window = 0; window < windows; ++window)
     for (int step = first; step < last; ++step, ++ticket) {
-      const RingStep s = line ? RingStep{0, 0, walk == Walk::kReduce} : ring_step(rank, world_size, step);
-      if (line ? position == 0 : step == first) {
+      const RingStep s = ring_step(rank, world_size, step);
+      if (step == first) {
         if (!ring_start(ticket, s.send_chunk, window, ex)) return false;
-        if (keeps) ex.keep(s.send_chunk, window);
-        if (line) {
-          ex.release(ticket);  // no ticket arrives here, but the others' credit counts this rank too
-          continue;
-        }
+        if (walk == Walk::kAllGather) ex.keep(s.send_chunk, window);
       }
-      const bool ends = line ? position + 1 == world_size : step + 1 == last;
-      const bool final = line ? ends : step + 2 == world_size;
-      if (!ring_hop(ticket, s.recv_chunk, window, s.reduce, final, {!ends, line ? ticket : ticket + 1}, ex))
-        return false;
+      const Outgoing out{step + 1 < last, ticket + 1};
+      if (!ring_hop(ticket, s.recv_chunk, window, s.reduce, step + 2 == world_size, out, ex)) return false;
     }
+  return true;
+}
+
+// The message is not divided (chunk 0) and travels once, from the root to the rank before it. One ticket per window.
+template <typename Executor>
+RINGCOMM_HD bool ring_broadcast(int root, int rank, int world_size, std::size_t windows, Executor& ex) {
+  const int position = ring_distance(root, rank, world_size);
+  for (std::size_t window = 0; window < windows; ++window) {
+    if (position == 0) {
+      if (!ring_start(window, 0, window, ex)) return false;
+      ex.keep(0, window);
+      ex.release(window);  // no ticket arrives here, but the others' credit counts this rank too
+    } else if (!ring_hop(window, 0, window, false, true, {position + 1 < world_size, window}, ex)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// The message is not divided (chunk 0) and travels once, from the rank after the root to the root, combined on the way
+// in rank order root+1, root+2, ..., root. One ticket per window.
+template <typename Executor>
+RINGCOMM_HD bool ring_reduce(int root, int rank, int world_size, std::size_t windows, Executor& ex) {
+  const int position = ring_distance(ring_next(root, world_size), rank, world_size);
+  const bool at_root = position + 1 == world_size;
+  for (std::size_t window = 0; window < windows; ++window) {
+    const bool ok = position == 0 ? ring_start(window, 0, window, ex)
+                                  : ring_hop(window, 0, window, true, at_root, {!at_root, window}, ex);
+    if (!ok) return false;
+    if (position == 0) ex.release(window);
+  }
   return true;
 }
 

@@ -23,18 +23,14 @@ RINGCOMM_HD constexpr int ring_distance(int from, int to, int world_size) {
   return to >= from ? to - from : to - from + world_size;
 }
 
-enum class Walk : std::uint8_t { kAllReduce, kReduceScatter, kAllGather, kReduce, kBroadcast };
+enum class Walk : std::uint8_t { kAllReduce, kReduceScatter, kAllGather };
 
-// Along a line the message is not divided (chunk 0) and travels once, in one step per rank: a broadcast from the root
-// to the rank before it, a reduce from the rank after the root to the root.
-RINGCOMM_HD constexpr bool is_line(Walk walk) { return walk == Walk::kReduce || walk == Walk::kBroadcast; }
-// One walk of 2(W-1) steps serves the other three collectives. Steps [0, W-1) are the reduce-scatter and leave chunk r
+// One walk of 2(W-1) steps serves all three collectives. Steps [0, W-1) are the reduce-scatter and leave chunk r
 // complete on rank r; steps [W-1, 2(W-1)) are the all-gather.
 RINGCOMM_HD constexpr int first_step(Walk walk, int world_size) {
   return walk == Walk::kAllGather ? world_size - 1 : 0;
 }
 RINGCOMM_HD constexpr int last_step(Walk walk, int world_size) {
-  if (is_line(walk)) return 1;
   return walk == Walk::kReduceScatter ? world_size - 1 : 2 * (world_size - 1);
 }
 

@@ -125,16 +125,21 @@ class RingBlock {
   // Returns how many tickets it took; going() says whether all waits succeeded.
   RINGCOMM_DEVICE u64 walk(u64 windows) {
     constexpr bool kCopies = !Elements::kReduces;
+    constexpr Op kRooted = kCopies ? Op::kBroadcast : Op::kReduce;
     if (world_size() == 1) {
       for (u64 w = 0; w < windows; ++w) keep(0, w);
       return 0;
     }
-    const Walk walk = kCopies                      ? args_.op == Op::kBroadcast ? Walk::kBroadcast : Walk::kAllGather
-                      : args_.op == Op::kAllReduce ? Walk::kAllReduce
-                      : args_.op == Op::kReduce    ? Walk::kReduce
-                                                   : Walk::kReduceScatter;
-    const int root = is_line(walk) ? position_of(args_.root) : 0;
-    ring_walk(walk, root, plan_.position, world_size(), windows, *this);
+    if (args_.op == kRooted) {
+      const int root = position_of(args_.root);
+      if constexpr (kCopies)
+        ring_broadcast(root, plan_.position, world_size(), windows, *this);
+      else
+        ring_reduce(root, plan_.position, world_size(), windows, *this);
+      return windows;
+    }
+    const Walk walk = kCopies ? Walk::kAllGather : args_.op == Op::kAllReduce ? Walk::kAllReduce : Walk::kReduceScatter;
+    ring_walk(walk, plan_.position, world_size(), windows, *this);
     return ring_tickets(walk, world_size(), windows);
   }
 

@@ -22,8 +22,8 @@ enum class Shape {
 
 class CpuRing {
  public:
-  // `walk`: the walk whose steps the tickets count.
-  CpuRing(SlotStream& slots, const WindowCut& cut, Shape input, Shape output, Walk walk)
+  // `walk`: the walk whose steps the tickets count; null: a chain without steps.
+  CpuRing(SlotStream& slots, const WindowCut& cut, Shape input, Shape output, const Walk* walk = nullptr)
       : slots_(slots),
         call_(slots.call()),
         rank_(slots.group().rank()),
@@ -109,8 +109,8 @@ class CpuRing {
   void trace_step(std::uint64_t t) {
     if (!trace::on()) return;
     step_.emplace(trace::What::kStep, prev_, slots_.number(t));
-    if (is_line(walk_)) return;
-    const int step = ring_step_of(walk_, world_size_, t);
+    if (!walk_) return;
+    const int step = ring_step_of(*walk_, world_size_, t);
     const RingStep s = ring_step(rank_, world_size_, step);
     step_->at_step(step, s.send_chunk, s.recv_chunk);
   }
@@ -130,15 +130,15 @@ class CpuRing {
   const std::size_t element_;
   const WindowCut cut_;
   const Shape input_shape_, output_shape_;
-  const Walk walk_;
+  const Walk* const walk_;
   const Parts input_, output_;
   std::vector<char> scaled_;
   std::optional<trace::Probe> step_;
 };
 
 std::uint64_t walk_ring(SlotStream& slots, Walk walk, const WindowCut& cut, Shape input, Shape output) {
-  CpuRing ring(slots, cut, input, output, walk);
-  ring_walk(walk, slots.call().root, slots.group().rank(), slots.group().world_size(), cut.windows(), ring);
+  CpuRing ring(slots, cut, input, output, &walk);
+  ring_walk(walk, slots.group().rank(), slots.group().world_size(), cut.windows(), ring);
   return ring_tickets(walk, slots.group().world_size(), cut.windows());
 }
 
@@ -160,10 +160,16 @@ std::uint64_t ring_collective(SlotStream& slots) {
     case Op::kAllGather:
       return walk_ring(slots, Walk::kAllGather, cut_windows(output_parts(call).longest(world_size), 1, most, align),
                        Shape::kOwnPart, Shape::kParts);
-    case Op::kBroadcast:
-      return walk_ring(slots, Walk::kBroadcast, whole, Shape::kWhole, Shape::kWhole);
-    case Op::kReduce:
-      return walk_ring(slots, Walk::kReduce, whole, Shape::kWhole, Shape::kWhole);
+    case Op::kBroadcast: {
+      CpuRing ring(slots, whole, Shape::kWhole, Shape::kWhole);
+      ring_broadcast(call.root, rank, world_size, whole.windows(), ring);
+      return whole.windows();
+    }
+    case Op::kReduce: {
+      CpuRing ring(slots, whole, Shape::kWhole, Shape::kWhole);
+      ring_reduce(call.root, rank, world_size, whole.windows(), ring);
+      return whole.windows();
+    }
     default:
       fail(ErrorCode::kUnsupported, name(call.op), ": rank ", rank,
            " asked for algorithm ring, which all_reduce, reduce_scatter, all_gather, broadcast and reduce have; use "
