@@ -8,8 +8,6 @@
 
 namespace ringcomm::cuda {
 
-enum class Ends { kPlain, kScaled, kDivided };
-
 // Run by the first `threads` threads of a block. combine: `to`, and `and_to` if it is not null, <- partial (+) own,
 // `count` elements. enter: `to` <- own.
 struct HopRun {
@@ -23,35 +21,32 @@ struct HopRun {
   double factor;
 };
 
-template <typename T, typename Combine, Ends kEnds>
-struct Hop {
-  using Acc = typename Element<T>::Acc;
+// f of each pair of elements in two vectors.
+template <typename T, typename F>
+RINGCOMM_DEVICE Vec each_lane(const Vec& a, const Vec& b, const F& f) {
+  Vec result = {};
+  RINGCOMM_UNROLL for (int i = 0; i < kPerVec<T>; ++i)
+      put_element(result.word, i, f(element<T>(a.word, i), element<T>(b.word, i)));
+  return result;
+}
+// A rank's own values on their way into the ring.
+template <typename T>
+struct Entry {
   double factor;
-  int divisor;
 
-  RINGCOMM_DEVICE T enter(T own) const {
-    if constexpr (kEnds == Ends::kScaled) return Element<T>::store(scale(Element<T>::load(own), factor));
-    return own;
-  }
-  RINGCOMM_DEVICE T combine(T partial, T own) const {
-    Acc value = Combine::apply(Element<T>::load(partial), Element<T>::load(enter(own)));
-    if constexpr (kEnds == Ends::kDivided) value = divide(value, divisor);
-    return Element<T>::store(value);
-  }
+  RINGCOMM_DEVICE T enter(T own) const { return Element<T>::store(scale(Element<T>::load(own), factor)); }
   RINGCOMM_DEVICE Vec enter(const Vec& own) const {
-    return each_lane(own, own, [&](T x, T) { return enter(x); });
+    return each_lane<T>(own, own, [&](T x, T) { return enter(x); });
+  }
+};
+// The usual hop.
+template <typename T>
+struct SumHop {
+  RINGCOMM_DEVICE T combine(T partial, T own) const {
+    return Element<T>::store(Sum::apply(Element<T>::load(partial), Element<T>::load(own)));
   }
   RINGCOMM_DEVICE Vec combine(const Vec& partial, const Vec& own) const {
-    return each_lane(partial, own, [&](T x, T y) { return combine(x, y); });
-  }
-
- private:
-  template <typename F>
-  RINGCOMM_DEVICE static Vec each_lane(const Vec& a, const Vec& b, const F& f) {
-    Vec result = {};
-    RINGCOMM_UNROLL for (int i = 0; i < kPerVec<T>; ++i)
-        put_element(result.word, i, f(element<T>(a.word, i), element<T>(b.word, i)));
-    return result;
+    return each_lane<T>(partial, own, [&](T x, T y) { return combine(x, y); });
   }
 };
 
@@ -60,17 +55,17 @@ struct Pair {
   Unit partial, own;
 };
 
-// Narrow types need many registers on the way through their accumulators, and so does a division.
-template <typename T, Ends kEnds>
-inline constexpr int kHopDepth = kEnds == Ends::kDivided || sizeof(T) == 1 ? 1
-                                 : sizeof(T) >= 4                          ? kInFlight
-                                                                           : kInFlight / 2;
+// Narrow types need many registers on the way through their accumulators.
+template <typename T>
+inline constexpr int kHopDepth = sizeof(T) == 1   ? 1
+                                 : sizeof(T) >= 4 ? kInFlight
+                                                  : kInFlight / 2;
 
-template <typename Unit, typename T, typename Combine, Ends kEnds>
-RINGCOMM_DEVICE void enter_units(const Hop<T, Combine, kEnds>& hop, const HopRun& run, u32 first, u32 count) {
-  in_flight<kHopDepth<T, kEnds>>(
+template <typename Unit, typename T>
+RINGCOMM_DEVICE void enter_units(const Entry<T>& entry, const HopRun& run, u32 first, u32 count) {
+  in_flight<kHopDepth<T>>(
       threadIdx.x, run.threads, count, [&](u32 i) { return get<Unit>(run.own, first + i); },
-      [&](u32 i, const Unit& value) { put(run.to, first + i, hop.enter(value)); });
+      [&](u32 i, const Unit& value) { put(run.to, first + i, entry.enter(value)); });
 }
 template <typename Unit, int kDepth, typename AHop>
 RINGCOMM_DEVICE void combine_units(const AHop& hop, const HopRun& run, u32 first, u32 count) {
@@ -86,19 +81,19 @@ RINGCOMM_DEVICE void combine_units(const AHop& hop, const HopRun& run, u32 first
 
 // Moves vectors if all ends are aligned to 16 bytes; all else goes element by element. The parameters are plain, so
 // that they stay in registers. Each function is compiled once, and the ring loops around them once for all pairs.
-template <typename T, typename Combine>
+template <typename T>
 RINGCOMM_DEVICE_CALL void enter_run(u32 threads, const char* own, char* to, u32 count, double factor) {
   const HopRun run{threads, nullptr, own, to, nullptr, count, 1, factor};
-  const Hop<T, Combine, Ends::kScaled> hop{factor, 1};
+  const Entry<T> entry{factor};
   const u64 bits = reinterpret_cast<u64>(own) | reinterpret_cast<u64>(to);
   const u32 vectors = bits % 16 == 0 ? count / kPerVec<T> : 0, done = vectors * kPerVec<T>;
-  enter_units<Vec>(hop, run, 0, vectors);
-  enter_units<T>(hop, run, done, count - done);
+  enter_units<Vec>(entry, run, 0, vectors);
+  enter_units<T>(entry, run, done, count - done);
 }
 template <typename T>
 inline constexpr bool kCanScale = kIsCompiled<T, ReduceOp::kSum> && std::is_floating_point_v<typename Element<T>::Acc>;
 
-// Single elements, with any step and ends: compiled once for all of them. A factor or divisor of 1 changes no bit.
+// Any step, compiled once for all of them. A factor or divisor of 1 changes no bit.
 template <typename T>
 struct AnyHop {
   AnyStep<T> step;
@@ -106,36 +101,30 @@ struct AnyHop {
   int divisor;
 
   RINGCOMM_DEVICE T combine(T partial, T own) const {
-    if constexpr (kCanScale<T>) own = Hop<T, Sum, Ends::kScaled>{factor, 1}.enter(own);
+    if constexpr (kCanScale<T>) own = Entry<T>{factor}.enter(own);
     auto value = step.apply(Element<T>::load(partial), Element<T>::load(own));
     if (divisor != 1) value = divide(value, divisor);
     return Element<T>::store(value);
   }
+  RINGCOMM_DEVICE Vec combine(const Vec& partial, const Vec& own) const {
+    return each_lane<T>(partial, own, [&](T x, T y) { return combine(x, y); });
+  }
 };
-template <typename T, typename Combine, Ends kEnds>
-RINGCOMM_DEVICE void combine_vectors(const HopRun& run, u32 vectors) {
-  combine_units<Vec, kHopDepth<T, kEnds>>(Hop<T, Combine, kEnds>{run.factor, run.divisor}, run, 0, vectors);
-}
 
-// Any combining step of a type: the ring loops around the steps are compiled once for all of them.
+// Plain sums of aligned runs have a loop of their own, and all the rest shares one.
 template <typename T>
-RINGCOMM_DEVICE void combine_any(const HopRun& run, ReduceOp step, Ends ends) {
+RINGCOMM_DEVICE void combine_run(const HopRun& run, const AnyHop<T>& any) {
   const u64 bits = reinterpret_cast<u64>(run.partial) | reinterpret_cast<u64>(run.own) | reinterpret_cast<u64>(run.to) |
                    reinterpret_cast<u64>(run.and_to);
   const u32 vectors = bits % 16 == 0 ? run.count / kPerVec<T> : 0, done = vectors * kPerVec<T>;
-  if constexpr (kIsCompiled<T, ReduceOp::kSum>)
-    if (ends == Ends::kDivided) combine_vectors<T, Sum, Ends::kDivided>(run, vectors);
-  if constexpr (kCanScale<T>)
-    if (ends == Ends::kScaled) combine_vectors<T, Sum, Ends::kScaled>(run, vectors);
-#define X(e, Combine)                        \
-  if constexpr (kIsCompiled<T, ReduceOp::e>) \
-    if (ends == Ends::kPlain && step == ReduceOp::e) combine_vectors<T, Combine, Ends::kPlain>(run, vectors);
-  RINGCOMM_FOR_EACH_COMBINE(X)
-#undef X
-  const AnyHop<T> hop{{step}, ends == Ends::kScaled ? run.factor : 1, ends == Ends::kDivided ? run.divisor : 1};
-  // Any step takes more registers than one.
-  constexpr int kDepth = std::is_floating_point_v<T> ? kInFlight / 2 : kHopDepth<T, Ends::kPlain>;
-  combine_units<T, kDepth>(hop, run, done, run.count - done);
+  constexpr int kDepth = static_cast<int>(larger(1, kHopDepth<T> / 2));  // it takes more registers
+  bool usual = false;
+  if constexpr (kIsCompiled<T, ReduceOp::kSum>) {
+    usual = any.step.op == ReduceOp::kSum && any.factor == 1 && any.divisor == 1;
+    if (usual) combine_units<Vec, kHopDepth<T>>(SumHop<T>{}, run, 0, vectors);
+  }
+  if (!usual) combine_units<Vec, kDepth>(any, run, 0, vectors);
+  combine_units<T, kDepth>(any, run, done, run.count - done);
 }
 
 // What the ring needs to know of its elements.
@@ -150,15 +139,13 @@ class HopArithmetic {
 
   RINGCOMM_DEVICE void enter(const HopRun& run) const {
     if constexpr (kCanScale<T>)
-      if (scales()) return enter_run<T, Sum>(run.threads, run.own, run.to, run.count, run.factor);
+      if (scales()) return enter_run<T>(run.threads, run.own, run.to, run.count, run.factor);
     copy_to_both(run.threads, run.own, run.count * sizeof(T), run.to, nullptr);
   }
   RINGCOMM_DEVICE void combine(const HopRun& run, bool final) const {
     const bool divides = final && args_.reduce_op == ReduceOp::kAvg;
-    combine_any<T>(run, arithmetic_for(args_.dtype, args_.reduce_op).op,
-                   divides    ? Ends::kDivided
-                   : scales() ? Ends::kScaled
-                              : Ends::kPlain);
+    combine_run<T>(
+        run, {{arithmetic_for(args_.dtype, args_.reduce_op).op}, scales() ? run.factor : 1, divides ? run.divisor : 1});
   }
 
  private:
