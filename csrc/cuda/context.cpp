@@ -11,7 +11,7 @@ namespace ringcomm::cuda {
 
 namespace {
 
-constexpr auto kHeartbeat = std::chrono::milliseconds(20);  // between looks at the verdict, in case nobody notified
+constexpr auto kHeartbeat = std::chrono::milliseconds(20);  // between looks at the abort_state, in case nobody notified
 
 std::mutex& registry_mutex() {
   static std::mutex mutex;
@@ -35,7 +35,7 @@ EngineOptions with_channels(EngineOptions options, const Tuning& tuning) {
 
 }  // namespace
 
-Local::Local(std::string identity) : identity_(std::move(identity)), matcher_(std::make_unique<Matcher>(verdict)) {}
+Local::Local(std::string identity) : identity_(std::move(identity)), matcher_(std::make_unique<Matcher>(abort_state)) {}
 
 Local::~Local() {
   const std::lock_guard<std::mutex> lock(registry_mutex());
@@ -53,7 +53,7 @@ std::shared_ptr<Local> Local::of(const std::string& identity) {
 std::shared_ptr<Team> Local::team(const Group& group) {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::shared_ptr<Team>& team = teams_[group.device()];
-  if (!team) team = std::make_shared<Team>(verdict, group.team());
+  if (!team) team = std::make_shared<Team>(abort_state, group.team());
   return team;
 }
 
@@ -90,7 +90,7 @@ void Context::connect(const std::vector<std::string>& handles, const std::functi
   });
   together_ = Local::of(group_->identity());
   local_.store(together_.get(), std::memory_order_release);
-  if (alone_->verdict.passed()) abort(alone_->verdict.reason(), alone_->verdict.code());
+  if (alone_->abort_state.ended()) abort(alone_->abort_state.why(), alone_->abort_state.code());
 }
 
 Setting Context::setting() const {
@@ -116,7 +116,7 @@ bool Context::has_word_ops() {
 }
 
 bool Context::ended() const {
-  if (local().verdict.passed()) return true;
+  if (local().abort_state.ended()) return true;
   if (!group_) return false;
   const HostPage& page = *group_->page();
   return load_acquire(&page.status.code) != 0 || load_acquire(&page.stopped.value) != 0;
@@ -135,20 +135,20 @@ void Context::check(Op op) {
 // A failure that a kernel of this rank recorded comes first: the order to stop says less than the reason.
 void Context::raise_end(Op op) const {
   const auto failure = static_cast<Failure>(group_ ? load_acquire(&group_->page()->status.code) : 0);
-  const bool told = failure == Failure::kAborted && local().verdict.passed();
+  const bool told = failure == Failure::kAborted && local().abort_state.ended();
   if (failure != Failure::kNone && !told) {
     const Op last = static_cast<Op>(last_op_.load(std::memory_order_relaxed));
     const std::string calls = last == op ? name(op) : concat(name(op), " after ", name(last));
     throw explain(group_->page()->status, rank_, calls, last_limit_.load(std::memory_order_relaxed));
   }
-  local().verdict.check(op, rank_);
+  local().abort_state.check(op, rank_);
   fail(ErrorCode::kAborted, name(op), ": rank ", rank_,
        " expected the other ranks to go on, got an abort by a rank that gave up; see the errors of the other ranks",
        kAdvice);
 }
 
 void Context::abort(const std::string& reason, ErrorCode code) noexcept {
-  if (!local().verdict.pass(reason, code)) return;
+  if (!local().abort_state.record(reason, code)) return;
   if (group_) group_->stop();
   local().end_all();
 }

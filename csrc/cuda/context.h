@@ -28,11 +28,11 @@ class Local {
   static std::shared_ptr<Local> of(const std::string& identity);
   ~Local();
 
-  Verdict verdict;
+  AbortState abort_state;
   // The ranks in `group.team()`, which share a device.
   std::shared_ptr<Team> team(const Group& group);
   Matcher& matcher() { return *matcher_; }
-  // The verdict has been passed: wakes all threads that wait on the host.
+  // The communicator has ended: wakes all threads that wait on the host.
   void end_all();
 
  private:

@@ -88,8 +88,8 @@ class CudaEngine final : public Engine {
   void abort(const std::string& reason, ErrorCode code) override {
     if (!forked()) context_->abort(reason, code);
   }
-  std::string why_aborted() const override { return context_->local().verdict.reason(); }
-  ErrorCode aborted_as() const override { return context_->local().verdict.code(); }
+  std::string why_aborted() const override { return context_->local().abort_state.why(); }
+  ErrorCode aborted_as() const override { return context_->local().abort_state.code(); }
   bool aborted() const override { return context_->ended(); }
   void set_timeout(std::int64_t timeout_ms) override {
     if (timeout_ms <= 0)

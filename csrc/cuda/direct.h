@@ -35,9 +35,9 @@ struct Progress : Reduction {
   u64 deadline;
 };
 
-// Where the reduced shards of a window go: the shard of rank p has `each` bytes, lies at `shards` in the segment of p,
+// The reduced shards of a window: the shard of rank p has `each` bytes, lies at `shards` in the segment of p,
 // and is copied to `to` + p * each.
-struct Homecoming {
+struct ReducedShards {
   const RankArgs& args;
   const int world_size;
   const u64 shards;
@@ -50,7 +50,7 @@ struct Homecoming {
 // Copies the shards of kAtOnce ranks, from rank `first` on in ring order. A thread reads from all of them before it
 // writes, so that it waits for their links together.
 template <int kAtOnce>
-RINGCOMM_DEVICE void copy_shards(const Homecoming& home, int first) {
+RINGCOMM_DEVICE void copy_shards(const ReducedShards& home, int first) {
   constexpr int kBatch = 8 / kAtOnce;
   const u32 count = home.each / sizeof(Vec);
   const char* from[kAtOnce];
@@ -75,7 +75,7 @@ RINGCOMM_DEVICE void copy_shards(const Homecoming& home, int first) {
 // from one rank.
 RINGCOMM_DEVICE_CALL void take_shards_home(const RankArgs& args, int world_size, u64 shards, u32 each, u32 begin,
                                            u32 end, char* to) {
-  const Homecoming home{args, world_size, shards, each, to - begin};
+  const ReducedShards home{args, world_size, shards, each, to - begin};
   const auto is_whole = [&](int p) { return begin <= p * each && (p + 1) * each <= end && aligned(to); };
   for (int done = 0; done < world_size;) {
     const int p = home.around(args.rank + done);

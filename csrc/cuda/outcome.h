@@ -29,7 +29,7 @@ class Outcome {
   // Whether its kernels wait for other ranks; the host page then says how the wait ended.
   bool may_give_up() const { return may_give_up_; }
   int source() const { return source_; }
-  // Why the call has failed; null: the communicator has ended, and its verdict says why.
+  // Why the call has failed; null: the communicator has ended, and its AbortState says why.
   const std::exception_ptr& error() const { return error_; }
 
   // False: still open at `end`.

@@ -78,29 +78,29 @@ Error explain(const Status& status, int rank, const std::string& calls, std::int
   }
 }
 
-bool Verdict::pass(const std::string& reason, ErrorCode code) {
+bool AbortState::record(const std::string& reason, ErrorCode code) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (passed_.load(std::memory_order_relaxed)) return false;
+  if (ended_.load(std::memory_order_relaxed)) return false;
   const std::size_t end = reason.rfind(kAdvice);  // goes with what is raised
   reason_ = reason.substr(0, end);
   code_ = code;
-  passed_.store(true, std::memory_order_release);
+  ended_.store(true, std::memory_order_release);
   return true;
 }
 
-std::string Verdict::reason() const {
+std::string AbortState::why() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return reason_;
 }
 
-ErrorCode Verdict::code() const {
+ErrorCode AbortState::code() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return code_;
 }
 
-void Verdict::raise(Op op, int rank) const {
-  if (code() != ErrorCode::kAborted) fail(code(), reason(), kAdvice);
-  fail(ErrorCode::kAborted, name(op), ": rank ", rank, " expected an open communicator, got an abort: ", reason(),
+void AbortState::raise(Op op, int rank) const {
+  if (code() != ErrorCode::kAborted) fail(code(), why(), kAdvice);
+  fail(ErrorCode::kAborted, name(op), ": rank ", rank, " expected an open communicator, got an abort: ", why(),
        kAdvice);
 }
 

@@ -20,21 +20,21 @@ std::string seconds(std::int64_t timeout_ms);
 Error explain(const Status& status, int rank, const std::string& calls, std::int64_t timeout_ms);
 
 // The end of a communicator, as far as this process knows. The first reason is kept.
-class Verdict {
+class AbortState {
  public:
-  bool passed() const { return passed_.load(std::memory_order_acquire); }
+  bool ended() const { return ended_.load(std::memory_order_acquire); }
   // False: there was a reason already.
-  bool pass(const std::string& reason, ErrorCode code);
-  std::string reason() const;
+  bool record(const std::string& reason, ErrorCode code);
+  std::string why() const;
   ErrorCode code() const;
-  // Throws if it has been passed.
+  // Throws if the communicator has ended.
   void check(Op op, int rank) const {
-    if (passed()) raise(op, rank);
+    if (ended()) raise(op, rank);
   }
   [[noreturn]] void raise(Op op, int rank) const;
 
  private:
-  std::atomic<bool> passed_{false};
+  std::atomic<bool> ended_{false};
   mutable std::mutex mutex_;
   std::string reason_;
   ErrorCode code_ = ErrorCode::kAborted;

@@ -47,7 +47,7 @@ std::string describe_batch(const Batch& batch, int world_size) {
 
 }  // namespace
 
-Team::Team(Verdict& verdict, std::vector<int> ranks) : verdict_(verdict) {
+Team::Team(AbortState& abort_state, std::vector<int> ranks) : abort_state_(abort_state) {
   for (const int rank : ranks) seats_.push_back({rank, nullptr, 0, {}, false});
 }
 
@@ -86,7 +86,7 @@ std::shared_ptr<Outcome> Team::post(Context& context, Batch batch) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Seat& seat = seat_of(context.rank());
   check_mismatch(seat);
-  verdict_.check(batch.first().op, context.rank());
+  abort_state_.check(batch.first().op, context.rank());
   const std::size_t ahead = seat.calls - first_open_;
   if (ahead == open_.size()) open_.push_back(std::make_shared<Round>(*this, seat.calls, seats_.size()));
   const std::shared_ptr<Round> round = open_[ahead];

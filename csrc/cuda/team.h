@@ -40,7 +40,7 @@ struct Row {
 
 class Team {
  public:
-  Team(Verdict& verdict, std::vector<int> ranks);
+  Team(AbortState& abort_state, std::vector<int> ranks);
 
   void join(Context& context);
   // The rank makes no more calls, and none of its calls is open.
@@ -52,7 +52,7 @@ class Team {
 
   // Throws if ranks were found to differ in this rank's next call, or in a later one.
   void check_mismatch(int rank);
-  // The verdict has been passed: open calls fail.
+  // The communicator has ended: open calls fail.
   void end_all();
   // The end of the last launch.
   MarkPtr last() const;
@@ -76,7 +76,7 @@ class Team {
   std::string missing(const Round& round) const;
   void fail_open(std::exception_ptr error);
 
-  Verdict& verdict_;
+  AbortState& abort_state_;
   mutable std::mutex mutex_;
   std::vector<Seat> seats_;
   std::deque<std::shared_ptr<Round>> open_;  // the rounds that some ranks have yet to join

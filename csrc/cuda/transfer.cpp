@@ -59,7 +59,7 @@ Matcher::MessagePtr Matcher::claim(std::deque<MessagePtr>& queue, const Message&
 std::shared_ptr<Outcome> Matcher::post(Context& context, Call call, cudaStream_t stream, unsigned long long capture) {
   const auto message = std::make_shared<Message>(*this, context, std::move(call), stream, capture);
   const std::lock_guard<std::mutex> lock(mutex_);
-  verdict_.check(message->call.op, context.rank());
+  abort_state_.check(message->call.op, context.rank());
   const MessagePtr other = claim(message->sends() ? receives_ : sends_, *message);
   if (!other) {
     (message->sends() ? sends_ : receives_).push_back(message);

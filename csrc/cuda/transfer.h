@@ -20,7 +20,7 @@ class Context;
 
 class Matcher {
  public:
-  explicit Matcher(Verdict& verdict) : verdict_(verdict) {}
+  explicit Matcher(AbortState& abort_state) : abort_state_(abort_state) {}
 
   // A send or receive whose other side is in this process. Enqueues the copy if the other side has come.
   std::shared_ptr<Outcome> post(Context& context, Call call, cudaStream_t stream, unsigned long long capture);
@@ -28,7 +28,7 @@ class Matcher {
   // The rank posts nothing more, and its receives fail. Returns its sends that are still open.
   std::vector<std::shared_ptr<Outcome>> close(int rank);
   bool has_open(int rank);
-  // The verdict has been passed: open messages fail.
+  // The communicator has ended: open messages fail.
   void end_all();
 
  private:
@@ -39,7 +39,7 @@ class Matcher {
   bool cancel(const Message& message);
   void copy(Message& message, Message& other);
 
-  Verdict& verdict_;
+  AbortState& abort_state_;
   std::mutex mutex_;
   std::deque<MessagePtr> sends_, receives_;  // open ones, in the order of their calls
 };
