@@ -299,11 +299,19 @@ def test_one_that_comes_late_is_left_out() -> None:
         assert "without it; start it anew" in text
 
 
+def has_exited(pid: int) -> bool:
+    """Whether a process has ended, also if its parent has asked for its status already."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
 def misses_two(comm: Communicator, folder: str) -> None:
     """Rank 1 does its part of a gather and ends well; rank 2 dies before it has done its own."""
     pids = comm.all_gather(np.array([os.getpid()]))
     if comm.rank == 2:
-        while Path(f"/proc/{pids[1]}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+        while not has_exited(int(pids[1])):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     if comm.rank == 0:
