@@ -141,7 +141,7 @@ def test_every_stage_runs_on_an_emulated_gpu(tmp_path: Path, monkeypatch: pytest
     ops = {row["op"] for row in document["collectives"].values()}
     assert ops == {"all_reduce", "reduce_scatter", "all_gather", "broadcast"}
     assert all(row["us"] > 0 and not row["wrong"] for row in document["collectives"].values())
-    assert set(document["extras"]) == {"copy_gbps", "one_block_busbw_gbps", "packing"}
+    assert set(document["extras"]) == {"copy_gbps", "host_us", "one_block_busbw_gbps", "packing"}
     table = out.with_suffix(".md").read_text()
     assert "N ranks sharing one GPU" in table
     assert "| 2 | 4 KiB | " in table
@@ -158,7 +158,7 @@ def test_the_stages_of_gpu_more_run_on_an_emulated_gpu(tmp_path: Path, monkeypat
     emulate(tmp_path / "site", monkeypatch)
     out = tmp_path / "gpu-more.json"
     named = {stage.name: stage for stage in patient(run.more_stages("90", str(out)))}
-    files = ("bits", "ranks", "nccl", "training", "parallel")
+    files = ("bits", "ranks", "memory", "nccl", "training", "parallel")
     assert list(named) == ["build", *(f"tests: {name}" for name in files), "types", "tune"]
     few = ["-g", "2", "-b", "1K", "-e", "4K", "--channels", "0,1", "--rounds", "1", "--round-ms", "1"]
     tune = replace(named["tune"], words=[*named["tune"].words, *few])
