@@ -146,11 +146,13 @@ def markdown(document: dict[str, Any]) -> str:
     lines = [
         f"# {LABEL}",
         "",
-        "One thread drives all ranks; no byte crosses a link between GPUs. Rates are GB/s, times microseconds. A plain "
-        f"copy moves {f'{copy:,.0f} GB/s, read and written' if copy else 'an unknown rate'}. NCCL "
-        f"{extras.get('nccl', 'was not measured')}. Bus bandwidth of two ranks with one block each: "
-        f"{', '.join(f'{name} {rate:.1f}' for name, rate in blocks.items()) or 'not measured'}. The host's time for a "
-        f"call: {', '.join(f'{name} {us:.1f}' for name, us in extras.get('host_us', {}).items()) or 'not measured'}.",
+        "One thread drives all ranks; no byte crosses a link between GPUs. Rates are GB/s, times microseconds.",
+        f"A plain copy moves {f'{copy:,.0f} GB/s, read and written' if copy else 'an unknown rate'}. NCCL "
+        f"{extras.get('nccl', 'was not measured')}.",
+        "Bus bandwidth of two ranks with one block each: "
+        f"{', '.join(f'{name} {rate:.1f}' for name, rate in blocks.items()) or 'not measured'}.",
+        "The host's time for a call: "
+        f"{', '.join(f'{name} {us:.1f}' for name, us in extras.get('host_us', {}).items()) or 'not measured'}.",
         "",
         *("| stage | |", "|---|---|", *pairs(document.get("stages", {})), ""),
         *("| fact | |", "|---|---|", *pairs(document.get("facts", {})), ""),
