@@ -492,10 +492,12 @@ def test_ranks_that_differ_raise_at_once(what: str, overlap: bool) -> None:
 
 def test_a_rank_in_backward_while_another_is_in_forward_raises_at_once() -> None:
     caught: list[str] = []
+    forward_done = threading.Barrier(3)  # not of the communicator: an abort may overtake a rank that returns from it
 
     def rank(comm: ringcomm.Communicator) -> None:
         leaf = GOOD.clone().requires_grad_()
         out = ring_attention(leaf, leaf, leaf, comm)
+        forward_done.wait(timeout=60)
         try:
             if comm.rank == 1:
                 ring_attention(leaf, leaf, leaf, comm)

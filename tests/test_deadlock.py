@@ -176,14 +176,16 @@ def test_a_rank_that_goes_on_is_left_alone(how: str, ranks: str) -> None:
     assert run_ranks(slow, 3, how, ranks=ranks, timeout=60) == [[3.0] * 4] * 3
 
 
-def short_limits(comm: Communicator) -> Any:
+def short_limits(comm: Communicator, both_told: threading.Barrier) -> Any:
     other = comm.split(0, comm.rank)
     assert other is not None
-    return told(lambda: (comm if comm.rank == 0 else other).barrier(timeout=3))
+    outcome = told(lambda: (comm if comm.rank == 0 else other).barrier(timeout=3))
+    both_told.wait(timeout=60)  # a rank that returned would close what the other one still waits in
+    return outcome
 
 
 def test_a_short_limit_is_its_own_answer() -> None:
-    for kind, text, _ in run_ranks(short_limits, 2, timeout=60):
+    for kind, text, _ in run_ranks(short_limits, 2, threading.Barrier(2), ranks="threads", timeout=60):
         assert kind is CollectiveTimeoutError, text
 
 

@@ -271,9 +271,8 @@ def errors(model: nn.Module, at: list[str], *args: Any, carry: tuple[str, ...] =
     found: list[BaseException] = []
 
     def rank_main(comm: Communicator) -> None:
-        pipe = Pipeline(ringcomm.split(copy.deepcopy(model), at, carry=carry), comm, microbatches=2, **options)
         try:
-            pipe.step(*args)
+            Pipeline(ringcomm.split(copy.deepcopy(model), at, carry=carry), comm, microbatches=2, **options).step(*args)
         except AbortedError:
             pass
         except Exception as error:

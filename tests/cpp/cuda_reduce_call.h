@@ -351,13 +351,8 @@ inline std::string one_differs(std::uint64_t seed, Algorithm algorithm) {
   std::vector<Memory> buffers;
   const auto args = plain_all_reduce(world, buffers, algorithm, random.one_in(2), 400);
   const int odd = static_cast<int>(random.below(world_size));
-  std::vector<cuda::CallArgs> launches;
-  for (int r = 0; r < world_size; ++r) {
-    cuda::CallArgs one = args;
-    one.ranks[0] = args.ranks[r];
-    if (r == odd) one.signed_count = one.counts[0] = 100;
-    launches.push_back(one);
-  }
+  std::vector<cuda::CallArgs> launches = world.apart(args);
+  launches[odd].signed_count = launches[odd].counts[0] = 100;
   Form form = random_form(random, channels);
   form.exact = false;
   const auto kernel = algorithm == Algorithm::kOneshot ? cuda::oneshot_kernel(DType::kFloat32, ReduceOp::kSum)
