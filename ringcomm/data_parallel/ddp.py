@@ -465,7 +465,7 @@ def _flat(
     )
     unit = builder.unit("", [module], params, False)
     flat = ShardedModel(module, ranks, 0, precision, [unit], sends_buffers, composed=True)
-    flat.ignore_buffers(ignored)
+    flat.contents.ignore_buffers(ignored)
     keep_ordinary_state(flat)
     watch_optimizers()
     return flat

@@ -310,9 +310,9 @@ def fully_shard(
     unit = builder.unit("", modules, params, bool(reshard))
     unit.precision, unit.asked_reshard = precision, reshard
     waiting.initialise([unit.buckets])
-    unmade = [each.flat.unmade for each in below]
+    unmade = [each.flat.contents.unmade for each in below]
     flat = _join(top, ranks, precision, below, unit, broadcast_buffers)
-    flat.unmade = waiting.left_in(flat.buckets, unmade)
+    flat.contents.unmade = waiting.left_in(flat.buckets, unmade)
     for each in modules:
         keep_state_of(each, unit, unit.buckets)
         mix_in(each, unit, FSDPModule)

@@ -95,7 +95,7 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
     if flat is not None:
         for bucket in flat.buckets:
             totals.update(bucket.nbytes())
-    optimizers = [optimizer] if optimizer is not None else [] if flat is None else flat.optimizers
+    optimizers = [optimizer] if optimizer is not None else [] if flat is None else list(flat.optimizers)
     for each in optimizers:
         totals["optimizer"] += sum(v.nbytes for state in states_of(each) for v in state.values() if torch.is_tensor(v))
     return Memory(

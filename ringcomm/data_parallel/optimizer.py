@@ -187,7 +187,7 @@ def attach(optimizer: torch.optim.Optimizer, flat: ShardedModel, call: str) -> N
 
 def sharded_optimizers(flat: ShardedModel) -> list[ShardedOptimizer]:
     """Returns what is attached to a model's optimizers, those that no rank has dropped; a collective."""
-    return [_attached_to(optimizer) for optimizer in flat.shared_optimizers()]
+    return [_attached_to(optimizer) for optimizer in flat.optimizers.on_all_ranks()]
 
 
 def _attached_to(optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
@@ -278,17 +278,17 @@ class SteppedOptions(Options):
     def before_step(self) -> None:
         """Registers the current options for comparison in the models' next backward pass."""
         flats = [flat for flat in (ref() for ref in self._flats) if flat is not None]
-        if not self._told and any(flat.options_differ for flat in flats):
+        if not self._told and any(flat.optimizers.options_differ for flat in flats):
             self._told = True
             for flat in flats:
-                flat.options_differ = False
+                flat.optimizers.options_differ = False
             warnings.warn(
                 f"step: rank {flats[0].ranks.rank} has an optimizer with other options than another rank, such as the "
                 f"learning rate, expected the same; {SAME_OPTIONS}",
                 stacklevel=4,
             )
         for flat in flats:
-            flat.stepped.add(self)
+            flat.optimizers.stepped.add(self)
 
 
 class ShardedOptimizer:
@@ -373,11 +373,11 @@ class ShardedOptimizer:
         flats = _flats_of(self.optimizer.param_groups)
         for flat in self.flats:
             if flat not in flats:
-                flat.remove_optimizer(self.optimizer, self.host)
+                flat.optimizers.remove(self.optimizer, self.host)
         for flat in flats:
             if flat not in self.flats:
-                flat.add_optimizer(self.optimizer, self.options, self.host)
-                flat.after_thaw = _rebuild_optimizers
+                flat.optimizers.add(self.optimizer, self.options, self.host)
+                flat.optimizers.after_thaw = _rebuild_optimizers
         self.flats = flats
         self._flat_of = {bucket: flat for flat in flats for bucket in flat.buckets}
 
@@ -535,7 +535,7 @@ class ShardedOptimizer:
         """Makes the optimizer a plain one with unsharded state, before its models are unwrapped; a collective."""
         states = self.take_state()
         for flat in self.flats:
-            flat.remove_optimizer(self.optimizer, self.host)
+            flat.optimizers.remove(self.optimizer, self.host)
         known = self._known()
         plain = {key: value for key, value in self.state.items() if id(key) not in known}
         settings = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
@@ -801,15 +801,15 @@ class ShardedOptimizer:
     def _begin_step(self) -> None:
         self._take_in()
         self._refuse_unreduced()
-        if any(flat.options_differ for flat in self.flats):
+        if any(flat.optimizers.options_differ for flat in self.flats):
             for flat in self.flats:
                 lines = [line for sharded in sharded_optimizers(flat) for line in sharded.options.lines()]
                 flat.ranks.agree("step", lines, SAME_OPTIONS)
-                flat.options_differ = False
+                flat.optimizers.options_differ = False
         for flat in self.flats:
-            flat.stepped.add(self.options)
+            flat.optimizers.stepped.add(self.options)
             if flat.ranks.joining is not None and flat.ranks.joining.module is flat.module:
-                flat.ranks.announce("step", flat.number_of(self.optimizer), more=self._options())
+                flat.ranks.announce("step", flat.optimizers.number_of(self.optimizer), more=self._options())
         self._begin_work()
         self.options.steps += 1
         for bucket, mine in self._mine.items():
@@ -853,7 +853,7 @@ class ShardedOptimizer:
         if not set_to_none:
             for flat in self.flats:
                 if flat.ranks.joining is None or flat.ranks.joining.module is flat.module:
-                    flat.ranks.announce("zero_grad", flat.number_of(self.optimizer))
+                    flat.ranks.announce("zero_grad", flat.optimizers.number_of(self.optimizer))
         zero_grad = type(self.optimizer).zero_grad
         torchs = zero_grad is torch.optim.Optimizer.zero_grad  # it accesses nothing but `p.grad`
         with torch._C.DisableTorchFunctionSubclass() if torchs else nullcontext():

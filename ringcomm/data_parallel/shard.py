@@ -222,7 +222,7 @@ def _wrap(
     flat.wish = wish
     if wish.broadcast_buffers:
         flat.send_buffers()
-    flat.unmade = waiting.left_in(flat.buckets)
+    flat.contents.unmade = waiting.left_in(flat.buckets)
     keep_ordinary_state(flat)
     watch_optimizers()
     return flat

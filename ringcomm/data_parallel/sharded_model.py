@@ -31,10 +31,10 @@ import time
 import warnings
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -46,17 +46,15 @@ from torch.utils._pytree import tree_flatten
 from ringcomm import _C
 from ringcomm.data_parallel.arguments import LAST_STAGE
 from ringcomm.data_parallel.bucket import Bucket, ViewData, Window, in_transform
-from ringcomm.data_parallel.deferred_init import Unmade
 from ringcomm.data_parallel.dynamo import eager, skipped
 from ringcomm.data_parallel.group import DataParallelGroup
-from ringcomm.data_parallel.offload import HostGradients
-from ringcomm.data_parallel.options import Options
+from ringcomm.data_parallel.module_contents import ModuleContents
+from ringcomm.data_parallel.options import CHECKSUM_NBYTES, AttachedOptimizers, differ, with_complement
 from ringcomm.data_parallel.precision import MixedPrecision
 from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
 
 _T = TypeVar("_T")
 _requires_grad = attrgetter("requires_grad")
-CHECKSUM_NBYTES = 4
 # Checksum of the optimizers' options, and whether there are reentrant checkpoints.
 HEADER_NBYTES = 2 * CHECKSUM_NBYTES + 1
 _STAGES_1_AND_2 = (
@@ -378,12 +376,7 @@ class ShardedModel:
         self.communication_seconds = 0.0  # this thread's time in calls and waits of collectives
         self.wish: Any = None  # the arguments of `shard`
         self.unwrapped = False  # whether the module is a plain one again
-        # Attached in this order on every rank.
-        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._hosts: list[weakref.ref[HostGradients]] = []  # of the optimizers
-        self.after_thaw: Callable[[ShardedModel], None] = _nothing  # called when frozen parameters are trained
-        self.stepped: set[Options] = set()  # of optimizers attached or stepped since the last message
-        self.options_differ = False  # whether a backward pass found different options on the ranks; a step resets it
+        self.optimizers = AttachedOptimizers(ranks, self.device)
         self._heard: torch.Tensor | None = None  # on a device, the header of the last message
         self.sync = True
         self.decided: bool | None = None  # whether the next backward pass reduces, if forward decided it as in torch
@@ -404,12 +397,10 @@ class ShardedModel:
         self.holders = 0  # how many times the program is inside `whole`, during which stage 3 frees nothing
         self._sync_buffers = True  # whether the next forward pass begins with rank 0's buffers
         self._advised = False
-        self.unmade: Unmade | None = None  # values that must be loaded before the first forward pass
         self._seen: list[Unit] = []  # units of this forward pass
         self._last: list[Unit] = []  # units of the previous forward pass
         self._handles: list[Any] = []
-        self._ignored_buffers: frozenset[str] = frozenset()
-        self._look_inside()
+        self.contents = ModuleContents(module)
         self._unit_of = {bucket: unit for unit in self.units for bucket in unit.buckets}
         for unit in self.units:
             unit.flat = self
@@ -444,73 +435,6 @@ class ShardedModel:
         for i, node in enumerate(bucket.accumulators):
             hook = self.arrivals.hook(bucket.number, len(bucket.params), i, bucket.noted, prepare)
             self._handles.append(node.register_prehook(hook))
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        """The module's buffers that all ranks get from the first rank."""
-        found = [getattr(owner, key, None) for owner, key in self._buffer_places]
-        return [buffer for buffer in found if buffer is not None]
-
-    def ignore_buffers(self, names: Collection[str]) -> None:
-        """Excludes buffers of these names, so that they stay as they are on each rank."""
-        self._ignored_buffers = frozenset(names)
-        self._look_inside()
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers that are attached and not dropped on this rank."""
-        return [optimizer for optimizer in (ref() for ref in self._optimizers) if optimizer is not None]
-
-    @property
-    def hosts(self) -> list[HostGradients]:
-        """The gradients that the optimizers have in host memory."""
-        return [host for host in (ref() for ref in self._hosts) if host is not None]
-
-    def add_optimizer(self, optimizer: torch.optim.Optimizer, options: Options, host: HostGradients) -> None:
-        """Registers an attached optimizer, with its options and the gradients that it has in host memory."""
-        options.number = len(self._optimizers)
-        self._optimizers.append(weakref.ref(optimizer))
-        self.stepped.add(options)
-        self._hosts.append(weakref.ref(host))
-
-    def remove_optimizer(self, optimizer: torch.optim.Optimizer, host: HostGradients) -> None:
-        """Removes an optimizer."""
-        del self._optimizers[self.number_of(optimizer)]
-        self._hosts = [ref for ref in self._hosts if ref() not in (None, host)]
-
-    def number_of(self, optimizer: torch.optim.Optimizer) -> int:
-        """Returns the number by which all ranks know an optimizer."""
-        return next(i for i, ref in enumerate(self._optimizers) if ref() is optimizer)
-
-    def optimizer_of(self, number: int) -> torch.optim.Optimizer | None:
-        """Returns the optimizer of a number; None: it is not attached on this rank, or was dropped."""
-        return self._optimizers[number]() if number < len(self._optimizers) else None
-
-    def shared_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Returns the optimizers that no rank has dropped, and removes the others. Garbage collection may drop an
-        optimizer at different times on the ranks, so this is a collective."""
-        if self._optimizers:
-            found = [ref() for ref in self._optimizers]
-            kept = torch.tensor([each is not None for each in found], dtype=torch.uint8, device=self.device)
-            everywhere = self.ranks.reduce_over_all(kept, "min").tolist()
-            self._optimizers = [ref for ref, stays in zip(self._optimizers, everywhere, strict=True) if stays]
-        return self.optimizers
-
-    def _look_inside(self) -> None:
-        """Records the module's submodules and parameters, to notice new ones."""
-        self._inside = [m for m in self.module.modules() if not isinstance(m, torch.jit.ScriptModule)]
-        self._dicts: list[dict[str, Any]] = [
-            *(m._parameters for m in self._inside),
-            *(m._modules for m in self._inside),
-        ]
-        # `_dicts` stay referenced, so that no other object gets their addresses.
-        self._members = _C.addresses(self._dicts)
-        self._buffer_places = [
-            (owner, key)
-            for name, owner in self.module.named_modules()
-            for key, _ in owner.named_buffers(recurse=False)
-            if (f"{name}.{key}" if name else key) not in self._ignored_buffers
-        ]
 
     def timed(self, call: Callable[..., _T], *args: Any) -> _T:
         """Calls ``call(*args)`` and counts its time as communication."""
@@ -596,7 +520,7 @@ class ShardedModel:
             self._announce_forward()
 
     def _announce_forward(self) -> None:
-        sends = self.broadcast_buffers and self._sync_buffers and len(self._buffer_places) > 0
+        sends = self.broadcast_buffers and self._sync_buffers and self.contents.has_buffers
         if sends or self.stage == LAST_STAGE:
             self.ranks.announce("forward")
         if sends:
@@ -735,7 +659,7 @@ class ShardedModel:
     def send_buffers(self) -> None:
         """Sends the first rank's buffers to every rank, in one message for each type."""
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-        for buffer in self.buffers:
+        for buffer in self.contents.buffers:
             by_type.setdefault(buffer.dtype, []).append(buffer.detach())
         for buffers in by_type.values():
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
@@ -898,7 +822,7 @@ class ShardedModel:
     def _settle(self) -> None:
         bucket = self.backward.in_flight.popleft()
         self.timed(bucket.gradient.finish_reduce)
-        for host in self.hosts:
+        for host in self.optimizers.hosts:
             host.reduced(bucket)
 
     def flush(self, unit: Unit) -> None:
@@ -956,13 +880,13 @@ class ShardedModel:
     def _start_used_params(self) -> tuple[bytes, bytearray, torch.Tensor, Any]:
         """Starts the message that has a 1 for every trainable parameter with a gradient on this rank. Returns the
         message, the host memory for the ranks' maximum, the device memory, and the work."""
-        said = self._options_checksum() + (b"\1" if self._reenters else b"\0")
+        said = self.optimizers.checksum() + (b"\1" if self._reenters else b"\0")
         for bucket in self.order:
             has = bucket.gradient.local.contributed | bucket.gradient.has
             numel = len(bucket.params)
             said += b"\1" * numel if len(has) == numel else bytes(i in has for i in range(numel))
         if self.stage == LAST_STAGE:
-            said += _with_complement(self.ranks.order)
+            said += with_complement(self.ranks.order)
         heard = bytearray(said)
         flags = torch.frombuffer(heard, dtype=torch.uint8).to(self.device)
         if self.ranks.data_world_size == 1:
@@ -992,7 +916,7 @@ class ShardedModel:
             values = flags.tolist() if missing else []
         if not values:
             return
-        if self.stage == LAST_STAGE and _differ(values[-2 * CHECKSUM_NBYTES :]):
+        if self.stage == LAST_STAGE and differ(values[-2 * CHECKSUM_NBYTES :]):
             self.ranks.order = 0  # on every rank; the results of this pass are dropped
             raise MismatchError(
                 f"backward: rank {self.ranks.rank} ran other units than another rank did, expected the same ones, "
@@ -1003,19 +927,11 @@ class ShardedModel:
         for bucket in self.order if missing else ():
             bucket.gradient.has |= {i for i in range(len(bucket.params)) if next(users)}
 
-    def _options_checksum(self) -> bytes:
-        """Returns the checksum of the optimizers' options, or zeros on a rank that has joined, whose options follow
-        the other ranks' at each step."""
-        if self.ranks.joining is not None and self.ranks.joining.shadowing:
-            return bytes(2 * CHECKSUM_NBYTES)
-        stepped, self.stepped = self.stepped, set()
-        return _with_complement(sum(options.checksum() for options in stepped) % (1 << 8 * CHECKSUM_NBYTES))
-
     def _read_header(self, values: list[int]) -> None:
         """Records whether the ranks' optimizers have different options, so that their next step raises, and whether
         any rank has reentrant checkpoints."""
         *options, reenters = values[:HEADER_NBYTES]
-        self.options_differ |= _differ(options)
+        self.optimizers.options_differ |= differ(options)
         if reenters:
             self._reenters = True
 
@@ -1122,14 +1038,13 @@ class ShardedModel:
             )
         if self.backward.scheduled:  # the last backward pass raised
             self._abandon()
-        if self.unmade is not None:
-            self._check_unmade(self.unmade, "unshard")
+        self.contents.check_made("unshard", self.buckets, self.ranks)
         for unit in self.units:
             unit.release()
 
     def unwrap(self) -> None:
         """Makes the module a plain one; a collective."""
-        self.options_differ = False
+        self.optimizers.options_differ = False
         for unit in self.units:
             unit.unwrap()
         self.detach()
@@ -1150,7 +1065,7 @@ class ShardedModel:
 
     def _check(self) -> None:
         """Applies changes that were made to the module since it was wrapped, or raises."""
-        new = self._new_parameter()
+        new = self.contents.new_parameter(self.buckets)
         if new:
             raise InvalidArgumentError(
                 f"forward: rank {self.ranks.rank} got the new parameter {new} after the module was wrapped, expected "
@@ -1159,31 +1074,13 @@ class ShardedModel:
         for bucket in self.buckets:
             if bucket.stage < LAST_STAGE:
                 bucket.rebound("forward")
-        if self.unmade is not None:
-            self._check_unmade(self.unmade, "forward")
+        self.contents.check_made("forward", self.buckets, self.ranks)
         self._unfreeze()
         with torch._C.DisableTorchFunctionSubclass():
             trained = [*map(_requires_grad, chain.from_iterable(bucket.params for bucket in self.order))]
         if trained != self._trained:  # reentrant checkpoints are not noticed while all their parameters are frozen
             self._trained = trained
             self._reenters = self._reenters or None
-
-    def _check_unmade(self, unmade: Unmade, call: str) -> None:
-        for bucket in self.buckets:
-            bucket.adopt_writes(call)
-        unmade.check(self.ranks, self.module, call)
-        self.unmade = None
-
-    def _new_parameter(self) -> str | None:
-        """Returns the name of a new parameter, or None. Submodules without parameters may be added and removed."""
-        if _C.addresses(self._dicts) == self._members:
-            return None
-        known = {id(p) for bucket in self.buckets for p in bucket.params}
-        named = self.module.named_parameters()
-        new = next((name for name, p in named if id(p) not in known and isinstance(p, nn.Parameter)), None)
-        if new is None:
-            self._look_inside()
-        return new
 
     def _unfreeze(self) -> None:
         """Starts to train frozen buckets in which a parameter now requires a gradient. All ranks must do the same."""
@@ -1195,26 +1092,7 @@ class ShardedModel:
             bucket.thaw()
             self._watch(bucket)
         self._set_order()
-        self.after_thaw(self)
-
-
-def _nothing(flat: ShardedModel) -> None:
-    """Does nothing: no optimizer is attached."""
-
-
-@lru_cache
-def _with_complement(checksum: int) -> bytes:
-    """Returns the checksum's bytes and their complements. The maximum of each over the ranks tells whether all are
-    equal."""
-    some = checksum.to_bytes(CHECKSUM_NBYTES, "little")
-    return some + bytes(255 - byte for byte in some)
-
-
-def _differ(largest: list[int]) -> bool:
-    """Whether ranks had different checksums: then the maxima of a byte and of its complement add up to more than
-    255."""
-    pairs = zip(largest[:CHECKSUM_NBYTES], largest[CHECKSUM_NBYTES:], strict=True)
-    return any(a + b != 255 for a, b in pairs)
+        self.optimizers.after_thaw(self)
 
 
 def will_run(node: Any) -> bool:

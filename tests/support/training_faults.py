@@ -165,7 +165,7 @@ def memory_of_kept_gradients_used_again(right: Function) -> Function:
 def buffers_that_no_graph_may_have_saved(right: Function) -> Function:
     def wrong(flat: ShardedModel) -> None:
         right(flat)
-        for buffer in flat.buffers:
+        for buffer in flat.contents.buffers:
             torch.autograd.graph.increment_version(buffer)
 
     return wrong
