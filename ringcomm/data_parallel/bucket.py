@@ -15,7 +15,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -105,6 +105,21 @@ class ViewData:
     unsharded: torch.Tensor | None = None
 
 
+@dataclass
+class Gathered:
+    """What the buckets of a model know together about their unsharded parameters at stage 3.
+
+    Attributes:
+        homes: the buckets by the memory of their unsharded buffers.
+        holders: how many times the program is inside `whole`, during which nothing is freed.
+        graph_needs: whether a graph made with create_graph may still need the parameters.
+    """
+
+    homes: dict[int, Bucket] = field(default_factory=dict)
+    holders: int = 0
+    graph_needs: bool = False
+
+
 class Bucket:
     """One flat layout with its buffers, placed for a stage.
 
@@ -152,8 +167,7 @@ class Bucket:
             torch.full((), math.nan if types.compute.is_floating_point else -1).to(types.compute).to(self.device)
         )
         self.borrowed = False  # whether a module outside of the unit has read a parameter
-        self.held = False  # whether the program is inside `whole`, during which stage 3 frees nothing
-        self.homes: dict[int, Bucket] = {}  # the model's buckets by the memory of their whole buffers
+        self.gathered = Gathered()  # of the model
         self.shared: dict[int, ViewData] = {}  # at stage 3, what views share that were made since `p.data = other`
         self.stage = stage
         self._opened: torch.Tensor | None = None
@@ -285,7 +299,7 @@ class Bucket:
             p.grad = gradients.get(i)
         self.weight = self.master = self.unsharded = torch.empty(0)
         self._views, self._windows, self._gradient, self.accumulators = [], {}, None, []
-        self.homes, self.shared = {}, {}  # the map has this bucket too, a circle
+        self.gathered, self.shared = Gathered(), {}  # the model's refers to this bucket too, a circle
 
     def thaw(self) -> None:
         """Makes frozen parameters trainable."""
@@ -388,10 +402,10 @@ class Bucket:
                 if keep:
                     self._keep_writes("forward")
                 if self._is_seen:
-                    self.homes.pop(self.unsharded.untyped_storage()._cdata, None)
+                    self.gathered.homes.pop(self.unsharded.untyped_storage()._cdata, None)
                     self.unsharded = torch.empty_like(self.unsharded)
                     self._views, self._windows = self.layout.parts(self.unsharded), {}
-                    self.homes[self.unsharded.untyped_storage()._cdata] = self
+                    self.gathered.homes[self.unsharded.untyped_storage()._cdata] = self
                 self._free()
                 self.borrowed = False
                 self.ranks.note_gathered(-self.unsharded.nbytes)
@@ -402,7 +416,7 @@ class Bucket:
             self.weight.copy_(self.master, non_blocking=True)
         if self.stage in (1, 2) and self.ranks.world_size > 1:
             return self.ranks.all_gather(self.weight, self.unsharded)
-        again = self.stage == LAST_STAGE and self.is_unsharded and self.held
+        again = self.stage == LAST_STAGE and self.is_unsharded and self.gathered.holders > 0
         self.release(keep=False)  # stage 3: parameters gathered before have the old values
         if again:
             self.start_gather()

@@ -42,7 +42,7 @@ from ringcomm.data_parallel.partition import (
     named_parameters,
 )
 from ringcomm.data_parallel.precision import MixedPrecision, precision_of
-from ringcomm.data_parallel.sharded_model import ShardedModel, sharded_model_of
+from ringcomm.data_parallel.sharded_model import ShardedModel, Wrapping, sharded_model_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.mesh import refuse_no_mesh
 from ringcomm.validation import COMMUNICATOR, FLAG, INTEGER, NOT_NEGATIVE, a, expects
@@ -211,14 +211,14 @@ class DistributedDataParallel(nn.Module, Joinable):
             return self.module(*args, **kwargs)
         output = self._flat.root.call(self.module, self.module.__call__, args, kwargs)
         if torch.is_grad_enabled():
-            self._flat.decide()
+            self._flat.sync.decide()
         return output
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Forward passes inside make backward passes that only accumulate on this rank; the backward pass of the
         next forward pass outside averages the sums."""
-        with self._flat.no_sync():
+        with self._flat.sync.paused():
             yield
 
     def join(
@@ -277,11 +277,11 @@ class DistributedDataParallel(nn.Module, Joinable):
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether the backward pass of the next forward pass averages the gradients; False inside ``no_sync``."""
-        return self._flat.sync
+        return self._flat.sync.enabled
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        self._flat.sync = value
+        self._flat.sync.enabled = value
 
     @property
     def reducer(self) -> Any:
@@ -289,7 +289,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         pass finds the parameters that it uses by itself, so these methods only set whether it averages them."""
         flat = self._flat
         return SimpleNamespace(
-            prepare_for_backward=lambda outputs: setattr(flat, "decided", True),
+            prepare_for_backward=lambda outputs: setattr(flat.sync, "decided", True),
             _rebuild_buckets=lambda: False,
             _delay_all_reduce=lambda: None,
         )
@@ -302,7 +302,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             "rank": flat.ranks.rank,
             "world_size": flat.ranks.world_size,
             "bucket_sizes": ", ".join(str(sum(p.nbytes for p in bucket.params)) for bucket in flat.order),
-            "broadcast_buffers": int(flat.broadcast_buffers),
+            "broadcast_buffers": int(flat.sync.broadcast_buffers),
             "find_unused_parameters": int(self.find_unused_parameters),
         }
 
@@ -320,11 +320,11 @@ class DistributedDataParallel(nn.Module, Joinable):
     @property
     def broadcast_buffers(self) -> bool:
         """Whether every synchronised forward pass in training begins with a broadcast of rank 0's buffers."""
-        return self._flat.broadcast_buffers
+        return self._flat.sync.broadcast_buffers
 
     @broadcast_buffers.setter
     def broadcast_buffers(self, value: bool) -> None:
-        self._flat.broadcast_buffers = value
+        self._flat.sync.broadcast_buffers = value
 
     forward_sync_buffers = broadcast_buffers
 
@@ -464,7 +464,7 @@ def _flat(
         send=init_sync,
     )
     unit = builder.unit("", [module], params, False)
-    flat = ShardedModel(module, ranks, 0, precision, [unit], sends_buffers, composed=True)
+    flat = ShardedModel(module, ranks, [unit], sends_buffers, Wrapping(precision))
     flat.contents.ignore_buffers(ignored)
     keep_ordinary_state(flat)
     watch_optimizers()

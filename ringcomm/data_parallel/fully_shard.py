@@ -34,7 +34,7 @@ from ringcomm.data_parallel.module_state import keep_state_of
 from ringcomm.data_parallel.optimizer import watch_optimizers
 from ringcomm.data_parallel.partition import BucketBuilder, kept_in_their_type, named_parameters
 from ringcomm.data_parallel.precision import MixedPrecision, precision_of
-from ringcomm.data_parallel.sharded_model import ShardedModel, Unit
+from ringcomm.data_parallel.sharded_model import ShardedModel, Unit, Wrapping
 from ringcomm.data_parallel.unit_module import UnitModule, mix_in
 from ringcomm.errors import InvalidArgumentError, UnsupportedError, shown
 from ringcomm.mesh import Mesh, refuse_no_mesh
@@ -84,12 +84,12 @@ class FSDPModule(UnitModule):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Sets whether later backward passes are reduced; with False they only accumulate on this rank. Only for the
         outermost module."""
-        self._everything("set_requires_gradient_sync", recurse).sync = bool(requires_gradient_sync)
+        self._everything("set_requires_gradient_sync", recurse).sync.enabled = bool(requires_gradient_sync)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate on this rank; the next one outside reduces the sums."""
-        with self._everything("no_sync", True).no_sync():
+        with self._everything("no_sync", True).sync.paused():
             yield
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -357,7 +357,7 @@ def _join(
         each.name = paths[id(each.modules[0])]
         for bucket in each.buckets:
             bucket.rename(names)
-    flat = ShardedModel(top, ranks, LAST_STAGE, precision, [*below, unit], broadcast_buffers, composed=True)
+    flat = ShardedModel(top, ranks, [*below, unit], broadcast_buffers, Wrapping(precision))
     flat.send_buffers()
     return flat
 

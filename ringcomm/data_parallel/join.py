@@ -117,7 +117,7 @@ def shadow(flat: ShardedModel) -> None:
     joining = flat.ranks.joining
     assert joining is not None
     joining.shadowing = True
-    flat.decided = None  # from now on the other ranks' passes decide
+    flat.sync.decided = None  # from now on the other ranks' passes decide
     while heard := joining.heard():
         kind, *details = heard
         if kind in _FOLLOW:

@@ -176,7 +176,7 @@ class Plan:
         self.ranks = _ranks_of(flat, at, world_size, background)
         self._home: dict[int, tuple[Bucket, int]] = {}  # by the id of the model's parameter
         if flat is not None:
-            self.units, self.sends = self._units_of_sharded(flat), flat.broadcast_buffers
+            self.units, self.sends = self._units_of_sharded(flat), flat.sync.broadcast_buffers
         else:
             self.units = self._units_of_plain(model, optimizer, **plain)
             self.sends = bool(plain.get("broadcast_buffers", True))
