@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ringcomm.data_parallel.bucket import Bucket
+from ringcomm.data_parallel.module_notes import notes_of
 from ringcomm.data_parallel.optimizer import ShardedOptimizer, sharded_optimizer_of
 from ringcomm.data_parallel.shard_spec import part_of, refuse_parts
 from ringcomm.data_parallel.sharded_model import ShardedModel, sharded_model_of
@@ -95,7 +96,7 @@ def names_of(known: dict[int, Place], wholes: list[Whole]) -> set[str]:
 def with_extra_state(flat: ShardedModel) -> Iterator[tuple[str, nn.Module]]:
     """Yields this rank's modules that define get_extra_state, with the name of that state."""
     for prefix, module in flat.module.named_modules():
-        here = not getattr(module, "_ringcomm_elsewhere", False)
+        here = not notes_of(module).elsewhere
         if here and type(module).get_extra_state is not nn.Module.get_extra_state:
             yield f"{prefix}._extra_state" if prefix else "_extra_state", module
 

@@ -32,6 +32,7 @@ from ringcomm.data_parallel.dynamo import skipped
 from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh
 from ringcomm.data_parallel.join import enter, join, leave, shadow
 from ringcomm.data_parallel.meta import real_device
+from ringcomm.data_parallel.module_notes import notes_of
 from ringcomm.data_parallel.module_state import keep_ordinary_state
 from ringcomm.data_parallel.optimizer import unwrap_model, watch_optimizers
 from ringcomm.data_parallel.partition import (
@@ -427,7 +428,7 @@ def _device_of(module: nn.Module, rank: int, device_ids: Devices | None, output:
 def _unwrap(module: nn.Module) -> None:
     """Unwraps a module that another DistributedDataParallel holds; that one wraps it again at its next use."""
     flat = sharded_model_of(module)
-    if flat is not None and flat.module is module and "_ringcomm_unit" not in module.__dict__ and not flat.optimizers:
+    if flat is not None and flat.module is module and notes_of(module).unit is None and not flat.optimizers:
         unwrap_model(flat)
 
 

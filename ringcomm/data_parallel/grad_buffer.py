@@ -33,7 +33,7 @@ from torch import nn
 from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ringcomm.data_parallel.group import DataParallelGroup, uses
+from ringcomm.data_parallel.group import DataParallelGroup, OwnMemory, uses
 from ringcomm.data_parallel.layout import FlatLayout
 from ringcomm.data_parallel.precision import Types
 from ringcomm.errors import InvalidArgumentError, RingcommError, UnsupportedError
@@ -203,7 +203,7 @@ class LocalSums:
 def _give_back(ranks: DataParallelGroup, *lent: torch.Tensor | None) -> None:
     """Returns buffers that were taken from the pool, each once."""
     for tensor in {id(each): each for each in lent}.values():
-        if tensor is not None and hasattr(tensor, "_ringcomm_pool"):
+        if tensor is not None and hasattr(tensor, "own") and tensor.own.pool is not None:
             ranks.give(tensor)
 
 
@@ -250,14 +250,14 @@ class GradBuffer:
         self.buffer = buffer
         start, end = self.layout.owned_range(self.ranks.rank, self.stage)
         self.reduced = self.buffer[start:end] if self.stage < 2 else self.buffer
-        self.buffer._ringcomm_uses = uses(self.buffer)
+        self.buffer.own = OwnMemory(uses(self.buffer))
 
     def _leave_buffer(self) -> None:
         """Switches to new memory if users still see the old one through slices of gradients or through what autograd
         saved."""
         means, addresses = self.means
         own = [*map(operator.eq, map(torch.Tensor.data_ptr, means), addresses)]
-        if uses(self.buffer) > self.buffer._ringcomm_uses + sum(own):
+        if uses(self.buffer) > self.buffer.own.uses + sum(own):
             self._lie_in(self.ranks.another(self.buffer).copy_(self.buffer))
             for i, is_own in enumerate(own):
                 if is_own:
@@ -709,12 +709,12 @@ class GradBuffer:
     def _cuts_of(self, buffer: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Returns every parameter's part of a buffer, and the padding; cached per buffer, because buffers are
         reused."""
-        known = buffer.__dict__.setdefault("_ringcomm_cuts", weakref.WeakKeyDictionary())
+        known = buffer.own.cuts
         if self not in known:
             before = uses(buffer)
             # The parts must not reference the buffer, because the buffer references them.
             known[self] = self.layout.parts_and_padding(buffer.new_empty(0).set_(buffer))
-            buffer._ringcomm_uses += uses(buffer) - before
+            buffer.own.uses += uses(buffer) - before
         return known[self]
 
     def _on_the_wire(self, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -240,12 +240,13 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     """Checks once whether an unattached optimizer must be attached; compares its options at every step."""
     del args, kwargs
     now = (_watches, len(optimizer.param_groups))
-    if optimizer.__dict__.get("_ringcomm_seen") != now:
+    at, options = _checked.get(optimizer, (None, None))
+    if at != now:
+        options = None
         if sharded_optimizer_of(optimizer, "step") is None:
             flats = _flats_of(optimizer.param_groups)
-            optimizer._ringcomm_options = SteppedOptions(optimizer, flats) if flats else None
-        optimizer._ringcomm_seen = now
-    options: SteppedOptions | None = optimizer.__dict__.get("_ringcomm_options")
+            options = SteppedOptions(optimizer, flats) if flats else None
+        _checked[optimizer] = now, options
     if options is not None:
         options.before_step()
 
@@ -291,6 +292,11 @@ class SteppedOptions(Options):
             flat.optimizers.stepped.add(self)
 
 
+# What an optimizer looked like when its step was checked last, and its options if it is not attached.
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[tuple[int, int], SteppedOptions | None]]
+_checked = weakref.WeakKeyDictionary()
+
+
 class ShardedOptimizer:
     """An optimizer over parameters of wrapped models, and possibly other parameters that stay as they are.
 
@@ -316,7 +322,7 @@ class ShardedOptimizer:
         self._loading: dict[Bucket, BucketState] = {}
         self._watches = _watches
         self.options = Options(optimizer)
-        optimizer.__dict__.pop("_ringcomm_options", None)
+        _checked.pop(optimizer, None)
         self.places: list[list[tuple[Bucket, int]]] = []
         self.entries: list[Entry] = []
         self.inside: list[list[nn.Parameter]] = []
@@ -546,7 +552,7 @@ class ShardedOptimizer:
         ordered = {p: states.get(p, self.state.get(p)) for p in chain.from_iterable(self.outside)}
         self.optimizer.state = defaultdict(dict, {p: v for p, v in ordered.items() if v} | plain)
         self._hooks.remove(self.optimizer)
-        self.optimizer.__dict__.pop("_ringcomm_seen", None)
+        _checked.pop(self.optimizer, None)
         self.flats, self.entries, self.inside, self._mine = [], [], [], {}  # frees the memory now
         self.places, self._sharded, self._stepped, self._flat_of = [], {}, {}, {}
         self.state = defaultdict(dict)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ringcomm.data_parallel.module_notes import notes_of, notes_on
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.mesh import Mesh
 
@@ -112,13 +113,13 @@ def note(module: nn.Module, key: str, **changes: Any) -> None:
     p = module._parameters[key]
     assert p is not None
     p._ringcomm_part = replace(part_of(p), **changes)
-    module.__dict__.setdefault("_ringcomm_parts", {})[key] = p._ringcomm_part
+    notes_on(module).parts[key] = p._ringcomm_part
 
 
 def renew_parts(modules: Iterable[nn.Module]) -> None:
     """Attaches to these modules' parameters the places recorded by `note`, if they differ."""
     for module in modules:
-        for key, part in module.__dict__.get("_ringcomm_parts", {}).items():
+        for key, part in notes_of(module).parts.items():
             p = module._parameters.get(key)
             if p is not None and part_of(p) is not part:
                 p._ringcomm_part = part

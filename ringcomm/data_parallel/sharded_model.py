@@ -34,6 +34,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -305,6 +306,16 @@ def place_of(p: Any) -> Place | None:
     return place if place and place.alive and place.bucket.params[place.index] is p else None
 
 
+class BucketState(Enum):
+    """How far a bucket is in a backward pass. Each state can only be followed by those below it."""
+
+    IDLE = 0  # no gradient has arrived
+    FILLING = 1  # gradients arrive; a bucket stays so if the pass only accumulates on this rank
+    FILLED = 2  # stage 2: backward has passed its unit, so no more will come; it waits for the buckets before it
+    REDUCING = 3  # the gradients are packed, and the reduction is in flight
+    REDUCED = 4  # the mean over the ranks is there
+
+
 @dataclass
 class BackwardPass:
     """The state of the current pass of autograd. At its end a new one replaces it.
@@ -316,12 +327,11 @@ class BackwardPass:
         accumulates: whether it was started by backward, not by torch.autograd.grad.
         makes_graph: whether it runs with create_graph.
         reached: the units that it has reached and not passed.
-        passed: at stage 2, the buckets of the units that it has passed.
+        states: by bucket, how far it is; those that are left out are idle.
         arrived: by bucket, the parameters whose gradients have arrived on this rank. The last one is added when the
             next event comes in the same thread, which costs less than a second hook.
-        launched: the buckets whose reduction has begun.
-        next: the index, in the order of buckets, of the first bucket that is not launched.
-        in_flight: the launched buckets that were not waited for yet.
+        next: the index, in the order of buckets, of the first bucket whose reduction has not begun.
+        in_flight: the buckets whose reductions were not waited for yet, in their order.
     """
 
     scheduled: bool = False
@@ -330,9 +340,8 @@ class BackwardPass:
     accumulates: bool = False
     makes_graph: bool = False
     reached: list[Unit] = field(default_factory=list)
-    passed: set[Bucket] = field(default_factory=set)
+    states: dict[Bucket, BucketState] = field(default_factory=dict)
     arrived: dict[Bucket, set[int]] = field(default_factory=dict)
-    launched: set[Bucket] = field(default_factory=set)
     next: int = 0
     in_flight: deque[Bucket] = field(default_factory=deque)
 
@@ -340,6 +349,14 @@ class BackwardPass:
     def is_dead(self) -> bool:
         """Whether the pass has raised without being cleaned up."""
         return self.scheduled and self.end() is None
+
+    def state_of(self, bucket: Bucket) -> BucketState:
+        """Returns how far a bucket is."""
+        return self.states.get(bucket, BucketState.IDLE)
+
+    def is_launched(self, bucket: Bucket) -> bool:
+        """Whether the bucket's reduction has begun."""
+        return self.state_of(bucket) in (BucketState.REDUCING, BucketState.REDUCED)
 
 
 @dataclass
@@ -883,7 +900,7 @@ class ShardedModel:
             self._accumulate()
             backward = self.backward
         self._see_to_complete()
-        if bucket in backward.launched:
+        if backward.is_launched(bucket):
             # From the next pass on the bucket waits until the end.
             self.arrivals.nested = self.unit_of[bucket].came_twice = True
             raise InvalidArgumentError(
@@ -896,6 +913,7 @@ class ShardedModel:
             except RuntimeError:
                 bucket.rebound("backward")  # raises if forward has cast a parameter
                 raise
+            backward.states.setdefault(bucket, BucketState.FILLING)
         task = torch._C._current_graph_task_id()
         if task != backward.task:
             self.arrivals.nested = True  # a reentrant checkpoint
@@ -923,7 +941,8 @@ class ShardedModel:
         while self.backward.next < len(self.order):
             bucket = self.order[self.backward.next]
             arrived = len(self.backward.arrived.get(bucket, ()))
-            if self._waits(bucket) or (bucket not in self.backward.passed and arrived < len(bucket.params)):
+            is_filled = self.backward.state_of(bucket) is BucketState.FILLED or arrived == len(bucket.params)
+            if not is_filled or self._waits(bucket):
                 return
             self.start_reduce(bucket)
 
@@ -936,8 +955,8 @@ class ShardedModel:
             gradient.pack()
         else:
             gradient.adopt_user_grads("backward", own=True)  # no gradient has arrived
-        self.backward.launched.add(bucket)
-        while self.backward.next < len(self.order) and self.order[self.backward.next] in self.backward.launched:
+        self.backward.states[bucket] = BucketState.REDUCING
+        while self.backward.next < len(self.order) and self.backward.is_launched(self.order[self.backward.next]):
             self.backward.next += 1
         self.ranks.announce("reduce", bucket.number, gradient.has_reduced)
         self.timed(gradient.start_reduce, bucket.hook)
@@ -949,6 +968,7 @@ class ShardedModel:
     def _settle(self) -> None:
         bucket = self.backward.in_flight.popleft()
         self.timed(bucket.gradient.finish_reduce)
+        self.backward.states[bucket] = BucketState.REDUCED
         for host in self.optimizers.hosts:
             host.reduced(bucket)
 
@@ -957,7 +977,7 @@ class ShardedModel:
         if not self.backward.accumulates:
             return
         for bucket in reversed(unit.buckets):
-            if not bucket.trainable or bucket in self.backward.launched or self._waits(bucket):
+            if not bucket.trainable or self.backward.is_launched(bucket) or self._waits(bucket):
                 continue
             if not self.sync.reduces:
                 if bucket.gradient.opened:
@@ -965,7 +985,7 @@ class ShardedModel:
             elif self.stage == LAST_STAGE:  # every rank has gathered the same units
                 self.start_reduce(bucket)
             else:  # another rank may not have run this unit
-                self.backward.passed.add(bucket)
+                self.backward.states[bucket] = BucketState.FILLED
                 self._launch_ready()
 
     @eager
@@ -977,7 +997,7 @@ class ShardedModel:
         try:
             if self.sync.reduces:
                 for bucket in self.order:
-                    if bucket not in self.backward.launched:
+                    if not self.backward.is_launched(bucket):
                         self.start_reduce(bucket)
                 self.ranks.announce("used")
             self.conclude()
@@ -995,7 +1015,7 @@ class ShardedModel:
         for bucket in self.order:
             if bucket.gradient.opened:
                 self._collect(bucket)
-            elif bucket not in self.backward.launched and bucket not in self.backward.arrived:
+            elif self.backward.state_of(bucket) is BucketState.IDLE:
                 bucket.gradient.reconcile()  # the pass did not reach it, so gradients that were set to None stay None
             try:
                 bucket.gradient.expose_grads()

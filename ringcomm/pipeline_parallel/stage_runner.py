@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
 
+from ringcomm.data_parallel.module_notes import notes_on
 from ringcomm.data_parallel.shard_spec import note
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.pipeline_parallel.buffers import Buffers
@@ -849,7 +850,7 @@ def _empty(module: nn.Module, device: torch.device, seen: set[int]) -> list[tupl
     """
     stand: list[tuple[nn.Module, dict[str, torch.Tensor]]] = []
     for each in module.modules():
-        each.__dict__["_ringcomm_elsewhere"] = True
+        notes_on(each).elsewhere = True
         stand.append((each, {}))
         for held in (each._parameters, each._buffers):
             for key, tensor in [*held.items()]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from ringcomm.data_parallel.module_notes import attributes_of
 from ringcomm.data_parallel.shard_spec import renew_parts
 from ringcomm.errors import UnsupportedError
 from ringcomm.tensor_parallel.group import TensorParallelGroup, f, f_bar
@@ -35,7 +36,7 @@ def cut_experts(found: nn.Module, group: TensorParallelGroup, name: str, style: 
     form = _form_of(found, group, name, style)
     p = dict(found.named_parameters())
     made = copy.copy(found)
-    made.__dict__ = {key: copy.copy(x) if isinstance(x, dict) else x for key, x in vars(found).items()}
+    made.__dict__ = attributes_of(found)
     outputs, inputs = f"parallelize: outputs of {name}.{form.inner}", f"parallelize: inputs of {name}.{form.outer}"
     part = cut([form.features] * form.parts if form.apart else [form.features * form.parts], group, outputs)
     own_part(made, form.inner, p[form.inner], part, 2 if form.turned else 1)
