@@ -4,8 +4,8 @@
     master   in the optimizer's type, if that type or its device differs; else the owned range of weight
     gradient see grad_buffer.py
 
-The owned range is the part that this rank's optimizer updates: the whole buffer at stage 0, this rank's shard at stages
-1 to 3.
+The owned range is the part that this rank's optimizer updates: the unsharded buffer at stage 0, this rank's shard at
+stages 1 to 3.
 """
 
 from __future__ import annotations
@@ -62,6 +62,15 @@ def accumulator_of(p: torch.Tensor) -> Any:
         return p.view_as(p).grad_fn.next_functions[0][0]
 
 
+def _set_values(params: Sequence[nn.Parameter], values: Sequence[torch.Tensor], classes: Sequence[type]) -> None:
+    """Gives parameters other values, and the classes that go with them."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for p, data, kind in zip(params, values, classes, strict=True):
+            p.data = data
+            # Programs and optimizers keep references to the parameter, so it stays the same object.
+            p.__class__ = kind
+
+
 def with_own_storage(part: torch.Tensor) -> torch.Tensor:
     """Returns a view of the same memory whose storage covers exactly that memory, because code that saves tensors
     saves their storages."""
@@ -85,7 +94,7 @@ class Window(NamedTuple):
         return Window(x.dtype, x.shape, x.stride(), x.storage_offset(), x.is_conj(), x.is_neg())
 
     def on(self, unsharded: torch.Tensor) -> torch.Tensor:
-        """Returns the view in a whole buffer."""
+        """Returns the view in an unsharded buffer."""
         found = torch.empty(0, dtype=self.dtype, device=unsharded.device)
         found.set_(unsharded.untyped_storage(), self.offset, self.shape, self.stride)
         found = found.conj() if self.is_conj else found
@@ -267,16 +276,11 @@ class Bucket:
 
     def _bind(self) -> None:
         """Makes the parameters views of the buffer, so that they can be computed with."""
-        for p, kind, view in zip(self.params, self._classes, self._views, strict=True):
-            p.__class__ = kind
-            p.data = view
+        _set_values(self.params, self._views, self._classes)
 
     def _free(self) -> None:
         """Makes the parameters placeholders with a shape and no values; code that reads them all the same gets NaN."""
-        for p, kind, nothing in zip(self.params, self._classes, self._shapes, strict=True):
-            p.__class__ = kind
-            p.data = nothing
-            p.__class__ = self.sharded_class
+        _set_values(self.params, self._shapes, [self.sharded_class] * len(self.params))
         self.unsharded.untyped_storage().resize_(0)
 
     def restage(self, stage: int) -> None:
@@ -292,10 +296,10 @@ class Bucket:
         self.adopt_writes("unshard")
         gradients = self.gradient.given_back(self.dtype) if self.trainable else {}
         unsharded = self.gather_owned(self.master)
-        for i, (p, kind) in enumerate(zip(self.params, self._classes, strict=True)):
-            p.__class__ = kind
+        for i, p in enumerate(self.params):
             p.grad = None
-            p.data = self.layout.part(unsharded, i).to(self.device, self.dtype, copy=True)
+            own = self.layout.part(unsharded, i).to(self.device, self.dtype, copy=True)
+            _set_values([p], [own], [self._classes[i]])
             p.grad = gradients.get(i)
         self.weight = self.master = self.unsharded = torch.empty(0)
         self._views, self._windows, self._gradient, self.accumulators = [], {}, None, []
@@ -320,7 +324,7 @@ class Bucket:
         if self.trainable:
             self.gradient.rename(self.layout)
 
-    # ---- whole and shard ------------------------------------------------------------------------------------------
+    # ---- unsharded and sharded -----------------------------------------------------------------------------------
 
     def runs(self, owners: Sequence[int]) -> list[Run]:
         """Returns the runs of the owned range that an element-wise optimizer sees; ``owners`` are its groups, by
@@ -376,12 +380,12 @@ class Bucket:
 
     @property
     def _is_seen(self) -> bool:
-        """Stage 3: whether other tensors share the whole buffer's memory, such as views that the user's program has
+        """Stage 3: whether other tensors share the unsharded buffer's memory, such as views that the user's program has
         kept or tensors that autograd has saved without our hooks."""
         return uses(self.unsharded) > self._own_uses + len(self._windows)
 
     def window(self, at: Window) -> torch.Tensor:
-        """Returns a view of the whole buffer. Views are cached for the next backward pass, up to a limit."""
+        """Returns a view of the unsharded buffer. Views are cached for the next backward pass, up to a limit."""
         if at not in self._windows:
             if len(self._windows) >= _WINDOWS_EACH * len(self.params):
                 self._windows.clear()
@@ -424,7 +428,7 @@ class Bucket:
         return DONE
 
     def gather_owned(self, owned: torch.Tensor) -> torch.Tensor:
-        """Returns the whole buffer for values that every rank has for its owned range: ``owned`` at stage 0, else
+        """Returns the unsharded buffer for values that every rank has for its owned range: ``owned`` at stage 0, else
         new memory."""
         return owned if self.stage == 0 else self.ranks.gather_apart(owned, self.device)
 

@@ -57,3 +57,8 @@ def without_unit(state: dict[str, Any]) -> dict[str, Any]:
     left = replace(notes, unit=None)
     others = {key: value for key, value in state.items() if key != NAME}
     return others if left == _NOTHING else {**others, NAME: left}
+
+
+def drop_unit(module: nn.Module) -> None:
+    """Removes the unit of a module that is not wrapped any more, and notes that are empty without it."""
+    module.__dict__.update(without_unit({NAME: module.__dict__.pop(NAME)}))

@@ -187,10 +187,10 @@ def attach(optimizer: torch.optim.Optimizer, flat: ShardedModel, call: str) -> N
 
 def sharded_optimizers(flat: ShardedModel) -> list[ShardedOptimizer]:
     """Returns what is attached to a model's optimizers, those that no rank has dropped; a collective."""
-    return [_attached_to(optimizer) for optimizer in flat.optimizers.on_all_ranks()]
+    return [_sharded_of(optimizer) for optimizer in flat.optimizers.on_all_ranks()]
 
 
-def _attached_to(optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
+def _sharded_of(optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
     sharded: ShardedOptimizer = optimizer.__dict__["_ringcomm"]
     return sharded
 
@@ -198,7 +198,7 @@ def _attached_to(optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
 def restage_model(flat: ShardedModel, stage: int) -> None:
     """Moves a model and the state of its optimizers to another stage; a collective."""
     for optimizer in flat.optimizers:
-        _attached_to(optimizer).refuse_stage("restage", stage)
+        _sharded_of(optimizer).refuse_stage("restage", stage)
     if stage and any(bucket.hook is not None for bucket in flat.buckets):
         raise UnsupportedError(
             f"restage: rank {flat.ranks.rank} got stage={stage} for a module with a communication hook, which "
@@ -722,14 +722,14 @@ class ShardedOptimizer:
     def working(self) -> Iterator[None]:
         """Inside the block, the optimizer has the parameters of step(), with gradients unless the user has set them
         to None."""
-        self._take_in()
+        self._adopt_user_changes()
         self._begin_work()
         try:
             yield
         finally:
             self._leave()
 
-    def _take_in(self) -> None:
+    def _adopt_user_changes(self) -> None:
         """Takes over what users have changed since the last step."""
         self.settle()
         for bucket in self._mine:
@@ -805,7 +805,7 @@ class ShardedOptimizer:
         return args[:1], {**kwargs, "closure": with_the_model}
 
     def _begin_step(self) -> None:
-        self._take_in()
+        self._adopt_user_changes()
         self._refuse_unreduced()
         if any(flat.optimizers.options_differ for flat in self.flats):
             for flat in self.flats:
@@ -878,45 +878,45 @@ class UnshardedStates(defaultdict[Any, Any]):
 
     def __init__(self, sharded: ShardedOptimizer) -> None:
         super().__init__(dict)
-        # Weak: the attached object references this one, and the optimizer references the attached object.
+        # Weak: the sharded optimizer references this object, and the optimizer references the sharded one.
         self._weak = weakref.ref(sharded)
 
     @property
-    def _attached(self) -> ShardedOptimizer:
+    def _sharded(self) -> ShardedOptimizer:
         found = self._weak()
         assert found is not None
         return found
 
     def __getitem__(self, key: Any) -> Any:
-        place = self._attached.place_of(key)
+        place = self._sharded.place_of(key)
         if place is None:
-            return self._attached.state[key]
-        return self._attached.unsharded_state(place[0]).setdefault(place[1], {})
+            return self._sharded.state[key]
+        return self._sharded.unsharded_state(place[0]).setdefault(place[1], {})
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        place = self._attached.place_of(key)
+        place = self._sharded.place_of(key)
         if place is None:
-            self._attached.state[key] = value
+            self._sharded.state[key] = value
         else:
-            self._attached.unsharded_state(place[0])[place[1]] = value
+            self._sharded.unsharded_state(place[0])[place[1]] = value
 
     def __delitem__(self, key: Any) -> None:
         if key not in self:
             raise KeyError(key)
-        place = self._attached.place_of(key)
+        place = self._sharded.place_of(key)
         if place is None:
-            del self._attached.state[key]
+            del self._sharded.state[key]
         else:
-            del self._attached.unsharded_state(place[0])[place[1]]
+            del self._sharded.unsharded_state(place[0])[place[1]]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([*self._attached.parameters_with_state()])
+        return iter([*self._sharded.parameters_with_state()])
 
     def __len__(self) -> int:
-        return sum(1 for _ in self._attached.parameters_with_state())
+        return sum(1 for _ in self._sharded.parameters_with_state())
 
     def __contains__(self, key: Any) -> bool:
-        return self._attached.has_state(key)
+        return self._sharded.has_state(key)
 
     def keys(self) -> Any:
         """Parameters that have state."""
@@ -932,7 +932,7 @@ class UnshardedStates(defaultdict[Any, Any]):
 
     def clear(self) -> None:
         """Discards all state."""
-        self._attached.clear_state()
+        self._sharded.clear_state()
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Same as dict.update."""

@@ -2,9 +2,9 @@
 the work around forward and backward, at every stage.
 
     stage   parameters   gradients               optimizer   when a bucket is reduced
-    0       whole        whole                   whole       its gradients and those of all earlier buckets have arrived
-    1       whole        whole until reduced     shard       the same
-    2       whole        shard                   shard       the same, or backward has passed the units
+    0       unsharded    unsharded               unsharded   its gradients and those of all earlier buckets have arrived
+    1       unsharded    unsharded until reduced shard       the same
+    2       unsharded    shard                   shard       the same, or backward has passed the units
     3       shard        shard                   shard       backward has passed its unit
 
 Every rank reduces in the same order, whatever the order in which its own gradients arrive. At the end of a backward
@@ -69,7 +69,7 @@ _COLLECTIVES = {  # by stage, for the note added to an error
     3: "forward, also in evaluation, backward, state_dict() of module and optimizer, and what reads a parameter or its "
     "gradient",
 }
-IN_FLIGHT = 2  # reductions at stages 2 and 3 at the same time, each with its own whole buffer
+IN_FLIGHT = 2  # reductions at stages 2 and 3 at the same time, each with its own unsharded buffer
 
 
 class _Calling(threading.local):
@@ -582,8 +582,8 @@ class ShardedModel:
         return not self.units
 
     def find_homes(self) -> None:
-        """Maps the memory of each bucket's whole buffer to the bucket. At stage 3 a bucket updates the map whenever it
-        takes other memory."""
+        """Maps the memory of each bucket's unsharded buffer to the bucket. At stage 3 a bucket updates the map whenever
+        it takes other memory."""
         self.gathered.homes = {bucket.unsharded.untyped_storage()._cdata: bucket for bucket in self.buckets}
 
     def _set_order(self) -> None:
@@ -928,11 +928,11 @@ class ShardedModel:
         if self._waits(bucket):
             return
         if not self.sync.reduces:
-            self._collect(bucket)
+            self._pack(bucket)
         elif self.stage < LAST_STAGE:
             self._launch_ready()
 
-    def _collect(self, bucket: Bucket) -> None:
+    def _pack(self, bucket: Bucket) -> None:
         step = self.sync.step
         bucket.gradient.pack(step is not None, None if step is None else step.microbatch)
 
@@ -950,7 +950,7 @@ class ShardedModel:
         """Starts a bucket's reduction."""
         gradient = bucket.gradient
         while self.stage >= 2 and len(self.backward.in_flight) >= IN_FLIGHT:
-            self._settle()
+            self._finish_first_reduce()
         if gradient.opened:
             gradient.pack()
         else:
@@ -963,9 +963,9 @@ class ShardedModel:
         self.backward.in_flight.append(bucket)
         # A communication hook's future may communicate from another thread, at different times on the ranks.
         if not self.ranks.background or (bucket.hook is not None and bucket.device.type == "cpu"):
-            self._settle()
+            self._finish_first_reduce()
 
-    def _settle(self) -> None:
+    def _finish_first_reduce(self) -> None:
         bucket = self.backward.in_flight.popleft()
         self.timed(bucket.gradient.finish_reduce)
         self.backward.states[bucket] = BucketState.REDUCED
@@ -981,7 +981,7 @@ class ShardedModel:
                 continue
             if not self.sync.reduces:
                 if bucket.gradient.opened:
-                    self._collect(bucket)
+                    self._pack(bucket)
             elif self.stage == LAST_STAGE:  # every rank has gathered the same units
                 self.start_reduce(bucket)
             else:  # another rank may not have run this unit
@@ -1010,11 +1010,11 @@ class ShardedModel:
         if self.sync.reduces:
             used = self._start_used_params()  # after all buckets, because some ranks may have started them earlier
             while self.backward.in_flight:
-                self._settle()
+                self._finish_first_reduce()
             self._finish_used_params(used)
         for bucket in self.order:
             if bucket.gradient.opened:
-                self._collect(bucket)
+                self._pack(bucket)
             elif self.backward.state_of(bucket) is BucketState.IDLE:
                 bucket.gradient.reconcile()  # the pass did not reach it, so gradients that were set to None stay None
             try:

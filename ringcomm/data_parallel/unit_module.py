@@ -16,7 +16,7 @@ from torch import nn
 
 from ringcomm.data_parallel.arguments import LAST_STAGE
 from ringcomm.data_parallel.dynamo import skipped
-from ringcomm.data_parallel.module_notes import NAME, notes_of, notes_on, without_unit
+from ringcomm.data_parallel.module_notes import drop_unit, notes_of, notes_on, without_unit
 from ringcomm.data_parallel.sharded_model import Unit
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 
@@ -105,6 +105,7 @@ def mix_in(module: nn.Module, unit: Unit, added: type[UnitModule] = UnitModule) 
             meta = type("EqualsPlain", bases, {})
             _classes[added, kind] = meta(kind.__name__, (added, kind), {**members, "_ringcomm_plain": kind})
     notes_on(module).unit = unit
+    # Python looks `__call__` up in the class alone, and the module that its parents and the program hold must stay.
     module.__class__ = _classes[added, kind]
     unit.undo.append(partial(_take_out, module))
 
@@ -112,7 +113,5 @@ def mix_in(module: nn.Module, unit: Unit, added: type[UnitModule] = UnitModule) 
 def _take_out(module: nn.Module) -> None:
     """Gives a module its plain class again."""
     if notes_of(module).unit is not None:
-        module.__dict__.update(rest := without_unit(module.__dict__))
-        if NAME not in rest:
-            del module.__dict__[NAME]
-        module.__class__ = plain_class(type(module))
+        drop_unit(module)
+        module.__class__ = plain_class(type(module))  # the reverse of `mix_in`

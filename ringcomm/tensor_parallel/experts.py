@@ -62,10 +62,10 @@ def _forward(
     args, kwargs = tree_map(
         lambda x: f(x, group.comm) if torch.is_tensor(x) and x.is_floating_point() else x, (args, kwargs)
     )
-    whole = module._parameters.get(bias)
-    if whole is None:
+    full = module._parameters.get(bias)
+    if full is None:
         return f_bar(forward(*args, **kwargs), group.comm)
-    share = whole.detach() / group.world_size + (whole - whole.detach())  # with the gradient of the undivided bias
+    share = full.detach() / group.world_size + (full - full.detach())  # with the gradient of the undivided bias
     vars(module)[bias] = share  # attribute lookup finds it before the parameter
     try:
         return f_bar(forward(*args, **kwargs), group.comm)

@@ -33,7 +33,7 @@ class CutOutputs:
     Attributes:
         name: the layer's name.
         extents: this rank's outputs of each part.
-        whole: the number of outputs on all ranks.
+        total: the number of outputs on all ranks.
         divided: the numbers of heads of the modules around the layer, as this rank computes with them.
         width: the width of a head; 1: unknown.
         done: whether the first output was checked.
@@ -42,7 +42,7 @@ class CutOutputs:
     name: str
     rank: int
     extents: tuple[int, ...]
-    whole: int
+    total: int
     divided: frozenset[int]
     width: int = 1
     done: bool = False
@@ -97,7 +97,7 @@ class CutOutputs:
     def refuse_mixed(self, function: str, does: str = "goes over all of them") -> None:
         """Refuses a function over all outputs, since it would only see this rank's."""
         raise InvalidArgumentError(
-            f"parallelize: rank {self.rank} got {self.name}, whose {self.whole} outputs are cut, here "
+            f"parallelize: rank {self.rank} got {self.name}, whose {self.total} outputs are cut, here "
             f"{sum(self.extents)}, but {function} {does}, expected functions of each output or within a head; cut it "
             "as 'colwise_gather_output', with 'rowwise_split_input' for the layer behind, or leave both out of the plan"
         )
@@ -111,7 +111,7 @@ class CutOutputs:
             else "its style is Colwise(parts=...), with the number or the extents of the fused outputs, or"
         )
         raise InvalidArgumentError(
-            f"parallelize: rank {self.rank} got {self.name}, whose {self.whole} outputs are cut as {how}, but {saw}, "
+            f"parallelize: rank {self.rank} got {self.name}, whose {self.total} outputs are cut as {how}, but {saw}, "
             f"expected {expected}; {advice} 'colwise_gather_output' with 'rowwise_split_input' for the layer behind"
         )
 

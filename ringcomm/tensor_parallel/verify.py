@@ -235,7 +235,7 @@ class _Block:
         part, comm = part_of(p), self.verifier.group.comm
         if part.dim is None:
             return p.detach().clone()
-        found, at = p.new_zeros(part.whole_shape(p.shape)), 0
+        found, at = p.new_zeros(part.unsharded_shape(p.shape)), 0
         for start, length in part.pieces:
             found.narrow(part.dim, start, length).copy_(p.detach().narrow(part.dim, at, length))
             at += length

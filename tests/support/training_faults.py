@@ -96,7 +96,7 @@ def passes_added_in_another_order(right: Function) -> Function:
     return lambda *args, **kwargs: right(*args, **{**kwargs, "tree": True})
 
 
-@fault(ShardedModel, "_collect", "accumulate.no_sync")
+@fault(ShardedModel, "_pack", "accumulate.no_sync")
 def local_sums_that_are_lost(right: Function) -> Function:
     def wrong(flat: ShardedModel, bucket: Bucket) -> None:
         right(flat, bucket)
