@@ -356,7 +356,8 @@ class BackwardPass:
 
     def is_launched(self, bucket: Bucket) -> bool:
         """Whether the bucket's reduction has begun."""
-        return self.state_of(bucket) in (BucketState.REDUCING, BucketState.REDUCED)
+        state = self.states.get(bucket)
+        return state is BucketState.REDUCING or state is BucketState.REDUCED
 
 
 @dataclass
@@ -529,15 +530,16 @@ class ShardedModel:
         broadcast_buffers: bool,
         wrapping: Wrapping,
     ) -> None:
-        self.module, self.ranks, self.wrapping = module, ranks, wrapping
+        self.ranks, self.wrapping = ranks, wrapping
         ranks.order = 0  # some ranks may still have the value of a model that others have dropped
+        self.contents = ModuleContents(module)
         self.units = list(units)
         self.unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
+        self.stage = next(iter(self.unit_of)).stage
         if self.stage > 0 and ranks.world_size > 1:
             _advise_against_max_norm(module, ranks)
         self._set_order()
         self.communication_seconds = 0.0
-        self.contents = ModuleContents(module)
         self.optimizers = AttachedOptimizers(ranks, self.device)
         self.sync = Synchronisation(broadcast_buffers)
         self.calls = ForwardCalls()
@@ -557,9 +559,9 @@ class ShardedModel:
         self.find_homes()
 
     @property
-    def stage(self) -> int:
-        """The stage of all buckets."""
-        return next(iter(self.unit_of)).stage
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self.contents.module
 
     @property
     def device(self) -> torch.device:
@@ -1152,6 +1154,7 @@ class ShardedModel:
     def restage(self, stage: int) -> None:
         """Moves all buckets to another stage, and drops the gradients."""
         self.forget_gradients()
+        self.stage = stage
         for bucket in self.buckets:
             bucket.restage(stage)
         self.find_homes()
