@@ -13,7 +13,7 @@
 #include "core/error.h"
 #include "core/pieces.h"
 #include "core/types.h"
-#include "cuda/launch.h"
+#include "cuda/launch/streams.h"
 #include "cuda/runtime.h"
 
 namespace ringcomm {

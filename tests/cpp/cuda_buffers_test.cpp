@@ -4,7 +4,7 @@
 #include <optional>
 #include <set>
 
-#include "cuda/buffers.h"
+#include "cuda/memory/buffers.h"
 #include "cuda_engine_tools.h"
 #include "cuda_groups.h"
 

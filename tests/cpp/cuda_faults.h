@@ -1,6 +1,6 @@
 // Faults that can be planted into the emulated engine, to see that the tests find them: RINGCOMM_FAULT=kWrongChunk in
-// the environment plants that one (csrc/cuda/faults.h). Included before everything else in builds with the emulated
-// engine, and only there.
+// the environment plants that one (csrc/cuda/device/faults.h). Included before everything else in builds with the
+// emulated engine, and only there.
 //
 // tests/test_native.py runs each in the build that finds it: by wrong values or a report of the emulator, by the order
 // of accesses (ThreadSanitizer), by accesses outside of memory (AddressSanitizer).
@@ -39,7 +39,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "cuda/faults.h"
+#include "cuda/device/faults.h"
 
 namespace ringcomm::test {
 
@@ -50,7 +50,7 @@ inline const cuda::Fault planted_fault = [] {
   if (std::strcmp(wanted, #name) == 0) return cuda::Fault::name;
   RINGCOMM_FOR_EACH_FAULT(X)
 #undef X
-  std::fprintf(stderr, "RINGCOMM_FAULT expected a name of csrc/cuda/faults.h, got %s\n", wanted);
+  std::fprintf(stderr, "RINGCOMM_FAULT expected a name of csrc/cuda/device/faults.h, got %s\n", wanted);
   std::abort();
 }();
 
