@@ -11,9 +11,9 @@
 #include "cuda/launch/call_checks.h"
 #include "cuda/launch/context.h"
 #include "cuda/launch/grid.h"
-#include "cuda/launch/local.h"
+#include "cuda/launch/local_group.h"
+#include "cuda/launch/local_ops.h"
 #include "cuda/launch/request.h"
-#include "cuda/launch/team.h"
 #include "cuda/launch/transfer.h"
 #include "runtime/flight_recorder.h"
 #include "runtime/forks.h"
@@ -64,8 +64,8 @@ class CudaEngine final : public Engine {
   std::string handle() const override { return context_->group().handle(); }
   void connect(const std::vector<std::string>& handles) override {
     context_->connect(handles, [this] { prepare_device(); });
-    team_ = context_->local().team(context_->group());
-    team_->join(*context_);
+    local_group_ = context_->shared().local_group(context_->group());
+    local_group_->join(*context_);
     origin_ = {group_number(handles), rank(), world_size(), -1};
   }
 
@@ -89,8 +89,8 @@ class CudaEngine final : public Engine {
   void abort(const std::string& reason, ErrorCode code) override {
     if (!forked()) context_->abort(reason, code);
   }
-  std::string why_aborted() const override { return context_->local().abort_state.why(); }
-  ErrorCode aborted_as() const override { return context_->local().abort_state.code(); }
+  std::string why_aborted() const override { return context_->shared().abort_state.why(); }
+  ErrorCode aborted_as() const override { return context_->shared().abort_state.code(); }
   bool aborted() const override { return context_->ended(); }
   void set_timeout(std::int64_t timeout_ms) override {
     if (timeout_ms <= 0)
@@ -117,19 +117,19 @@ class CudaEngine final : public Engine {
 
   // What a batch of collectives becomes.
   Batch batch_of(const Call* calls, int num_calls) const;
-  std::shared_ptr<Outcome> post(Batch batch);
+  std::shared_ptr<PendingCall> post(Batch batch);
   void run_batch(const Call* calls, int num_calls);
-  std::shared_ptr<Outcome> post_message(const Call& call, bool own_stream);
-  void settle_message(const Call& call, Outcome& outcome);
+  std::shared_ptr<PendingCall> post_message(const Call& call, bool own_stream);
+  void finish_message(const Call& call, PendingCall& pending);
   void run_messages(const std::vector<const Call*>& calls);
-  std::shared_ptr<Request> request(std::shared_ptr<Outcome> outcome, const Call& call) const {
-    return std::make_shared<DeviceRequest>(context_, watcher_, std::move(outcome), call.op, context_->limit(call));
+  std::shared_ptr<Request> request(std::shared_ptr<PendingCall> pending, const Call& call) const {
+    return std::make_shared<DeviceRequest>(context_, watcher_, std::move(pending), call.op, context_->limit(call));
   }
 
   void prepare_device();
   std::vector<std::string> gather(const std::string& mine);
   bool in_flight();
-  std::vector<MarkPtr> last_marks() const;
+  std::vector<StreamEventPtr> last_events() const;
   bool is_idle() const;
   bool await_all(Clock::time_point end);
 
@@ -137,14 +137,14 @@ class CudaEngine final : public Engine {
   const std::shared_ptr<Context> context_;
   const std::shared_ptr<Watcher> watcher_;
   std::unique_ptr<Links> links_;
-  std::shared_ptr<Team> team_;
+  std::shared_ptr<LocalGroup> local_group_;
   trace::Origin origin_;
-  std::mutex mutex_;                 // of what follows
-  std::shared_ptr<Outcome> newest_;  // collective
-  std::mutex allocation_;            // one collective allocation at a time
-  char* scratch_ = nullptr;          // of gather(): a handle, and those of all ranks
-  cudaStream_t stream_ = nullptr;    // the same
-  bool idle_ = false;                // closed, and no kernel uses the group any more
+  std::mutex mutex_;                          // of what follows
+  std::shared_ptr<PendingCall> latest_call_;  // collective
+  std::mutex allocation_;                     // one collective allocation at a time
+  char* scratch_ = nullptr;                   // of gather(): a handle, and those of all ranks
+  cudaStream_t stream_ = nullptr;             // the same
+  bool idle_ = false;                         // closed, and no kernel uses the group any more
 };
 
 // ---- checks ---------------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ void CudaEngine::check_open(const char* call) const {
   if (context_->closed.load(std::memory_order_relaxed))
     fail(ErrorCode::kInvalid, call, ": rank ", rank(),
          " expected an open communicator, got a closed one; create a new one");
-  if (!team_)
+  if (!local_group_)
     fail(ErrorCode::kInvalid, call, ": rank ", rank(),
          " expected a connected engine; exchange handles and call connect first");
 }
@@ -169,7 +169,7 @@ void CudaEngine::check(const Call& call) const {
   check_stream(name(call.op), call.stream, rank());
   check_memory(call, context_->device(), rank());
   if (!context_->ended()) return;
-  if (!point_to_point(call.op)) team_->check_mismatch(rank());
+  if (!point_to_point(call.op)) local_group_->check_mismatch(rank());
   context_->check(call.op);
 }
 
@@ -186,13 +186,13 @@ Batch CudaEngine::batch_of(const Call* calls, int num_calls) const {
 }
 
 // After a mismatch or a failed launch the ranks cannot continue together.
-std::shared_ptr<Outcome> CudaEngine::post(Batch batch) {
+std::shared_ptr<PendingCall> CudaEngine::post(Batch batch) {
   try {
     Group& group = context_->group();
     if (batch.capture == 0 && group.has_unused_mappings() && is_idle()) group.close_unused_mappings();
-    auto outcome = team_->post(*context_, std::move(batch));
+    auto pending = local_group_->post(*context_, std::move(batch));
     const std::lock_guard<std::mutex> lock(mutex_);
-    return newest_ = std::move(outcome);
+    return latest_call_ = std::move(pending);
   } catch (const Error& error) {
     context_->abort(error.what(), error.code());
     throw;
@@ -205,12 +205,12 @@ void CudaEngine::run_batch(const Call* calls, int num_calls) {
   const cudaStream_t stream = batch.stream;
   const unsigned long long capture = batch.capture;
   const auto limit = batch.limit_ms;
-  const std::shared_ptr<Outcome> outcome = post(batch);
-  if (outcome->open())
-    context_->await(*outcome, calls[0].op, Clock::now() + std::chrono::milliseconds(limit), limit);
+  const std::shared_ptr<PendingCall> pending = post(batch);
+  if (pending->open())
+    context_->await(*pending, calls[0].op, Clock::now() + std::chrono::milliseconds(limit), limit);
   else
-    context_->rethrow(*outcome, calls[0].op);
-  Marks::follow_here(stream, capture, outcome->mark(), true, rank());
+    context_->rethrow(*pending, calls[0].op);
+  StreamEvents::follow_here(stream, capture, pending->end_event(), true, rank());
 }
 
 int CudaEngine::run(const Call& call) {
@@ -221,9 +221,9 @@ int CudaEngine::run(const Call& call) {
     run_batch(&call, 1);
     return -1;
   }
-  const std::shared_ptr<Outcome> outcome = post_message(call, false);
-  settle_message(call, *outcome);
-  return outcome->source();
+  const std::shared_ptr<PendingCall> pending = post_message(call, false);
+  finish_message(call, *pending);
+  return pending->source();
 }
 
 std::shared_ptr<Request> CudaEngine::submit(Call call) {
@@ -239,26 +239,26 @@ std::shared_ptr<Request> CudaEngine::submit(Call call) {
 
 // ---- sends and receives ---------------------------------------------------------------------------------------------
 
-std::shared_ptr<Outcome> CudaEngine::post_message(const Call& call, bool own_stream) {
+std::shared_ptr<PendingCall> CudaEngine::post_message(const Call& call, bool own_stream) {
   const cudaStream_t stream = stream_of(call);
   const unsigned long long capture = capture_of(stream, rank());
-  if (!links_->leads_to(call.root)) return context_->local().matcher().post(*context_, call, stream, capture);
+  if (!links_->leads_to(call.root)) return context_->shared().matcher().post(*context_, call, stream, capture);
   if (!own_stream || call.root == kAnySource) return links_->post({&call}, stream, capture);
   const cudaStream_t link = links_->stream_of(call);
-  const MarkPtr ready = context_->marks().record(stream, capture, rank());
-  Marks::follow(link, capture, ready, rank());
+  const StreamEventPtr ready = context_->events().record(stream, capture, rank());
+  StreamEvents::follow(link, capture, ready, rank());
   return links_->post({&call}, link, capture);
 }
 
-void CudaEngine::settle_message(const Call& call, Outcome& outcome) {
+void CudaEngine::finish_message(const Call& call, PendingCall& pending) {
   const std::int64_t limit = context_->limit(call);
-  context_->await(outcome, call.op, Clock::now() + std::chrono::milliseconds(limit), limit);
-  Marks::follow(stream_of(call), capture_of(stream_of(call), rank()), outcome.mark(), rank());
+  context_->await(pending, call.op, Clock::now() + std::chrono::milliseconds(limit), limit);
+  StreamEvents::follow(stream_of(call), capture_of(stream_of(call), rank()), pending.end_event(), rank());
 }
 
 // All of them are enqueued before the host or a stream waits for the first.
 void CudaEngine::run_messages(const std::vector<const Call*>& calls) {
-  std::vector<std::pair<const Call*, std::shared_ptr<Outcome>>> posted;
+  std::vector<std::pair<const Call*, std::shared_ptr<PendingCall>>> posted;
   std::vector<const Call*> through_links;
   for (const Call* call : calls) {
     if (links_->leads_to(call->root))
@@ -266,16 +266,16 @@ void CudaEngine::run_messages(const std::vector<const Call*>& calls) {
     else
       posted.emplace_back(call, post_message(*call, false));
   }
-  for (const std::vector<const Call*>& some : rounds_of(through_links)) {
+  for (const std::vector<const Call*>& some : split_into_launches(through_links)) {
     const cudaStream_t stream = stream_of(*some[0]);
     const unsigned long long capture = capture_of(stream, rank());
     for (const Call* call : some)
       if (stream_of(*call) != stream)
-        Marks::follow(stream, capture, context_->marks().record(stream_of(*call), capture, rank()), rank());
-    const std::shared_ptr<Outcome> outcome = links_->post(some, stream, capture);
-    for (const Call* call : some) posted.emplace_back(call, outcome);
+        StreamEvents::follow(stream, capture, context_->events().record(stream_of(*call), capture, rank()), rank());
+    const std::shared_ptr<PendingCall> pending = links_->post(some, stream, capture);
+    for (const Call* call : some) posted.emplace_back(call, pending);
   }
-  for (const auto& [call, outcome] : posted) settle_message(*call, *outcome);
+  for (const auto& [call, pending] : posted) finish_message(*call, *pending);
 }
 
 // ---- lists ----------------------------------------------------------------------------------------------------------
@@ -425,16 +425,16 @@ void* CudaEngine::allocate(std::size_t nbytes) {
   return data ? data : group.allocate(nbytes);
 }
 
-std::vector<MarkPtr> CudaEngine::last_marks() const {
-  std::vector<MarkPtr> marks = links_->last();
-  if (team_) marks.push_back(team_->last());
-  marks.erase(std::remove(marks.begin(), marks.end(), nullptr), marks.end());
-  return marks;
+std::vector<StreamEventPtr> CudaEngine::last_events() const {
+  std::vector<StreamEventPtr> ends = links_->last();
+  if (local_group_) ends.push_back(local_group_->last());
+  ends.erase(std::remove(ends.begin(), ends.end(), nullptr), ends.end());
+  return ends;
 }
 
 bool CudaEngine::in_flight() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if ((newest_ && newest_->open()) || context_->local().matcher().has_open(rank())) return true;
+  if ((latest_call_ && latest_call_->open()) || context_->shared().matcher().has_open(rank())) return true;
   try {
     const DeviceGuard guard(context_->device(), rank());
     return !is_idle();
@@ -445,14 +445,14 @@ bool CudaEngine::in_flight() {
 
 // Whether no kernel of this rank runs.
 bool CudaEngine::is_idle() const {
-  for (const MarkPtr& mark : last_marks())
-    if (!reached(*mark, rank())) return false;
+  for (const StreamEventPtr& event : last_events())
+    if (!reached(*event, rank())) return false;
   return true;
 }
 
 bool CudaEngine::await_all(Clock::time_point end) {
-  for (const MarkPtr& mark : last_marks())
-    if (!await_mark(*mark, rank(), end)) return false;
+  for (const StreamEventPtr& event : last_events())
+    if (!await_event(*event, rank(), end)) return false;
   return true;
 }
 
@@ -461,10 +461,10 @@ void CudaEngine::close() {
   const auto limit = std::chrono::milliseconds(context_->timeout_ms.load());
   try {
     const DeviceGuard guard(context_->device(), rank());
-    auto open = context_->local().matcher().close(rank());
-    if (newest_) open.push_back(newest_);
-    for (const auto& outcome : open) try {
-        context_->await(*outcome, Op::kBarrier, Clock::now() + limit, limit.count());
+    auto open = context_->shared().matcher().close(rank());
+    if (latest_call_) open.push_back(latest_call_);
+    for (const auto& pending : open) try {
+        context_->await(*pending, Op::kBarrier, Clock::now() + limit, limit.count());
       } catch (const Error&) {
         // the call's owner gets the error from its request
       }
@@ -481,19 +481,19 @@ void CudaEngine::close() {
   }
   watcher_->stop();
   context_->waits().stop();
-  if (team_) team_->leave(rank());
+  if (local_group_) local_group_->leave(rank());
 }
 
 std::vector<std::pair<std::string, std::string>> CudaEngine::describe() const {
   const Group& group = context_->group();
   const Layout& layout = group.layout();
-  const bool connected = team_ != nullptr;
+  const bool connected = local_group_ != nullptr;
   std::string order, reach;
   for (int i = 0; connected && i < world_size(); ++i) {
     order += concat(i ? " " : "", static_cast<int>(group.ring_order()[i]));
     reach += concat(i ? " " : "", group.reach(i));
   }
-  const std::size_t here = connected ? group.team().size() : 1;
+  const std::size_t here = connected ? group.local_ranks().size() : 1;
   return {{"engine", "cuda"},
           {"device", concat(context_->device(), ": ", group.facts().text())},
           {"ranks", !connected || group.one_process() ? "threads" : "processes"},

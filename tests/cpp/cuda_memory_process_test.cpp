@@ -114,7 +114,7 @@ void check_facts(const World& world, Groups& groups) {
   const char* const kind = std::getenv("RINGCOMM_CUDA_HANDLES") ? "vmm" : "ipc";
   for (auto& group : groups) {
     require(!group->one_process() && !group->one_device(), "several processes");
-    require(static_cast<int>(group->team().size()) == world.last - world.first + 1, "the team is this process");
+    require(static_cast<int>(group->local_ranks().size()) == world.last - world.first + 1, "the team is this process");
     for (int p = 0; p < world.world_size; ++p) {
       const bool here = p >= world.first && p <= world.last;
       require(group->reach(p) == (p == group->rank() ? "itself" : here ? "pointer" : kind), "reach " + group->reach(p));

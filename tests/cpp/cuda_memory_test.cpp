@@ -97,11 +97,11 @@ void test_one_device() {
     for (int r = 0; r < w; ++r) {
       Group& group = *groups[r];
       require(group.one_process() && group.one_device(), "one device");
-      require(static_cast<int>(group.team().size()) == w, "the team is all ranks");
+      require(static_cast<int>(group.local_ranks().size()) == w, "the team is all ranks");
       require(group.identity() == groups[0]->identity() && group.identity().size() == 32, "one identity");
       for (int p = 0; p < w; ++p) {
         require(group.segment(p) == groups[p]->segment(p), "peers of a process by plain pointer");
-        require(group.team()[p] == p && group.ring_order()[p] == p, "ranks in order");
+        require(group.local_ranks()[p] == p && group.ring_order()[p] == p, "ranks in order");
         require(group.reach(p) == (p == r ? "itself" : "pointer"), "reach");
       }
       const int local = 0;
@@ -127,7 +127,7 @@ void test_two_devices() {
   require(open_files() == files - offered, "what was offered as a file is closed once everybody has it");
   for (const auto& group : groups) {
     require(group->one_process() && !group->one_device(), "one process, two devices");
-    require(group->team() == std::vector<int>({group->device(), group->device() + 2}), "teams by device");
+    require(group->local_ranks() == std::vector<int>({group->device(), group->device() + 2}), "teams by device");
     const int expected[] = {0, 1, 3, 2};
     require(std::equal(expected, expected + 4, group->ring_order()), "ranks of a device side by side");
     const int local = 0;

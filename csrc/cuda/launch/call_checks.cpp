@@ -5,7 +5,7 @@
 
 #include "core/error.h"
 #include "core/parts.h"
-#include "cuda/launch/prepare.h"
+#include "cuda/launch/builder.h"
 #include "cuda/memory/buffers.h"
 #include "cuda/runtime.h"
 

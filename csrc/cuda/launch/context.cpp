@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <thread>
 
+#include "cuda/launch/local_group.h"
 #include "cuda/launch/stream_ops.h"
-#include "cuda/launch/team.h"
 #include "cuda/launch/transfer.h"
 
 namespace ringcomm::cuda {
@@ -17,9 +17,10 @@ std::mutex& registry_mutex() {
   static std::mutex mutex;
   return mutex;
 }
-std::map<std::string, std::weak_ptr<Local>>& registry() {
-  static auto* const locals = new std::map<std::string, std::weak_ptr<Local>>;  // engines may outlive static objects
-  return *locals;
+std::map<std::string, std::weak_ptr<SharedState>>& registry() {
+  static auto* const states =
+      new std::map<std::string, std::weak_ptr<SharedState>>;  // engines may outlive static objects
+  return *states;
 }
 
 std::string without_spaces(std::string text) {
@@ -35,32 +36,33 @@ EngineOptions with_channels(EngineOptions options, const Tuning& tuning) {
 
 }  // namespace
 
-Local::Local(std::string identity) : identity_(std::move(identity)), matcher_(std::make_unique<Matcher>(abort_state)) {}
+SharedState::SharedState(std::string identity)
+    : identity_(std::move(identity)), matcher_(std::make_unique<Matcher>(abort_state)) {}
 
-Local::~Local() {
+SharedState::~SharedState() {
   const std::lock_guard<std::mutex> lock(registry_mutex());
   if (const auto it = registry().find(identity_); it != registry().end() && it->second.expired()) registry().erase(it);
 }
 
-std::shared_ptr<Local> Local::of(const std::string& identity) {
+std::shared_ptr<SharedState> SharedState::of(const std::string& identity) {
   const std::lock_guard<std::mutex> lock(registry_mutex());
-  std::weak_ptr<Local>& known = registry()[identity];
-  std::shared_ptr<Local> local = known.lock();
-  if (!local) known = local = std::shared_ptr<Local>(new Local(identity));
-  return local;
+  std::weak_ptr<SharedState>& known = registry()[identity];
+  std::shared_ptr<SharedState> state = known.lock();
+  if (!state) known = state = std::shared_ptr<SharedState>(new SharedState(identity));
+  return state;
 }
 
-std::shared_ptr<Team> Local::team(const Group& group) {
+std::shared_ptr<LocalGroup> SharedState::local_group(const Group& group) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  std::shared_ptr<Team>& team = teams_[group.device()];
-  if (!team) team = std::make_shared<Team>(abort_state, group.team());
-  return team;
+  std::shared_ptr<LocalGroup>& group_of_device = local_groups_[group.device()];
+  if (!group_of_device) group_of_device = std::make_shared<LocalGroup>(abort_state, group.local_ranks());
+  return group_of_device;
 }
 
-void Local::end_all() {
+void SharedState::end_all() {
   matcher_->end_all();
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (auto& [device, team] : teams_) team->end_all();
+  for (auto& [device, group_of_device] : local_groups_) group_of_device->end_all();
 }
 
 Context::Context(int rank, int world_size, const EngineOptions& options)
@@ -73,9 +75,9 @@ Context::Context(int rank, int world_size, const EngineOptions& options)
       apart_(apart_from_environment()),
       usual_channels_(default_layout(world_size, options).channels),
       group_(std::make_unique<Group>(rank, world_size, options.device, with_channels(options, tuning_))),
-      marks_(std::make_shared<Marks>(options.device)),
-      alone_(Local::of(concat("rank ", rank, " at ", this))),
-      local_(alone_.get()) {
+      events_(std::make_shared<StreamEvents>(options.device)),
+      unconnected_(SharedState::of(concat("rank ", rank, " at ", this))),
+      shared_(unconnected_.get()) {
   const DeviceFacts& facts = group_->facts();
   group_->set_settings(concat("device=", without_spaces(facts.name), ",sms=", facts.multiprocessors,
                               ",sm=", facts.major, facts.minor, ",threads=", threads_,
@@ -88,16 +90,16 @@ void Context::connect(const std::vector<std::string>& handles, const std::functi
     if (tuning_.serves(world_size_)) tuning_.check_measured_on(group_->facts().name, group_->worst_path(), rank_);
     prepare();
   });
-  together_ = Local::of(group_->identity());
-  local_.store(together_.get(), std::memory_order_release);
-  if (alone_->abort_state.ended()) abort(alone_->abort_state.why(), alone_->abort_state.code());
+  connected_ = SharedState::of(group_->identity());
+  shared_.store(connected_.get(), std::memory_order_release);
+  if (unconnected_->abort_state.ended()) abort(unconnected_->abort_state.why(), unconnected_->abort_state.code());
 }
 
 Setting Context::setting() const {
   Setting setting;
   setting.layout = group_->layout();
   setting.usual_channels = usual_channels_;
-  setting.known = apart_ == Apart::kNo && static_cast<int>(group_->team().size()) == world_size_;
+  setting.known = apart_ == Apart::kNo && static_cast<int>(group_->local_ranks().size()) == world_size_;
   setting.whole_lines = group_->worst_path() >= Path::kNvlink;
   setting.ranks_of_a_device = group_->most_ranks_of_a_device();
   setting.threads = threads_;
@@ -116,7 +118,7 @@ bool Context::has_word_ops() {
 }
 
 bool Context::ended() const {
-  if (local().abort_state.ended()) return true;
+  if (shared().abort_state.ended()) return true;
   if (!group_) return false;
   const HostPage& page = *group_->page();
   return load_acquire(&page.status.code) != 0 || load_acquire(&page.stopped.value) != 0;
@@ -135,50 +137,51 @@ void Context::check(Op op) {
 // A failure that a kernel of this rank recorded comes first: the order to stop says less than the reason.
 void Context::raise_end(Op op) const {
   const auto failure = static_cast<Failure>(group_ ? load_acquire(&group_->page()->status.code) : 0);
-  const bool told = failure == Failure::kAborted && local().abort_state.ended();
+  const bool told = failure == Failure::kAborted && shared().abort_state.ended();
   if (failure != Failure::kNone && !told) {
     const Op last = static_cast<Op>(last_op_.load(std::memory_order_relaxed));
     const std::string calls = last == op ? name(op) : concat(name(op), " after ", name(last));
     throw explain(group_->page()->status, rank_, calls, last_limit_.load(std::memory_order_relaxed));
   }
-  local().abort_state.check(op, rank_);
+  shared().abort_state.check(op, rank_);
   fail(ErrorCode::kAborted, name(op), ": rank ", rank_,
        " expected the other ranks to go on, got an abort by a rank that gave up; see the errors of the other ranks",
        kAdvice);
 }
 
 void Context::abort(const std::string& reason, ErrorCode code) noexcept {
-  if (!local().abort_state.record(reason, code)) return;
+  if (!shared().abort_state.record(reason, code)) return;
   if (group_) group_->stop();
-  local().end_all();
+  shared().end_all();
 }
 
-void Context::give_up(ErrorCode code, const std::string& message) {
+void Context::abort_and_throw(ErrorCode code, const std::string& message) {
   const std::string text = message + kAdvice;
   abort(text, code);
   throw Error(code, text);
 }
 
-void Context::await(Outcome& outcome, Op op, Clock::time_point end, std::int64_t limit) {
-  while (outcome.open()) {
+void Context::await(PendingCall& pending, Op op, Clock::time_point end, std::int64_t limit) {
+  while (pending.open()) {
     const auto now = Clock::now();
     if (now >= end) {
-      const std::string missing = outcome.missing();
-      if (outcome.cancel())
-        give_up(ErrorCode::kTimeout, concat(name(op), ": rank ", rank_, " expected ", missing, " within ",
-                                            seconds(limit), "; see whether they have stalled or call something else"));
+      const std::string missing = pending.missing();
+      if (pending.cancel())
+        abort_and_throw(ErrorCode::kTimeout,
+                        concat(name(op), ": rank ", rank_, " expected ", missing, " within ", seconds(limit),
+                               "; see whether they have stalled or call something else"));
     } else if (ended()) {
-      outcome.cancel();
+      pending.cancel();
     } else {
-      outcome.await(std::min(end, now + kHeartbeat));
+      pending.await(std::min(end, now + kHeartbeat));
     }
   }
-  rethrow(outcome, op);
+  rethrow(pending, op);
 }
 
-void Context::rethrow(const Outcome& outcome, Op op) {
-  if (!outcome.failed()) return;
-  if (outcome.error()) std::rethrow_exception(outcome.error());
+void Context::rethrow(const PendingCall& pending, Op op) {
+  if (!pending.failed()) return;
+  if (pending.error()) std::rethrow_exception(pending.error());
   for (int i = 0; i < 1000 && !ended(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   check(op);  // if a kernel has given up, this says why
   fail(ErrorCode::kAborted, name(op), ": rank ", rank_,

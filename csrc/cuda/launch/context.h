@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/launch/outcome.h"
+#include "cuda/launch/pending_call.h"
 #include "cuda/launch/plan.h"
 #include "cuda/launch/status.h"
 #include "cuda/launch/stream_waits.h"
@@ -19,29 +19,29 @@
 
 namespace ringcomm::cuda {
 
-class Team;
+class LocalGroup;
 class Matcher;
 
-// The ranks of one communicator in this process.
-class Local {
+// What the ranks of one communicator in this process share.
+class SharedState {
  public:
-  static std::shared_ptr<Local> of(const std::string& identity);
-  ~Local();
+  static std::shared_ptr<SharedState> of(const std::string& identity);
+  ~SharedState();
 
   AbortState abort_state;
-  // The ranks in `group.team()`, which share a device.
-  std::shared_ptr<Team> team(const Group& group);
+  // The ranks in `group.local_ranks()`, which share a device.
+  std::shared_ptr<LocalGroup> local_group(const Group& group);
   Matcher& matcher() { return *matcher_; }
   // The communicator has ended: wakes all threads that wait on the host.
   void end_all();
 
  private:
-  explicit Local(std::string identity);
+  explicit SharedState(std::string identity);
 
   const std::string identity_;
   std::unique_ptr<Matcher> matcher_;
   std::mutex mutex_;
-  std::map<int, std::shared_ptr<Team>> teams_;  // by device
+  std::map<int, std::shared_ptr<LocalGroup>> local_groups_;  // by device
 };
 
 class Context {
@@ -52,13 +52,13 @@ class Context {
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
   int device() const { return device_; }
-  Marks& marks() const { return *marks_; }
+  StreamEvents& events() const { return *events_; }
   StreamWaits& waits() { return waits_; }
   // Whether streams of the device can wait for words in memory.
   bool has_word_ops();
   const Tuning& tuning() const { return tuning_; }
   Setting setting() const;
-  Local& local() const { return *local_.load(std::memory_order_acquire); }
+  SharedState& shared() const { return *shared_.load(std::memory_order_acquire); }
   void connect(const std::vector<std::string>& handles, const std::function<void()>& prepare);
 
   std::int64_t limit(const Call& call) const { return call.timeout_ms > 0 ? call.timeout_ms : timeout_ms.load(); }
@@ -75,13 +75,14 @@ class Context {
   [[noreturn]] void raise_end(Op op) const;
   // Ends the communicator for everybody.
   void abort(const std::string& reason, ErrorCode code) noexcept;
-  [[noreturn]] void give_up(ErrorCode code, const std::string& message);
+  // The same, and throws it.
+  [[noreturn]] void abort_and_throw(ErrorCode code, const std::string& message);
 
-  // Blocks the host until the outcome is no longer open, at most until `end`, then gives up. Throws the error of the
-  // call.
-  void await(Outcome& outcome, Op op, Clock::time_point end, std::int64_t limit);
-  // Throws the error of an outcome that is over.
-  void rethrow(const Outcome& outcome, Op op);
+  // Blocks the host until the call is no longer open, at most until `end`; then the communicator ends. Throws the error
+  // of the call.
+  void await(PendingCall& pending, Op op, Clock::time_point end, std::int64_t limit);
+  // Throws the error of a call that is no longer open.
+  void rethrow(const PendingCall& pending, Op op);
 
   // Frees the group, unless kernels may still use it; then it is never freed.
   void release_group(bool idle);
@@ -98,10 +99,10 @@ class Context {
   const Apart apart_;
   const int usual_channels_;
   std::unique_ptr<Group> group_;
-  std::shared_ptr<Marks> marks_;
-  const std::shared_ptr<Local> alone_;  // until connected
-  std::shared_ptr<Local> together_;
-  std::atomic<Local*> local_;
+  std::shared_ptr<StreamEvents> events_;
+  const std::shared_ptr<SharedState> unconnected_;  // until connected
+  std::shared_ptr<SharedState> connected_;
+  std::atomic<SharedState*> shared_;
   std::atomic<int> last_op_{static_cast<int>(Op::kBarrier)};
   std::atomic<std::int64_t> last_limit_{0};
   std::once_flag asked_word_ops_;

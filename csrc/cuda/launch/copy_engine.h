@@ -2,10 +2,10 @@
 // the bytes, so that all multiprocessors stay with the program.
 //
 // If one launch holds all ranks, it enqueues only copies, behind the points at which all inputs are ready. Otherwise a
-// copy must know the peers' buffers when it is enqueued, so the ranks first meet on the host, by mail: each sends its
-// call and the locations of the parts that it gives. All ranks read the same letters and make the same decision: to
-// copy; or, if some rank's parts are not visible to its peers (yet), or a call is in place or captured into a graph, to
-// use the kernels of `direct`. To copy, the stream of each rank does this:
+// copy must know the peers' buffers when it is enqueued, so the ranks first exchange messages on the host: each sends
+// its call and the locations of the parts that it gives. All ranks read the same messages and make the same decision:
+// to copy; or, if some rank's parts are not visible to its peers (yet), or a call is in place or captured into a graph,
+// to use the kernels of `direct`. To copy, the stream of each rank does this:
 //
 //   write `ready` at every peer       my input may be read
 //   wait for every peer's `ready`
@@ -22,15 +22,15 @@
 #include <vector>
 
 #include "cuda/launch/context.h"
+#include "cuda/launch/local_group.h"
 #include "cuda/launch/stream_ops.h"
-#include "cuda/launch/team.h"
 
 namespace ringcomm::cuda {
 
 class CopyCall {
  public:
   // `number`: of the call, among all of the communicator.
-  CopyCall(const std::vector<Row>& rows, std::size_t lead, std::uint64_t number);
+  CopyCall(const std::vector<LaunchMember>& members, std::size_t lead, std::uint64_t number);
 
   // Whether all ranks copy. Waits for the ranks that are not in this launch, at most for the limit of the call. Throws,
   // before anything is enqueued, if ranks differ, or if a call that names this algorithm cannot be served.
@@ -38,11 +38,11 @@ class CopyCall {
   void enqueue() const;
 
   // For a call by kernels: throws if a peer has come to this call, or to an earlier one, as a call that copies.
-  static void check_no_letter(const std::vector<Row>& rows, std::uint64_t number);
+  static void check_no_copy_call(const std::vector<LaunchMember>& members, std::uint64_t number);
 
  private:
   // What a rank tells one of its peers.
-  struct Letter {
+  struct CallInfo {
     Signature signature{};
     Location part{};  // that it gives to this peer
     std::uint64_t nbytes = 0;
@@ -54,26 +54,26 @@ class CopyCall {
     bool read(const std::string& text);
   };
 
-  const Call& call(std::size_t row) const { return rows_[row].batch->first(); }
-  Context& context() const { return *rows_[lead_].context; }
+  const Call& call(std::size_t member) const { return members_[member].batch->first(); }
+  Context& context() const { return *members_[lead_].context; }
   int world_size() const { return context().world_size(); }
   std::uint32_t ticket() const { return static_cast<std::uint32_t>(number_ + 1); }
-  bool is_here(int rank) const { return row_of_[rank] >= 0; }
+  bool is_here(int rank) const { return member_of_[rank] >= 0; }
 
-  Part given(std::size_t row, int to) const;
-  Part taken(std::size_t row, int from) const;
-  std::vector<Letter> write(std::size_t row) const;
-  void exchange(const std::vector<std::vector<Letter>>& letters);
-  void compare(std::size_t row, const Letter& mine, int peer) const;
+  Part given(std::size_t member, int to) const;
+  Part taken(std::size_t member, int from) const;
+  std::vector<CallInfo> write(std::size_t member) const;
+  void exchange(const std::vector<std::vector<CallInfo>>& infos);
+  void compare(std::size_t member, const CallInfo& mine, int peer) const;
   [[noreturn]] void refuse(int rank, const char* got, const char* advice) const;
-  const char* source(std::size_t row, int from) const;
+  const char* source(std::size_t member, int from) const;
   std::vector<WordOp> word_ops(std::uint32_t CopyWords::* word, bool waits) const;
 
-  const std::vector<Row>& rows_;
+  const std::vector<LaunchMember>& members_;
   const std::size_t lead_;
   const std::uint64_t number_;
-  std::vector<int> row_of_;                // by rank; -1: elsewhere
-  std::vector<std::vector<Letter>> said_;  // by row and rank
+  std::vector<int> member_of_;                // by rank; -1: elsewhere
+  std::vector<std::vector<CallInfo>> infos_;  // by member and rank
 };
 
 }  // namespace ringcomm::cuda

@@ -11,7 +11,8 @@ namespace ringcomm::cuda {
 
 namespace {
 
-// If ranks launch separately, packets save two meets, but every rank gets the whole message of every peer.
+// If ranks launch separately, packets save two barriers of the ranks, but every rank gets the whole message of every
+// peer.
 constexpr std::uint64_t oneshot_bytes(int world_size) { return world_size <= 4 ? 256u << 10 : 64u << 10; }
 constexpr std::uint64_t kWideBytes = 32u << 10;      // LL128 above, where lines arrive whole
 constexpr std::uint64_t kOneshotChannel = 1u << 10;  // bytes that are worth a further channel

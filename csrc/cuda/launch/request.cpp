@@ -18,8 +18,8 @@ constexpr auto kGrace = std::chrono::seconds(10);
 
 }  // namespace
 
-bool await_mark(const Mark& mark, int rank, Clock::time_point end) {
-  for (int idle = 0; !reached(mark, rank); ++idle) {
+bool await_event(const StreamEvent& event, int rank, Clock::time_point end) {
+  for (int idle = 0; !reached(event, rank); ++idle) {
     if (idle < kYieldsBeforeNap) {
       sched_yield();
       continue;
@@ -31,20 +31,20 @@ bool await_mark(const Mark& mark, int rank, Clock::time_point end) {
 }
 
 DeviceRequest::DeviceRequest(std::shared_ptr<Context> context, std::shared_ptr<Watcher> watcher,
-                             std::shared_ptr<Outcome> outcome, Op op, std::int64_t limit_ms)
+                             std::shared_ptr<PendingCall> pending, Op op, std::int64_t limit_ms)
     : context_(std::move(context)),
       watcher_(std::move(watcher)),
-      outcome_(std::move(outcome)),
+      pending_(std::move(pending)),
       op_(op),
       limit_ms_(limit_ms),
       limit_(Clock::now() + std::chrono::milliseconds(limit_ms)) {}
 
 bool DeviceRequest::done() const {
-  if (outcome_->open()) return context_->ended();
-  if (outcome_->failed() || ended_well_.load()) return true;
+  if (pending_->open()) return context_->ended();
+  if (pending_->failed() || ended_well_.load()) return true;
   try {
     const DeviceGuard guard(context_->device(), context_->rank());
-    return reached(*outcome_->mark(), context_->rank());
+    return reached(*pending_->end_event(), context_->rank());
   } catch (const Error&) {
     return true;  // wait() says what
   }
@@ -56,36 +56,37 @@ void DeviceRequest::still_in_flight(std::int64_t timeout_ms) const {
 }
 
 void DeviceRequest::conclude() {
-  if (outcome_->may_give_up() && !ended_well_.load()) context_->check(op_);
+  if (pending_->waits_for_ranks() && !ended_well_.load()) context_->check(op_);
   ended_well_.store(true);
 }
 
 void DeviceRequest::wait(std::int64_t timeout_ms) {
   const auto end = Clock::now() + std::chrono::milliseconds(timeout_ms);
-  while (timeout_ms > 0 && end < limit_ && outcome_->open() && !context_->ended()) {
+  while (timeout_ms > 0 && end < limit_ && pending_->open() && !context_->ended()) {
     if (Clock::now() >= end) still_in_flight(timeout_ms);
-    outcome_->await(std::min(end, Clock::now() + kHeartbeat));
+    pending_->await(std::min(end, Clock::now() + kHeartbeat));
   }
-  context_->await(*outcome_, op_, limit_, limit_ms_);
+  context_->await(*pending_, op_, limit_, limit_ms_);
   const DeviceGuard guard(context_->device(), context_->rank());
   const std::int64_t longest = timeout_ms > 0 ? timeout_ms : 2 * limit_ms_;
   const auto last = timeout_ms > 0 ? end : Clock::now() + std::chrono::milliseconds(longest) + kGrace;
-  if (!await_mark(*outcome_->mark(), context_->rank(), last)) still_in_flight(longest);
+  if (!await_event(*pending_->end_event(), context_->rank(), last)) still_in_flight(longest);
   conclude();
 }
 
 void DeviceRequest::join(std::uintptr_t stream) {
-  context_->await(*outcome_, op_, limit_, limit_ms_);
-  if (outcome_->may_give_up()) context_->check(op_);
+  context_->await(*pending_, op_, limit_, limit_ms_);
+  if (pending_->waits_for_ranks()) context_->check(op_);
   const auto target = reinterpret_cast<cudaStream_t>(stream);
-  const MarkPtr& mark = outcome_->mark();
-  if (!point_to_point(op_) && mark && Marks::is_of(target, *mark, false)) return;  // the driver is not asked anything
+  const StreamEventPtr& event = pending_->end_event();
+  if (!point_to_point(op_) && event && StreamEvents::is_of(target, *event, false))
+    return;  // the driver is not asked anything
   const DeviceGuard guard(context_->device(), context_->rank());
   const unsigned long long capture = capture_of(target, context_->rank());
-  if (point_to_point(op_))  // its mark may be of the other end's device
-    Marks::follow(target, capture, mark, context_->rank());
+  if (point_to_point(op_))  // its event may be of the other end's device
+    StreamEvents::follow(target, capture, event, context_->rank());
   else
-    Marks::follow_here(target, capture, mark, false, context_->rank());
+    StreamEvents::follow_here(target, capture, event, false, context_->rank());
 }
 
 void DeviceRequest::on_done(std::function<void(std::exception_ptr)> callback) {
@@ -94,16 +95,16 @@ void DeviceRequest::on_done(std::function<void(std::exception_ptr)> callback) {
 }
 
 bool DeviceRequest::poll() {
-  if (!outcome_->open() || (Clock::now() < limit_ && !context_->ended())) return done();
+  if (!pending_->open() || (Clock::now() < limit_ && !context_->ended())) return done();
   result();  // gives up, or learns that others have
   return true;
 }
 
 std::exception_ptr DeviceRequest::result() {
   try {
-    context_->await(*outcome_, op_, limit_, limit_ms_);
+    context_->await(*pending_, op_, limit_, limit_ms_);
     const DeviceGuard guard(context_->device(), context_->rank());
-    reached(*outcome_->mark(), context_->rank());
+    reached(*pending_->end_event(), context_->rank());
     conclude();
   } catch (...) {
     return std::current_exception();

@@ -10,25 +10,25 @@
 
 #include "core/engine.h"
 #include "cuda/launch/context.h"
-#include "cuda/launch/outcome.h"
+#include "cuda/launch/pending_call.h"
 
 namespace ringcomm::cuda {
 
-// Blocks the host until the mark is reached. False: it was not reached by `end`.
-bool await_mark(const Mark& mark, int rank, Clock::time_point end);
+// Blocks the host until the event is reached. False: it was not reached by `end`.
+bool await_event(const StreamEvent& event, int rank, Clock::time_point end);
 
 class Watcher;
 
 // A request whose end is an event on the device.
 class DeviceRequest final : public Request, public std::enable_shared_from_this<DeviceRequest> {
  public:
-  DeviceRequest(std::shared_ptr<Context> context, std::shared_ptr<Watcher> watcher, std::shared_ptr<Outcome> outcome,
-                Op op, std::int64_t limit_ms);
+  DeviceRequest(std::shared_ptr<Context> context, std::shared_ptr<Watcher> watcher,
+                std::shared_ptr<PendingCall> pending, Op op, std::int64_t limit_ms);
 
   bool done() const override;
   void wait(std::int64_t timeout_ms) override;
   void on_done(std::function<void(std::exception_ptr)> callback) override;
-  int source() const override { return outcome_->source(); }
+  int source() const override { return pending_->source(); }
   void join(std::uintptr_t stream) override;
 
   // For the watcher: whether the request is over, which it is also when the limit has passed.
@@ -42,10 +42,10 @@ class DeviceRequest final : public Request, public std::enable_shared_from_this<
 
   const std::shared_ptr<Context> context_;
   const std::shared_ptr<Watcher> watcher_;
-  const std::shared_ptr<Outcome> outcome_;
+  const std::shared_ptr<PendingCall> pending_;
   const Op op_;
   const std::int64_t limit_ms_;
-  const Clock::time_point limit_;        // for the ranks to meet on the host
+  const Clock::time_point limit_;        // for all ranks of this process to call
   std::atomic<bool> ended_well_{false};  // seen once; a later failure is not this call's
 };
 

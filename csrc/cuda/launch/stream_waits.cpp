@@ -13,7 +13,7 @@ constexpr auto kPause = std::chrono::milliseconds(5);
 constexpr auto kPatience = std::chrono::milliseconds(20);  // before the device is asked whether a peer has given up
 constexpr auto kLongestLook = std::chrono::seconds(1);     // at the words, to name the ranks that are missing
 // Added to a ticket, it is ahead of the words of this call and of its successors.
-constexpr std::uint32_t kLetGo = 1u << 30;
+constexpr std::uint32_t kReleased = 1u << 30;
 
 // Whether all that was enqueued is done. Not, perhaps, where the stream shares its hardware queue with one that waits.
 bool is_through(cudaStream_t stream, int rank) {
@@ -43,7 +43,7 @@ void StreamWaits::stop() {
   if (thread_.joinable()) thread_.join();
 }
 
-void StreamWaits::add_look(cudaStream_t stream) const {
+void StreamWaits::copy_abort_flag(cudaStream_t stream) const {
   const Group& group = context_.group();
   check(cudaMemcpyAsync(&group.page()->stopped.value, group.segment(group.rank()), sizeof(Flag), cudaMemcpyDefault,
                         stream),
@@ -81,7 +81,7 @@ bool StreamWaits::attend(Item& item) {
   const int rank = context_.rank();
   if (reached(*item.wait.end, rank)) return true;
   if (context_.ended()) {
-    let_go(item.wait);
+    release(item.wait);
     return false;
   }
   const auto now = Clock::now();
@@ -89,30 +89,30 @@ bool StreamWaits::attend(Item& item) {
     item.begun = reached(*item.wait.begin, rank);
     item.since = now;
   } else if (now > item.since + std::chrono::milliseconds(item.wait.limit_ms)) {
-    give_up(item.wait);
+    report_timeout(item.wait);
   } else if (now > item.since + kPatience && is_through(context_.group().stream(), rank)) {
-    add_look(context_.group().stream());
+    copy_abort_flag(context_.group().stream());
   }
   return false;
 }
 
 // All on one stream, in this order. The peers may write the words once more, so this is repeated until the streams are
 // through.
-void StreamWaits::let_go(const Wait& wait) {
+void StreamWaits::release(const Wait& wait) {
   Group& group = context_.group();
-  if (let_go_ && !is_through(group.stream(), group.rank())) return;  // the last time is still under way
-  let_go_ = true;
+  if (released_ && !is_through(group.stream(), group.rank())) return;  // the last time is still under way
+  released_ = true;
   group.stop();
   std::vector<WordOp> ops;
   for (int p = 0; p < group.world_size(); ++p) {
     auto* const words = reinterpret_cast<CopyWords*>(group.segment(group.rank()) + group.layout().copy_words_at(p));
-    ops.push_back({&words->ready, wait.ticket + kLetGo, false});
-    ops.push_back({&words->done, wait.ticket + kLetGo, false});
+    ops.push_back({&words->ready, wait.ticket + kReleased, false});
+    ops.push_back({&words->done, wait.ticket + kReleased, false});
   }
   enqueue_word_ops(ops, group.stream(), group.rank());
 }
 
-void StreamWaits::give_up(const Wait& wait) {
+void StreamWaits::report_timeout(const Wait& wait) {
   Group& group = context_.group();
   CopyWords* const words = group.words_seen();
   for (int p = 0; p < group.world_size(); ++p)

@@ -7,8 +7,8 @@
 //
 // A stream that was released in this way runs through the rest of the call, and its peers take the words that it writes
 // there for those of a normal call. Therefore all ranks are told first that the communicator has ended, and each stream
-// copies its segment's abort flag to the host after its last wait (add_look): a rank whose wait was ended by such a
-// word finds the flag set.
+// copies its segment's abort flag to the host after its last wait (copy_abort_flag): a rank whose wait was ended by
+// such a word finds the flag set.
 #pragma once
 
 #include <condition_variable>
@@ -18,7 +18,7 @@
 #include <thread>
 
 #include "core/engine.h"
-#include "cuda/launch/outcome.h"
+#include "cuda/launch/pending_call.h"
 #include "cuda/launch/streams.h"
 
 namespace ringcomm::cuda {
@@ -34,11 +34,11 @@ class StreamWaits {
     Op op;
     std::uint32_t ticket;  // value of the words
     std::int64_t limit_ms;
-    MarkPtr begin, end;  // around the waits
+    StreamEventPtr begin, end;  // around the waits
   };
   void add(Wait wait);
   // Enqueues a copy of the abort flag to where the host looks.
-  void add_look(cudaStream_t stream) const;
+  void copy_abort_flag(cudaStream_t stream) const;
   void stop();
 
  private:
@@ -51,8 +51,8 @@ class StreamWaits {
   void loop();
   // Whether it is over.
   bool attend(Item& item);
-  void give_up(const Wait& wait);
-  void let_go(const Wait& wait);
+  void report_timeout(const Wait& wait);
+  void release(const Wait& wait);
 
   Context& context_;
   std::mutex mutex_;
@@ -60,7 +60,7 @@ class StreamWaits {
   std::deque<Item> items_;
   std::thread thread_;
   bool stopping_ = false;
-  bool let_go_ = false;  // of the thread alone
+  bool released_ = false;  // of the thread alone
 };
 
 }  // namespace ringcomm::cuda

@@ -62,21 +62,21 @@ unsigned long long capture_of(cudaStream_t stream, int rank) {
   return status == cudaStreamCaptureStatusNone ? 0 : id;
 }
 
-bool reached(const Mark& mark, int rank) {
-  if (mark.capture) return true;
+bool reached(const StreamEvent& event, int rank) {
+  if (event.capture) return true;
   const RelaxedCapture relaxed(rank);
-  const cudaError_t status = cudaEventQuery(mark.event);
+  const cudaError_t status = cudaEventQuery(event.handle);
   if (status == cudaErrorNotReady) return false;
   check(status, "cudaEventQuery of a call's end", rank);
   return true;
 }
 
-Marks::~Marks() {
+StreamEvents::~StreamEvents() {
   if (process_is_ending()) return;
   for (cudaEvent_t event : idle_) tolerate(cudaEventDestroy(event), "cudaEventDestroy");
 }
 
-cudaEvent_t Marks::take(int rank) {
+cudaEvent_t StreamEvents::take(int rank) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!idle_.empty()) {
@@ -91,48 +91,49 @@ cudaEvent_t Marks::take(int rank) {
   return event;
 }
 
-MarkPtr Marks::record(cudaStream_t stream, unsigned long long capture, int rank) {
-  const cudaEvent_t event = take(rank);
-  MarkPtr mark(new Mark{event, stream, capture}, [marks = shared_from_this()](const Mark* mark) {
-    {
-      const std::lock_guard<std::mutex> lock(marks->mutex_);
-      marks->idle_.push_back(mark->event);
-    }
-    delete mark;
-  });
-  check(cudaEventRecord(event, stream), "cudaEventRecord on the call's stream", rank);
-  return mark;
+StreamEventPtr StreamEvents::record(cudaStream_t stream, unsigned long long capture, int rank) {
+  const cudaEvent_t handle = take(rank);
+  StreamEventPtr event(new StreamEvent{handle, stream, capture},
+                       [events = shared_from_this()](const StreamEvent* event) {
+                         {
+                           const std::lock_guard<std::mutex> lock(events->mutex_);
+                           events->idle_.push_back(event->handle);
+                         }
+                         delete event;
+                       });
+  check(cudaEventRecord(handle, stream), "cudaEventRecord on the call's stream", rank);
+  return event;
 }
 
-void Marks::follow(cudaStream_t stream, unsigned long long capture, const MarkPtr& mark, int rank) {
-  if (!mark || mark->capture != capture)
+void StreamEvents::follow(cudaStream_t stream, unsigned long long capture, const StreamEventPtr& event, int rank) {
+  if (!event || event->capture != capture)
     return;  // the same stream too: handles are used again, and 0 is one per device
-  check(cudaStreamWaitEvent(stream, mark->event, 0), "cudaStreamWaitEvent on the call's stream", rank);
+  check(cudaStreamWaitEvent(stream, event->handle, 0), "cudaStreamWaitEvent on the call's stream", rank);
 }
 
-bool Marks::is_of(cudaStream_t stream, const Mark& mark, bool has_stayed) {
-  return mark.stream == stream && (has_stayed || is_never_destroyed(stream));
+bool StreamEvents::is_of(cudaStream_t stream, const StreamEvent& event, bool has_stayed) {
+  return event.stream == stream && (has_stayed || is_never_destroyed(stream));
 }
 
-void Marks::follow_here(cudaStream_t stream, unsigned long long capture, const MarkPtr& mark, bool has_stayed,
-                        int rank) {
-  if (!mark || !is_of(stream, *mark, has_stayed)) follow(stream, capture, mark, rank);
+void StreamEvents::follow_here(cudaStream_t stream, unsigned long long capture, const StreamEventPtr& event,
+                               bool has_stayed, int rank) {
+  if (!event || !is_of(stream, *event, has_stayed)) follow(stream, capture, event, rank);
 }
 
-void Newest::follow(cudaStream_t stream, unsigned long long capture, int rank) const {
-  const auto it = marks_.find(capture);
-  if (it != marks_.end()) Marks::follow_here(stream, capture, it->second, false, rank);
+void LatestEvents::follow(cudaStream_t stream, unsigned long long capture, int rank) const {
+  const auto it = events_.find(capture);
+  if (it != events_.end()) StreamEvents::follow_here(stream, capture, it->second, false, rank);
 }
 
-void Newest::put(const MarkPtr& mark) {
+void LatestEvents::put(const StreamEventPtr& event) {
   constexpr std::size_t kCaptures = 8;  // under way at once; ids grow
-  marks_[mark->capture] = mark;
-  if (marks_.size() > kCaptures + 1) marks_.erase(std::next(marks_.begin(), marks_.begin()->first == 0 ? 1 : 0));
+  events_[event->capture] = event;
+  if (events_.size() > kCaptures + 1) events_.erase(std::next(events_.begin(), events_.begin()->first == 0 ? 1 : 0));
 }
 
-MarkPtr Newest::eager() const {
-  const auto it = marks_.find(0);
-  return it == marks_.end() ? nullptr : it->second;
+StreamEventPtr LatestEvents::eager() const {
+  const auto it = events_.find(0);
+  return it == events_.end() ? nullptr : it->second;
 }
 
 }  // namespace ringcomm::cuda

@@ -1,4 +1,4 @@
-// Streams of the engine, and marks: points in streams that others wait for.
+// Streams of the engine, and events: points in streams that others wait for.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -21,31 +21,31 @@ void take_back_stream(int device, cudaStream_t stream);
 unsigned long long capture_of(cudaStream_t stream, int rank);
 
 // A point in a stream. Work that was captured into a graph and work that runs now do not wait for each other.
-struct Mark {
-  cudaEvent_t event = nullptr;
+struct StreamEvent {
+  cudaEvent_t handle = nullptr;
   cudaStream_t stream = nullptr;
   unsigned long long capture = 0;
 };
-using MarkPtr = std::shared_ptr<const Mark>;
+using StreamEventPtr = std::shared_ptr<const StreamEvent>;
 
-// Whether the work before the mark is done. A captured mark counts as done, because its work runs when the graph is
+// Whether the work before the event is done. A captured event counts as done, because its work runs when the graph is
 // launched.
-bool reached(const Mark& mark, int rank);
+bool reached(const StreamEvent& event, int rank);
 
 // Events of one device, which are reused.
-class Marks : public std::enable_shared_from_this<Marks> {
+class StreamEvents : public std::enable_shared_from_this<StreamEvents> {
  public:
-  explicit Marks(int device) : device_(device) {}
-  ~Marks();
+  explicit StreamEvents(int device) : device_(device) {}
+  ~StreamEvents();
   // The point where `stream` is now. The device is the current one.
-  MarkPtr record(cudaStream_t stream, unsigned long long capture, int rank);
-  // Work that is enqueued on `stream` from now on runs after the mark.
-  static void follow(cudaStream_t stream, unsigned long long capture, const MarkPtr& mark, int rank);
-  // Whether a stream of the mark's device is the mark's own, so that no wait is needed. An equal handle proves that
-  // only if streams with that handle are never destroyed, or if the stream `has_stayed` alive since the mark was made.
-  static bool is_of(cudaStream_t stream, const Mark& mark, bool has_stayed);
-  // As `follow`, for a stream of the mark's device.
-  static void follow_here(cudaStream_t stream, unsigned long long capture, const MarkPtr& mark, bool has_stayed,
+  StreamEventPtr record(cudaStream_t stream, unsigned long long capture, int rank);
+  // Work that is enqueued on `stream` from now on runs after the event.
+  static void follow(cudaStream_t stream, unsigned long long capture, const StreamEventPtr& event, int rank);
+  // Whether a stream of the event's device is the event's own, so that no wait is needed. An equal handle proves that
+  // only if streams with that handle are never destroyed, or if the stream `has_stayed` alive since the event was made.
+  static bool is_of(cudaStream_t stream, const StreamEvent& event, bool has_stayed);
+  // As `follow`, for a stream of the event's device.
+  static void follow_here(cudaStream_t stream, unsigned long long capture, const StreamEventPtr& event, bool has_stayed,
                           int rank);
 
  private:
@@ -56,17 +56,17 @@ class Marks : public std::enable_shared_from_this<Marks> {
   std::vector<cudaEvent_t> idle_;
 };
 
-// The newest mark of a device's streams: one of the work that runs now, and one of each capture under way. There is no
+// The latest event of a device's streams: one of the work that runs now, and one of each capture under way. There is no
 // order between these.
-class Newest {
+class LatestEvents {
  public:
-  // Work that is enqueued on `stream` from now on runs after the newest mark of its own kind.
+  // Work that is enqueued on `stream` from now on runs after the latest event of its own kind.
   void follow(cudaStream_t stream, unsigned long long capture, int rank) const;
-  void put(const MarkPtr& mark);
-  MarkPtr eager() const;  // null: none
+  void put(const StreamEventPtr& event);
+  StreamEventPtr eager() const;  // null: none
 
  private:
-  std::map<unsigned long long, MarkPtr> marks_;  // by capture; 0: none
+  std::map<unsigned long long, StreamEventPtr> events_;  // by capture; 0: none
 };
 
 }  // namespace ringcomm::cuda

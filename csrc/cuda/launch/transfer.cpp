@@ -8,7 +8,7 @@
 namespace ringcomm::cuda {
 
 // One side of a message inside this process.
-class Matcher::Message final : public Outcome {
+class Matcher::Message final : public PendingCall {
  public:
   Message(Matcher& owner, Context& context, Call c, cudaStream_t stream, unsigned long long capture)
       : call(std::move(c)),
@@ -17,7 +17,7 @@ class Matcher::Message final : public Outcome {
         nbytes(call.count * element_bytes(call.dtype)),
         stream(stream),
         capture(capture),
-        ready(context.marks().record(stream, capture, context.rank())),
+        ready(context.events().record(stream, capture, context.rank())),
         owner_(owner) {}
 
   bool sends() const { return call.op == Op::kSend; }
@@ -41,7 +41,7 @@ class Matcher::Message final : public Outcome {
   const std::size_t nbytes;
   const cudaStream_t stream;
   const unsigned long long capture;
-  const MarkPtr ready;
+  const StreamEventPtr ready;
 
  private:
   Matcher& owner_;
@@ -57,7 +57,8 @@ Matcher::MessagePtr Matcher::claim(std::deque<MessagePtr>& queue, const Message&
   return other;
 }
 
-std::shared_ptr<Outcome> Matcher::post(Context& context, Call call, cudaStream_t stream, unsigned long long capture) {
+std::shared_ptr<PendingCall> Matcher::post(Context& context, Call call, cudaStream_t stream,
+                                           unsigned long long capture) {
   const auto message = std::make_shared<Message>(*this, context, std::move(call), stream, capture);
   const std::lock_guard<std::mutex> lock(mutex_);
   abort_state_.check(message->call.op, context.rank());
@@ -85,7 +86,7 @@ void Matcher::copy(Message& message, Message& other) {
     fail(ErrorCode::kInvalid, "recv: rank ", to.rank, " expected the send of rank ", from.rank,
          " in the same graph capture, got one outside of it; capture both from one thread, on streams forked from one");
   const int rank = message.rank;
-  Marks::follow(message.stream, message.capture, other.ready, rank);
+  StreamEvents::follow(message.stream, message.capture, other.ready, rank);
   if (from.nbytes && from.context.device() == to.context.device())
     check(cudaMemcpyAsync(to.call.output, from.call.input, from.nbytes, cudaMemcpyDefault, message.stream),
           "cudaMemcpyAsync of a message", rank);
@@ -93,7 +94,7 @@ void Matcher::copy(Message& message, Message& other) {
     check(cudaMemcpyPeerAsync(to.call.output, to.context.device(), from.call.input, from.context.device(), from.nbytes,
                               message.stream),
           "cudaMemcpyPeerAsync of a message", rank);
-  const MarkPtr end = message.context.marks().record(message.stream, message.capture, rank);
+  const StreamEventPtr end = message.context.events().record(message.stream, message.capture, rank);
   Message& receive = message.sends() ? other : message;
   receive.came_from(from.rank);
   message.enqueued(end, false);
@@ -111,7 +112,7 @@ bool Matcher::cancel(const Message& message) {
   return true;
 }
 
-std::vector<std::shared_ptr<Outcome>> Matcher::close(int rank) {
+std::vector<std::shared_ptr<PendingCall>> Matcher::close(int rank) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto error =
       std::make_exception_ptr(Error(ErrorCode::kAborted, concat("recv: rank ", rank,
@@ -121,7 +122,7 @@ std::vector<std::shared_ptr<Outcome>> Matcher::close(int rank) {
   const auto first = std::stable_partition(receives_.begin(), receives_.end(), [&](const auto& m) { return !own(m); });
   for (auto it = first; it != receives_.end(); ++it) (*it)->fail(error);
   receives_.erase(first, receives_.end());
-  std::vector<std::shared_ptr<Outcome>> open;
+  std::vector<std::shared_ptr<PendingCall>> open;
   std::copy_if(sends_.begin(), sends_.end(), std::back_inserter(open), own);
   return open;
 }
@@ -145,11 +146,11 @@ void Matcher::end_all() {
 namespace {
 
 // The host has nothing to wait for.
-class Enqueued final : public Outcome {
+class EnqueuedTransfer final : public PendingCall {
  public:
-  Enqueued(MarkPtr mark, int source) {
+  EnqueuedTransfer(StreamEventPtr event, int source) {
     source_ = source;
-    enqueued(std::move(mark), true);
+    enqueued(std::move(event), true);
   }
   bool cancel() override { return false; }
   std::string missing() const override { return ""; }
@@ -184,15 +185,15 @@ void Links::connect() {
   }
 }
 
-std::vector<MarkPtr> Links::last() const {
+std::vector<StreamEventPtr> Links::last() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<MarkPtr> marks;
-  for (const auto& [way, newest] : newest_) marks.push_back(newest.eager());
-  return marks;
+  std::vector<StreamEventPtr> ends;
+  for (const auto& [way, latest] : latest_) ends.push_back(latest.eager());
+  return ends;
 }
 
-std::shared_ptr<Outcome> Links::post(const std::vector<const Call*>& calls, cudaStream_t stream,
-                                     unsigned long long capture) {
+std::shared_ptr<PendingCall> Links::post(const std::vector<const Call*>& calls, cudaStream_t stream,
+                                         unsigned long long capture) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const Group& group = context_.group();
   const int rank = context_.rank();
@@ -219,7 +220,7 @@ std::shared_ptr<Outcome> Links::post(const std::vector<const Call*>& calls, cuda
     int& most = channels[way(*call)];
     most = std::max<int>(most, transfer.channels);
     limit_ms = std::max(limit_ms, context_.limit(*call));
-    newest_[way(*call)].follow(stream, capture, rank);
+    latest_[way(*call)].follow(stream, capture, rank);
   }
   args.timeout_ns = static_cast<std::uint64_t>(limit_ms) * 1000000;
   int blocks = 0, widest = 0;  // all that wait must be on the device at once
@@ -231,23 +232,23 @@ std::shared_ptr<Outcome> Links::post(const std::vector<const Call*>& calls, cuda
     fail(ErrorCode::kUnsupported, name(calls[0]->op), ": rank ", rank, " expected room on the GPU for ", blocks,
          " blocks of ", threads_, " threads, got room for ", room_, "; use smaller blocks (RINGCOMM_CUDA_THREADS)");
   launch(transfer_kernel(), name(calls[0]->op), dim3(widest, args.num_transfers), threads_, args, stream, false, rank);
-  const MarkPtr end = context_.marks().record(stream, capture, rank);
-  for (const Call* call : calls) newest_[way(*call)].put(end);
+  const StreamEventPtr end = context_.events().record(stream, capture, rank);
+  for (const Call* call : calls) latest_[way(*call)].put(end);
   context_.calls(calls[0]->op, limit_ms);
   if (capture) context_.captured.store(true);
-  return std::make_shared<Enqueued>(end, calls[0]->op == Op::kRecv ? calls[0]->root : -1);
+  return std::make_shared<EnqueuedTransfer>(end, calls[0]->op == Op::kRecv ? calls[0]->root : -1);
 }
 
-std::vector<std::vector<const Call*>> rounds_of(const std::vector<const Call*>& calls) {
+std::vector<std::vector<const Call*>> split_into_launches(const std::vector<const Call*>& calls) {
   if (!calls.empty() && calls.size() <= kMaxTransfers) return {calls};
-  std::vector<std::vector<const Call*>> rounds;
+  std::vector<std::vector<const Call*>> launches;
   std::map<std::pair<int, Op>, std::size_t> next;
   for (const Call* call : calls) {
-    const std::size_t round = next[{call->root, call->op}]++;
-    if (round == rounds.size()) rounds.emplace_back();
-    rounds[round].push_back(call);
+    const std::size_t at = next[{call->root, call->op}]++;
+    if (at == launches.size()) launches.emplace_back();
+    launches[at].push_back(call);
   }
-  return rounds;
+  return launches;
 }
 
 }  // namespace ringcomm::cuda

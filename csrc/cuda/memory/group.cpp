@@ -262,7 +262,7 @@ bool Group::receive(Mail::Kind kind, int from, std::uint64_t last, int timeout_m
   return mailbox_->take(kind, from, last, mail);
 }
 
-void Group::read_letters() {
+void Group::read_messages() {
   const std::unique_lock<std::mutex> lock(exchange_mutex_, std::try_to_lock);
   while (lock.owns_lock() && mailbox_->receive(0)) continue;
 }

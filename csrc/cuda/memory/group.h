@@ -67,7 +67,7 @@ class Group {
   bool one_process() const { return one_process_; }
   bool one_device() const { return one_device_; }  // and in this process
   // Ranks of this process on this device, this one included, in ascending order.
-  const std::vector<int>& team() const { return team_; }
+  const std::vector<int>& local_ranks() const { return local_ranks_; }
   // The worst path between the devices of any two ranks; kUnknown before connect.
   Path::Kind worst_path() const { return worst_path_; }
   // Over all devices; the same on all ranks, because each rank plans for the fullest device.
@@ -82,7 +82,7 @@ class Group {
   Mailbox::Sent send(int peer, const Mail& mail);
   bool receive(Mail::Kind kind, int from, std::uint64_t last, int timeout_ms, Mail& mail);
   // Makes room in the mailbox: keeps the letters that have come until they are received.
-  void read_letters();
+  void read_messages();
   const Process& process(int peer) const { return peers_[peer].handle.process; }
   // The stream on which stop() enqueues its writes to the peers.
   cudaStream_t stream() const { return stream_; }
@@ -175,7 +175,7 @@ class Group {
   void check_written(int peer);
   [[noreturn]] void broken_path(int peer, const char* expected) const;
   void look_at_paths();
-  void check_team() const;
+  void check_local_ranks() const;
   void read_mail();
   void check_hope(int peer, bool gone, std::int64_t deadline) const;
   void post(int peer, const Mail& mail, std::int64_t deadline);
@@ -198,7 +198,7 @@ class Group {
   char* table_ = nullptr;                  // device memory: the RankTable, then a scratch line
   std::vector<std::atomic<char*>> bases_;  // its regions
   mutable cudaStream_t stream_ = nullptr;  // private, non-blocking
-  std::vector<int> team_;
+  std::vector<int> local_ranks_;
   std::int8_t ring_order_[kMaxRanks] = {};
   Path::Kind worst_path_ = Path::kUnknown;
   int most_ranks_of_a_device_ = 1;

@@ -302,7 +302,7 @@ void Group::look_at_paths() {
 }
 
 // The ranks of one process on one device share a launch. The same on all ranks.
-void Group::check_team() const {
+void Group::check_local_ranks() const {
   for (int p = 0; p < world_size(); ++p) {
     const GroupHandle& first = peers_[p].handle;
     const auto count = std::count_if(peers_.begin(), peers_.end(), [&](const Peer& peer) {
@@ -325,7 +325,7 @@ void Group::connect(const std::vector<std::string>& handles, const std::function
   try {
     adopt(handles);
     for (int p = 0; p < world_size(); ++p) check_handle(p, peers_[rank_].handle, peers_[p].handle);
-    check_team();
+    check_local_ranks();
     offer(*own_->segment, end);
     for (int p = 0; p < world_size(); ++p) {
       if (p == rank_) continue;
@@ -339,8 +339,8 @@ void Group::connect(const std::vector<std::string>& handles, const std::function
       if (p != rank_) check_written(p);
     one_process_ = std::all_of(peers_.begin(), peers_.end(), [](const Peer& p) { return p.here(); });
     for (int p = 0; p < world_size(); ++p)
-      if (peers_[p].here() && peers_[p].own->device == device_) team_.push_back(p);
-    one_device_ = static_cast<int>(team_.size()) == world_size();
+      if (peers_[p].here() && peers_[p].own->device == device_) local_ranks_.push_back(p);
+    one_device_ = static_cast<int>(local_ranks_.size()) == world_size();
     look_at_paths();
     if (prepare) prepare();
     meet(Mail::kChecked, end);

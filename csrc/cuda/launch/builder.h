@@ -8,26 +8,26 @@
 #include "cuda/device/kernels.h"
 #include "cuda/launch/context.h"
 #include "cuda/launch/copy_engine.h"
-#include "cuda/launch/team.h"
+#include "cuda/launch/local_group.h"
 
 namespace ringcomm::cuda {
 
-class Preparation {
+class LaunchBuilder {
  public:
-  // `rows[lead]` launches, on its stream; `number` is that of the call. Checks what can be checked before anything is
-  // enqueued.
-  Preparation(const std::vector<Row>& rows, std::size_t lead, std::uint64_t number);
+  // `members[lead]` launches, on its stream; `number` is that of the call. Checks what can be checked before anything
+  // is enqueued.
+  LaunchBuilder(const std::vector<LaunchMember>& members, std::size_t lead, std::uint64_t number);
   // The agreement of the ranks on the host that some calls need before anything is enqueued; see CopyCall.
   void agree();
   // Enqueues the calls. True: their kernels wait for other ranks.
   bool enqueue() const;
 
  private:
-  const Call& call(std::size_t row = 0, int i = 0) const { return rows_[row].batch->calls[i]; }
-  int num_calls() const { return rows_[lead_].batch->num_calls; }
+  const Call& call(std::size_t member = 0, int i = 0) const { return members_[member].batch->calls[i]; }
+  int num_calls() const { return members_[lead_].batch->num_calls; }
   int world_size() const { return setting_.layout.world_size; }
-  Context& context() const { return *rows_[lead_].context; }
-  cudaStream_t stream() const { return rows_[lead_].batch->stream; }
+  Context& context() const { return *members_[lead_].context; }
+  cudaStream_t stream() const { return members_[lead_].batch->stream; }
 
   void check_all_to_all() const;
   std::uint64_t nbytes() const;
@@ -40,8 +40,8 @@ class Preparation {
 
   template <typename Args>
   void fill_common(Args& args) const;
-  RankArgs rank_args(const Row& row) const;
-  void locate(RankArgs& rank, const Row& row) const;
+  RankArgs rank_args(const LaunchMember& member) const;
+  void locate(RankArgs& rank, const LaunchMember& member) const;
   void reduce() const;
   void reduce_known() const;
   void reduce_packets(Kernel<CallArgs> kernel, CallArgs& args, std::size_t element) const;
@@ -52,7 +52,7 @@ class Preparation {
   template <typename Args>
   void exchange(Kernel<Args> kernel) const;
 
-  const std::vector<Row>& rows_;
+  const std::vector<LaunchMember>& members_;
   const std::size_t lead_;
   const std::uint64_t number_;
   const Setting setting_;

@@ -1,4 +1,4 @@
-#include "cuda/launch/prepare.h"
+#include "cuda/launch/builder.h"
 
 #include <algorithm>
 
@@ -20,16 +20,17 @@ bool overlap(const Part& a, const Part& b, std::size_t element) {
 // The copies of a launch that knows all pointers.
 class CopyList {
  public:
-  CopyList(CopyArgs& args, const std::vector<Row>& rows) : args_(args), rows_(rows), world_size_(rows.size()) {
+  CopyList(CopyArgs& args, const std::vector<LaunchMember>& members)
+      : args_(args), members_(members), world_size_(members.size()) {
     for (int y = 0; y < world_size_; ++y) {
       args_.first[y] = next_;
-      add_row(y);
+      add_member(y);
     }
     args_.first[world_size_] = next_;
   }
 
  private:
-  const Call& call(int y) const { return rows_[y].batch->first(); }
+  const Call& call(int y) const { return members_[y].batch->first(); }
   Parts input(int y) const { return input_parts(call(y)); }
   Parts output(int y) const { return output_parts(call(y)); }
   static std::size_t element(const Call& call) { return element_bytes(call.dtype); }
@@ -46,8 +47,8 @@ class CopyList {
     if (next_ > first) args_.copies[first].targets = next_ - first;
   }
 
-  // The team is the communicator: row y is rank y.
-  void add_row(int y) {
+  // The launch has all ranks: member y is rank y.
+  void add_member(int y) {
     const Call& mine = call(y);
     const std::size_t each = element(mine);
     switch (mine.op) {
@@ -70,7 +71,7 @@ class CopyList {
   }
 
   CopyArgs& args_;
-  const std::vector<Row>& rows_;
+  const std::vector<LaunchMember>& members_;
   const int world_size_;
   int next_ = 0;
 };
@@ -141,8 +142,8 @@ bool in_one_piece(const Parts& parts, int world_size, std::size_t element) {
   return true;
 }
 
-Preparation::Preparation(const std::vector<Row>& rows, std::size_t lead, std::uint64_t number)
-    : rows_(rows), lead_(lead), number_(number), setting_(rows[lead].context->setting()) {
+LaunchBuilder::LaunchBuilder(const std::vector<LaunchMember>& members, std::size_t lead, std::uint64_t number)
+    : members_(members), lead_(lead), number_(number), setting_(members[lead].context->setting()) {
   if (call().op == Op::kAllToAll && setting_.known) check_all_to_all();
   const Algorithm requested = world_size() == 1 || (num_calls() > 1 && call().algorithm == Algorithm::kAuto)
                                   ? Algorithm::kDirect
@@ -150,18 +151,18 @@ Preparation::Preparation(const std::vector<Row>& rows, std::size_t lead, std::ui
   plan_ = plan_for(requested);
 }
 
-Plan Preparation::plan_for(Algorithm requested) const {
+Plan LaunchBuilder::plan_for(Algorithm requested) const {
   return make_plan(call().op, requested, nbytes(), has_packets(call(), world_size()), in_place_anywhere(), setting_,
                    context().tuning());
 }
 
-void Preparation::agree() {
-  if (plan_.algorithm != Algorithm::kCopyEngine) return CopyCall::check_no_letter(rows_, number_);
-  copies_.emplace(rows_, lead_, number_);
+void LaunchBuilder::agree() {
+  if (plan_.algorithm != Algorithm::kCopyEngine) return CopyCall::check_no_copy_call(members_, number_);
+  copies_.emplace(members_, lead_, number_);
   const bool copies = copies_->agree();
-  for (const Row& row : rows_) {
-    ++row.context->copy_calls;
-    if (!copies) ++row.context->refused_copy_calls;
+  for (const LaunchMember& member : members_) {
+    ++member.context->copy_calls;
+    if (!copies) ++member.context->refused_copy_calls;
   }
   if (copies) return;
   copies_.reset();
@@ -169,7 +170,7 @@ void Preparation::agree() {
 }
 
 // No signature says which rank sends how much to which.
-void Preparation::check_all_to_all() const {
+void LaunchBuilder::check_all_to_all() const {
   for (int from = 0; from < world_size(); ++from)
     for (int to = 0; to < world_size(); ++to) {
       const std::size_t sent = input_parts(call(from)).count(to), expected = output_parts(call(to)).count(from);
@@ -179,21 +180,21 @@ void Preparation::check_all_to_all() const {
     }
 }
 
-std::uint64_t Preparation::nbytes() const {
+std::uint64_t LaunchBuilder::nbytes() const {
   std::uint64_t all = 0;
   for (int i = 0; i < num_calls(); ++i) all += message_bytes(call(lead_, i), world_size());
   return all;
 }
 
 // If ranks copy freely, an all_to_all in place would overwrite data that is still to be read.
-bool Preparation::in_place_anywhere() const {
+bool LaunchBuilder::in_place_anywhere() const {
   if (call().op != Op::kAllToAll || world_size() == 1) return false;
-  for (std::size_t y = 0; y < rows_.size(); ++y)
+  for (std::size_t y = 0; y < members_.size(); ++y)
     if (in_place(call(y), world_size())) return true;
   return false;
 }
 
-bool Preparation::enqueue() const {
+bool LaunchBuilder::enqueue() const {
   if (plan_.known && !plan_.waits && (nbytes() == 0 || call().op == Op::kBarrier)) return false;
   if (copies_)
     copies_->enqueue();
@@ -213,7 +214,7 @@ bool Preparation::enqueue() const {
 }
 
 template <typename Args>
-int Preparation::channels(Kernel<Args> kernel) const {
+int LaunchBuilder::channels(Kernel<Args> kernel) const {
   const int room = room_for(reinterpret_cast<const void*>(kernel), plan_.threads, context().device(), context().rank());
   const int channels = channels_that_fit(plan_, room, setting_.ranks_of_a_device);
   if (channels == 0)
@@ -224,52 +225,52 @@ int Preparation::channels(Kernel<Args> kernel) const {
 }
 
 template <typename Args>
-void Preparation::launch_kernel(Kernel<Args> kernel, int channels, const Args& args) const {
+void LaunchBuilder::launch_kernel(Kernel<Args> kernel, int channels, const Args& args) const {
   // Blocks of several ranks in one launch wait for each other, so all of them must be on the device together. A single
   // rank waits only for other launches, so its blocks may start one by one beside other work.
-  const bool together = plan_.waits && rows_.size() > 1;
-  launch(kernel, name(call().op), dim3(channels, static_cast<unsigned>(rows_.size())), plan_.threads, args, stream(),
+  const bool together = plan_.waits && members_.size() > 1;
+  launch(kernel, name(call().op), dim3(channels, static_cast<unsigned>(members_.size())), plan_.threads, args, stream(),
          together, context().rank());
 }
 
-RankArgs Preparation::rank_args(const Row& row) const {
-  RankArgs args = row.context->group().args();
-  args.factor = row.batch->first().factor;
-  if (!plan_.known && plan_.algorithm == Algorithm::kDirect) locate(args, row);
+RankArgs LaunchBuilder::rank_args(const LaunchMember& member) const {
+  RankArgs args = member.context->group().args();
+  args.factor = member.batch->first().factor;
+  if (!plan_.known && plan_.algorithm == Algorithm::kDirect) locate(args, member);
   return args;
 }
 
 // Fills in where the call's buffers lie for the peers.
-void Preparation::locate(RankArgs& rank, const Row& row) const {
-  const Call& call = row.batch->first();
-  Group& group = row.context->group();
+void LaunchBuilder::locate(RankArgs& rank, const LaunchMember& member) const {
+  const Call& call = member.batch->first();
+  Group& group = member.context->group();
   const std::size_t element = element_bytes(call.dtype);
   const auto place = [&](const Parts& parts, bool whole) {
     const bool one_piece = whole || in_one_piece(parts, world_size(), element);
     const std::size_t count = parts.count(0) * (whole ? 1 : world_size());
     if (!one_piece || !parts.data(0)) return Location{};
-    return group.locate(parts.data(0), count * element, row.batch->capture != 0, name(call.op));
+    return group.locate(parts.data(0), count * element, member.batch->capture != 0, name(call.op));
   };
-  const bool rows_in = call.op == Op::kReduceScatter || call.op == Op::kAllToAll || call.op == Op::kScatter;
-  const bool rows_out = call.op == Op::kAllGather || call.op == Op::kAllToAll || call.op == Op::kGather;
-  if (row.batch->num_calls > 1 || call.count == 0) return;
-  rank.input = place(input_parts(call), !rows_in);
-  rank.output = place(output_parts(call), !rows_out);
+  const bool parts_in = call.op == Op::kReduceScatter || call.op == Op::kAllToAll || call.op == Op::kScatter;
+  const bool parts_out = call.op == Op::kAllGather || call.op == Op::kAllToAll || call.op == Op::kGather;
+  if (member.batch->num_calls > 1 || call.count == 0) return;
+  rank.input = place(input_parts(call), !parts_in);
+  rank.output = place(output_parts(call), !parts_out);
 }
 
 template <typename Args>
-void Preparation::fill_common(Args& args) const {
+void LaunchBuilder::fill_common(Args& args) const {
   const Call& call = this->call(lead_);
   args.op = call.op;
   args.dtype = call.dtype;
   args.algorithm = call.algorithm;
   args.root = rooted(call.op) ? call.root : 0;
   args.layout = setting_.layout;
-  args.num_ranks = static_cast<std::int32_t>(rows_.size());
+  args.num_ranks = static_cast<std::int32_t>(members_.size());
   std::int64_t limit_ms = 0;
-  for (std::size_t y = 0; y < rows_.size(); ++y) {
-    args.ranks[y] = rank_args(rows_[y]);
-    limit_ms = std::max(limit_ms, rows_[y].batch->limit_ms);
+  for (std::size_t y = 0; y < members_.size(); ++y) {
+    args.ranks[y] = rank_args(members_[y]);
+    limit_ms = std::max(limit_ms, members_[y].batch->limit_ms);
   }
   args.timeout_ns = static_cast<std::uint64_t>(limit_ms) * 1000000;
   for (int i = 0; i < num_calls(); ++i) args.signed_count += agreed_count(this->call(lead_, i), world_size());
@@ -278,7 +279,7 @@ void Preparation::fill_common(Args& args) const {
 // ---- reductions -----------------------------------------------------------------------------------------------------
 
 // All ranks are in this launch.
-void Preparation::reduce_known() const {
+void LaunchBuilder::reduce_known() const {
   const Arithmetic arithmetic = arithmetic_of(call().dtype, call().reduce_op);
   const Kernel<KnownArgs> kernel = known_kernel(arithmetic.dtype, arithmetic.op);
   if (!kernel) not_in_this_build(call().dtype, call().reduce_op);
@@ -289,7 +290,7 @@ void Preparation::reduce_known() const {
   args.num_targets = call().op == Op::kAllReduce || args.scatters ? world_size() : 1;
   args.divisor = call().reduce_op == ReduceOp::kAvg ? world_size() : 1;
   args.scaled = call().reduce_op == ReduceOp::kPremulSum;
-  for (std::size_t y = 0; y < rows_.size(); ++y) args.factor[rows_[y].rank] = call(y).factor;
+  for (std::size_t y = 0; y < members_.size(); ++y) args.factor[members_[y].rank] = call(y).factor;
   const int channels = this->channels(kernel);
   const auto launch = [&] {
     if (args.num_messages) launch_kernel(kernel, channels, args);
@@ -298,10 +299,10 @@ void Preparation::reduce_known() const {
   const void* sources[kMaxLaunchRanks];
   void* outputs[kMaxLaunchRanks];
   for (int m = 0; m < (parts ? world_size() : num_calls()); ++m) {
-    for (std::size_t y = 0; y < rows_.size(); ++y) {
+    for (std::size_t y = 0; y < members_.size(); ++y) {
       const Call& mine = call(y, parts ? 0 : m);
-      sources[rows_[y].rank] = parts ? input_parts(mine).data(m) : mine.input;
-      outputs[rows_[y].rank] = mine.output;
+      sources[members_[y].rank] = parts ? input_parts(mine).data(m) : mine.input;
+      outputs[members_[y].rank] = mine.output;
     }
     const std::size_t count = parts ? input_parts(call()).count(m) : call(lead_, m).count;
     if (count == 0) continue;
@@ -312,7 +313,7 @@ void Preparation::reduce_known() const {
   launch();
 }
 
-void Preparation::reduce() const {
+void LaunchBuilder::reduce() const {
   const Arithmetic arithmetic = arithmetic_of(call().dtype, call().reduce_op);
   const auto kernel_of = plan_.algorithm == Algorithm::kRing      ? ring_kernel
                          : plan_.algorithm == Algorithm::kOneshot ? oneshot_kernel
@@ -334,12 +335,12 @@ void Preparation::reduce() const {
 }
 
 // One launch for each piece that the boxes can hold.
-void Preparation::reduce_packets(Kernel<CallArgs> kernel, CallArgs& args, std::size_t element) const {
+void LaunchBuilder::reduce_packets(Kernel<CallArgs> kernel, CallArgs& args, std::size_t element) const {
   const int channels = this->channels(kernel);
   const std::size_t count = args.counts[0];
   const std::size_t most = oneshot_elements(setting_.layout, channels, element);
   for (std::size_t at = 0; at == 0 || at < count; at += most) {
-    for (std::size_t y = 0; y < rows_.size(); ++y)
+    for (std::size_t y = 0; y < members_.size(); ++y)
       args.buffers(0, y) = {static_cast<const char*>(call(y).input) + at * element,
                             static_cast<char*>(call(y).output) + at * element};
     args.counts[0] = smaller(most, count - at);
@@ -350,37 +351,38 @@ void Preparation::reduce_packets(Kernel<CallArgs> kernel, CallArgs& args, std::s
 // A reduce for each part: the parts of this many ranks do not fit into the arguments of one launch. The orders of
 // summation are those of the reduce_scatter. A count that stands for parts tells the signatures from those of a rank
 // that passes one tensor, which takes a single launch.
-void Preparation::reduce_each_part(Kernel<CallArgs> kernel, CallArgs& args, int scale) const {
+void LaunchBuilder::reduce_each_part(Kernel<CallArgs> kernel, CallArgs& args, int scale) const {
   args.op = Op::kReduce;
   args.signed_count |= kUneven;
   args.parts = 0;
   args.num_messages = 1;
-  for (std::size_t y = 0; y < rows_.size(); ++y) args.ranks[y].input = args.ranks[y].output = {};  // are of all parts
+  for (std::size_t y = 0; y < members_.size(); ++y)
+    args.ranks[y].input = args.ranks[y].output = {};  // are of all parts
   for (args.root = 0; args.root < world_size(); ++args.root) {
     args.counts[0] = input_parts(call()).count(args.root) * scale;
-    for (std::size_t y = 0; y < rows_.size(); ++y)
+    for (std::size_t y = 0; y < members_.size(); ++y)
       args.buffers(0, static_cast<int>(y)) = {input_parts(call(y)).data(args.root),
-                                              rows_[y].rank == args.root ? call(y).output : nullptr};
+                                              members_[y].rank == args.root ? call(y).output : nullptr};
     launch_kernel(kernel, channels(kernel), args);
   }
 }
 
 // Counts are in elements of the kernel, `scale` per element of the call. Returns the number of messages.
-int Preparation::add_messages(CallArgs& args, int scale) const {
+int LaunchBuilder::add_messages(CallArgs& args, int scale) const {
   if (args.parts) {
-    for (std::size_t y = 0; y < rows_.size(); ++y) {
+    for (std::size_t y = 0; y < members_.size(); ++y) {
       const Parts input = input_parts(call(y));
       for (int p = 0; p < world_size(); ++p) {
         args.buffers(p, y).input = input.data(p);
         args.counts[p] = input.count(p) * scale;
       }
-      args.buffers(rows_[y].rank, y).output = call(y).output;
+      args.buffers(members_[y].rank, y).output = call(y).output;
     }
     return world_size();
   }
   for (int i = 0; i < num_calls(); ++i) {
     args.counts[i] = call(lead_, i).count * scale;
-    for (std::size_t y = 0; y < rows_.size(); ++y) args.buffers(i, y) = {call(y, i).input, call(y, i).output};
+    for (std::size_t y = 0; y < members_.size(); ++y) args.buffers(i, y) = {call(y, i).input, call(y, i).output};
   }
   return num_calls();
 }
@@ -388,33 +390,33 @@ int Preparation::add_messages(CallArgs& args, int scale) const {
 // ---- data movement --------------------------------------------------------------------------------------------------
 
 // all_gather or broadcast of bytes.
-void Preparation::ring_copy() const {
+void LaunchBuilder::ring_copy() const {
   CallArgs args{};
   fill_common(args);
   args.signed_op = args.op;
   std::copy_n(context().group().ring_order(), kMaxRanks, args.ring_order);
   args.num_messages = 1;
   args.counts[0] = call(lead_).count * element_bytes(call().dtype);
-  for (std::size_t y = 0; y < rows_.size(); ++y) args.buffers(0, y) = {call(y).input, output_parts(call(y)).data(0)};
+  for (std::size_t y = 0; y < members_.size(); ++y) args.buffers(0, y) = {call(y).input, output_parts(call(y)).data(0)};
   const Kernel<CallArgs> kernel = ring_copy_kernel();
   launch_kernel(kernel, channels(kernel), args);
 }
 
-void Preparation::copy() const {
+void LaunchBuilder::copy() const {
   CopyArgs args{};
-  CopyList(args, rows_);
+  CopyList(args, members_);
   if (args.first[world_size()] == 0) return;
   const Kernel<CopyArgs> kernel = copy_kernel();
   launch_kernel(kernel, channels(kernel), args);
 }
 
 template <typename Args>
-void Preparation::exchange(Kernel<Args> kernel) const {
+void LaunchBuilder::exchange(Kernel<Args> kernel) const {
   Args args{};
   fill_common(args);
   args.same_for_all = call().op == Op::kAllGather || call().op == Op::kBroadcast;
-  for (std::size_t y = 0; y < rows_.size(); ++y)
-    list_exchanges(call(y), rows_[y].rank, world_size(), args.exchanges + y * world_size());
+  for (std::size_t y = 0; y < members_.size(); ++y)
+    list_exchanges(call(y), members_[y].rank, world_size(), args.exchanges + y * world_size());
   launch_kernel(kernel, channels(kernel), args);
 }
 

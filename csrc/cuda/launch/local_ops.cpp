@@ -1,4 +1,4 @@
-#include "cuda/launch/local.h"
+#include "cuda/launch/local_ops.h"
 
 #include "core/dispatch.h"
 #include "cuda/launch/call_checks.h"

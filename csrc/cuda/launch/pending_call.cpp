@@ -1,4 +1,4 @@
-#include "cuda/launch/outcome.h"
+#include "cuda/launch/pending_call.h"
 
 #include <sched.h>
 
@@ -8,7 +8,7 @@ namespace {
 constexpr int kYields = 64;  // ranks as threads come a few microseconds apart: as long as a thread needs to wake up
 }
 
-void Outcome::settle(State state) {
+void PendingCall::settle(State state) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     state_.store(state, std::memory_order_release);
@@ -16,18 +16,18 @@ void Outcome::settle(State state) {
   settled_.notify_all();
 }
 
-void Outcome::enqueued(MarkPtr mark, bool may_give_up) {
-  mark_ = std::move(mark);
-  may_give_up_ = may_give_up;
+void PendingCall::enqueued(StreamEventPtr end, bool waits_for_ranks) {
+  end_event_ = std::move(end);
+  waits_for_ranks_ = waits_for_ranks;
   settle(kEnqueued);
 }
 
-void Outcome::fail(std::exception_ptr error) {
+void PendingCall::fail(std::exception_ptr error) {
   error_ = std::move(error);
   settle(kFailed);
 }
 
-bool Outcome::await(Clock::time_point end) const {
+bool PendingCall::await(Clock::time_point end) const {
   for (int i = 0; i < kYields && open(); ++i) sched_yield();
   if (!open()) return true;
   std::unique_lock<std::mutex> lock(mutex_);

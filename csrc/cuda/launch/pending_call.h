@@ -1,5 +1,5 @@
-// The outcome of a call on the host. It is open until all ranks that must meet on the host have come. Then the call has
-// been enqueued (its end is a mark in a stream) or has failed. The ranks that it serves share it.
+// A call on the host. It is open until all ranks that share its launch, or both ends of a message, have called. Then it
+// has been enqueued (its end is an event in a stream) or has failed. The ranks that it serves share it.
 #pragma once
 
 #include <atomic>
@@ -16,18 +16,18 @@ namespace ringcomm::cuda {
 
 using Clock = std::chrono::steady_clock;
 
-class Outcome {
+class PendingCall {
  public:
-  virtual ~Outcome() = default;
-  Outcome() = default;
-  Outcome(const Outcome&) = delete;
+  virtual ~PendingCall() = default;
+  PendingCall() = default;
+  PendingCall(const PendingCall&) = delete;
 
   bool open() const { return state_.load(std::memory_order_acquire) == kOpen; }
   bool failed() const { return state_.load(std::memory_order_acquire) == kFailed; }
   // Valid once the call is enqueued.
-  const MarkPtr& mark() const { return mark_; }
+  const StreamEventPtr& end_event() const { return end_event_; }
   // Whether its kernels wait for other ranks; the host page then says how the wait ended.
-  bool may_give_up() const { return may_give_up_; }
+  bool waits_for_ranks() const { return waits_for_ranks_; }
   int source() const { return source_; }
   // Why the call has failed; null: the communicator has ended, and its AbortState says why.
   const std::exception_ptr& error() const { return error_; }
@@ -35,7 +35,7 @@ class Outcome {
   // False: still open at `end`.
   bool await(Clock::time_point end) const;
 
-  void enqueued(MarkPtr mark, bool may_give_up);
+  void enqueued(StreamEventPtr end, bool waits_for_ranks);
   void fail(std::exception_ptr error);
 
   // Makes an open call fail, so that no rank reads its arguments any more. False: it was not open.
@@ -51,8 +51,8 @@ class Outcome {
   void settle(State state);
 
   std::atomic<int> state_{kOpen};
-  MarkPtr mark_;
-  bool may_give_up_ = false;
+  StreamEventPtr end_event_;
+  bool waits_for_ranks_ = false;
   std::exception_ptr error_;
   mutable std::mutex mutex_;
   mutable std::condition_variable settled_;
