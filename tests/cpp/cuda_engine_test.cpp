@@ -21,7 +21,7 @@ void processes_matrix() {
   for (int w : quick ? std::vector<int>{2} : std::vector<int>{2, 3})
     run_processes(w, on_own_stream([](Engine& e) { matrix(e, true, false); }));
 }
-// Two teams of two: each launches for itself, and their blocks wait for each other.
+// Two devices with two ranks each: each pair launches for itself, and their blocks wait for each other.
 void two_devices() {
   const auto engines = make_ranks(4, short_timeout(), 2);
   std::vector<std::thread> threads;

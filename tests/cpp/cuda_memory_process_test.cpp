@@ -114,7 +114,8 @@ void check_facts(const World& world, Groups& groups) {
   const char* const kind = std::getenv("RINGCOMM_CUDA_HANDLES") ? "vmm" : "ipc";
   for (auto& group : groups) {
     require(!group->one_process() && !group->one_device(), "several processes");
-    require(static_cast<int>(group->local_ranks().size()) == world.last - world.first + 1, "the team is this process");
+    require(static_cast<int>(group->local_ranks().size()) == world.last - world.first + 1,
+            "local ranks are those of this process");
     for (int p = 0; p < world.world_size; ++p) {
       const bool here = p >= world.first && p <= world.last;
       require(group->reach(p) == (p == group->rank() ? "itself" : here ? "pointer" : kind), "reach " + group->reach(p));
@@ -159,11 +160,11 @@ void run_ranks(const World& world, const std::string& order) {
   }
   world.meet("all-closed");
   const bool vmm = std::getenv("RINGCOMM_CUDA_HANDLES") != nullptr;
-  if (vmm) require(cuda::Cemetery::graves() == 0, "memory by file descriptor needs no cemetery");
+  if (vmm) require(cuda::DeferredFrees::count() == 0, "memory by file descriptor is freed at once");
   if (!vmm && order[0] - '0' >= world.first && order[0] - '0' <= world.last)
-    require(cuda::Cemetery::graves() > 0, "who closes first must keep its memory");
-  cuda::Cemetery::sweep();
-  require(cuda::Cemetery::graves() == 0, "everybody has let go");
+    require(cuda::DeferredFrees::count() > 0, "who closes first must keep its memory");
+  cuda::DeferredFrees::sweep();
+  require(cuda::DeferredFrees::count() == 0, "everybody has closed it");
   require(mappings() == mapped, concat("mappings: ", mapped, " before, ", mappings(), " after"));
   require(open_files() == before, concat("files: ", before, " before, ", open_files(), " after"));
 }
@@ -205,34 +206,34 @@ void run_death(const World& world) {
   if (world.number == 1) _exit(0);
   usleep(100000);
   groups.clear();
-  for (int i = 0; i < 1000 && cuda::Cemetery::graves() > 0; ++i) {
+  for (int i = 0; i < 1000 && cuda::DeferredFrees::count() > 0; ++i) {
     usleep(10000);
-    cuda::Cemetery::sweep();
+    cuda::DeferredFrees::sweep();
   }
-  require(cuda::Cemetery::graves() == 0, "the dead mourn nobody");
+  require(cuda::DeferredFrees::count() == 0, "memory that only a dead process had open is freed");
 }
 
-// Rank 0 closes while rank 1's mailbox is full: rank 1 hears of it later, and frees its memory.
-void run_full_mailbox(const World& world) {
+// Rank 0 closes while rank 1's socket is full: rank 1 hears of it later, and frees its memory.
+void run_full_socket(const World& world) {
   Groups groups = make_here(world);
   const auto handles = exchange_handles(world, groups);
   groups[0]->connect(handles);
   world.meet("connected");
   if (world.number == 0) {
-    const cuda::Mailbox stranger;
-    const auto to = GroupHandle::unpack(handles[1], 1).mailbox;
-    while (stranger.send(to, {}) == cuda::Mailbox::Sent::kYes) continue;
+    const cuda::ControlSocket stranger;
+    const auto to = GroupHandle::unpack(handles[1], 1).control;
+    while (stranger.send(to, {}) == cuda::ControlSocket::SendResult::kSent) continue;
     groups.clear();
-    require(cuda::Cemetery::graves() == 1, "a letter that could not be sent is kept");
+    require(cuda::DeferredFrees::count() == 1, "a message that could not be sent is kept");
   }
   world.meet("closed0");
   groups.clear();
   world.meet("closed1");
-  cuda::Cemetery::sweep();
-  require(world.number == 1 || cuda::Cemetery::graves() == 0, "the letter is sent, and rank 1 has closed");
+  cuda::DeferredFrees::sweep();
+  require(world.number == 1 || cuda::DeferredFrees::count() == 0, "the message is sent, and rank 1 has closed");
   world.meet("sent");
-  cuda::Cemetery::sweep();
-  require(cuda::Cemetery::graves() == 0, "rank 1 has heard that rank 0 has closed");
+  cuda::DeferredFrees::sweep();
+  require(cuda::DeferredFrees::count() == 0, "rank 1 has heard that rank 0 has closed");
   world.meet("end");
 }
 
@@ -289,7 +290,7 @@ int run_rank(char** argv) {
   if (scenario == "no_arena") run_no_arena(world);
   if (scenario == "deserted") run_deserted(world);
   if (scenario == "death") run_death(world);
-  if (scenario == "full_mailbox") run_full_mailbox(world);
+  if (scenario == "full_socket") run_full_socket(world);
   if (scenario == "astray") run_astray(world);
   if (scenario == "private") run_private(world);
   if (scenario == "no_peer") run_no_peer(world);
@@ -345,7 +346,7 @@ void run_all() {
     for (const char* order : {"01", "10"}) processes(order, {1, 1}, setting);
     for (const char* order : {"012", "120", "210"}) processes(order, {1, 1, 1}, setting);
     for (const char* order : {"0123", "2031"}) processes(order, {2, 2}, setting);
-    for (const char* scenario : {"no_arena", "deserted", "death", "full_mailbox"}) processes(scenario, {1, 1}, setting);
+    for (const char* scenario : {"no_arena", "deserted", "death", "full_socket"}) processes(scenario, {1, 1}, setting);
   }
   processes("astray", {1, 1});
   processes("private", {1, 1});

@@ -130,20 +130,20 @@ void CopyCall::exchange(const std::vector<std::vector<CallInfo>>& infos) {
     for (const LaunchMember& member : members_) member.context->group().read_messages();
     for (Item& item : items) {
       Group& group = members_[item.member].context->group();
-      Mail mail;
+      ControlMessage message;
       if (!item.sent) {
-        mail.kind = Mail::kCopies;
-        mail.from = group.rank();
-        mail.call = number_;
-        mail.text = infos[item.member][item.peer].text();
-        const Mailbox::Sent sent = group.send(item.peer, mail);
-        item.sent = sent == Mailbox::Sent::kYes;
-        item.unreachable = sent == Mailbox::Sent::kNobody;
+        message.kind = ControlMessage::kCopies;
+        message.from = group.rank();
+        message.call = number_;
+        message.text = infos[item.member][item.peer].text();
+        const ControlSocket::SendResult sent = group.send(item.peer, message);
+        item.sent = sent == ControlSocket::SendResult::kSent;
+        item.unreachable = sent == ControlSocket::SendResult::kUnreachable;
       }
       const bool first = !open && !(item.sent && item.received);
-      if (!item.received &&
-          group.receive(Mail::kCopies, item.peer, std::numeric_limits<std::uint64_t>::max(), first ? 1 : 0, mail))
-        item.received = infos_[item.member][item.peer].read(mail.text);
+      if (!item.received && group.receive(ControlMessage::kCopies, item.peer, std::numeric_limits<std::uint64_t>::max(),
+                                          first ? 1 : 0, message))
+        item.received = infos_[item.member][item.peer].read(message.text);
       if (!open && !(item.sent && item.received)) open = &item;
     }
     if (!open) return;
@@ -183,11 +183,12 @@ void CopyCall::compare(std::size_t member, const CallInfo& mine, int peer) const
 
 void CopyCall::check_no_copy_call(const std::vector<LaunchMember>& members, std::uint64_t number) {
   for (const LaunchMember& member : members) {
-    Mail mail;
+    ControlMessage message;
     CallInfo info;
-    if (!member.context->group().receive(Mail::kCopies, -1, number, 0, mail) || !info.read(mail.text)) continue;
+    if (!member.context->group().receive(ControlMessage::kCopies, -1, number, 0, message) || !info.read(message.text))
+      continue;
     const Call& mine = member.batch->first();
-    mismatch(mine, member.rank, signature_of(mine, member.context->world_size(), number), mail.from, info.signature);
+    mismatch(mine, member.rank, signature_of(mine, member.context->world_size(), number), message.from, info.signature);
   }
 }
 

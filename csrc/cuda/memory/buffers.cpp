@@ -12,6 +12,7 @@
 #endif
 
 #include "core/error.h"
+#include "cuda/memory/handle.h"
 #include "cuda/runtime.h"
 
 namespace ringcomm::cuda {
@@ -22,31 +23,12 @@ constexpr Location kStaged{-1, 0, 0};
 constexpr std::uint64_t kInUse = ~std::uint64_t{0};  // no call is known that does not use it
 // Between two searches for freed allocations, if no new allocation is a reason for one. Also before an allocation that
 // was refused is offered again, for the first time.
-constexpr std::uint64_t kCallsBetweenLooks = 64;
-constexpr std::size_t kLookedAt = 192;  // allocations in one search, which asks the driver for each
-constexpr int kMostLetters = 4;         // without an answer, to one peer: a socket's queue may have room for ten
+constexpr std::uint64_t kCallsBetweenChecks = 64;
+constexpr std::size_t kMostChecked = 192;  // allocations in one search, which asks the driver for each
+constexpr int kMostUnanswered = 4;         // without an answer, to one peer: a socket's queue may have room for ten
 
 std::uint32_t bit(int peer) { return 1u << peer; }
 static_assert(kMaxRanks <= 32, "a set of peers has 32 bits");
-
-// A handle as text: mail has no zeros.
-std::string hex_of(const MemoryHandle& handle) {
-  constexpr char kDigits[] = "0123456789abcdef";
-  std::string text;
-  const auto* const bytes = reinterpret_cast<const unsigned char*>(&handle);
-  for (std::size_t i = 0; i < sizeof handle; ++i) {
-    text += kDigits[bytes[i] / 16];
-    text += kDigits[bytes[i] % 16];
-  }
-  return text;
-}
-bool read_handle(const std::string& text, MemoryHandle& handle) {
-  if (text.size() != 2 * sizeof handle || text.find_first_not_of("0123456789abcdef") != std::string::npos) return false;
-  auto* const bytes = reinterpret_cast<unsigned char*>(&handle);
-  for (std::size_t i = 0; i < sizeof handle; ++i)
-    bytes[i] = static_cast<unsigned char>(std::stoul(text.substr(2 * i, 2), nullptr, 16));
-  return handle.magic == kMemoryMagic;
-}
 
 }  // namespace
 
@@ -75,7 +57,7 @@ bool is_from_cuda_malloc(const void* data, std::size_t nbytes) {
   return !allocation.chunk && begin >= allocation.base && begin + nbytes <= allocation.end();
 }
 
-void say_staged(const char* call, int rank, const std::string& got) {
+void warn_staged(const char* call, int rank, const std::string& got) {
   static std::atomic<bool> said{false};
   if (said.exchange(true)) return;
   std::fprintf(stderr,
@@ -89,19 +71,19 @@ Buffers::Buffers(int rank, int device, std::vector<Peer> peers, std::function<vo
 
 std::uint32_t Buffers::all_peers() const { return ~std::uint32_t{0} >> (32 - peers_.size()) & ~bit(rank_); }
 
-void Buffers::attend(Mailbox& mailbox, const char* call) {
+void Buffers::attend(ControlSocket& control, const char* call) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  while (mailbox.receive(0)) continue;
-  Mail mail;
-  while (mailbox.take(Mail::kOffer, -1, nullptr, mail)) {
-    open(mail);
-    if (mail.fd >= 0) ::close(mail.fd);
+  while (control.receive(0)) continue;
+  ControlMessage message;
+  while (control.take(ControlMessage::kOffer, -1, nullptr, message)) {
+    open(message);
+    if (message.fd >= 0) ::close(message.fd);
   }
-  while (mailbox.take(Mail::kTaken, -1, nullptr, mail)) hear_taken(mail, call);
-  while (mailbox.take(Mail::kWithdrawn, -1, nullptr, mail)) hear_withdrawn(mail);
-  while (mailbox.take(Mail::kDropped, -1, nullptr, mail)) hear_dropped(mail);
-  if (calls_ % kCallsBetweenLooks == 0) withdraw_what_is_gone();
-  send(mailbox);
+  while (control.take(ControlMessage::kTaken, -1, nullptr, message)) handle_taken(message, call);
+  while (control.take(ControlMessage::kWithdrawn, -1, nullptr, message)) handle_withdrawn(message);
+  while (control.take(ControlMessage::kDropped, -1, nullptr, message)) handle_dropped(message);
+  if (calls_ % kCallsBetweenChecks == 0) withdraw_freed();
+  send(control);
 }
 
 void Buffers::called() {
@@ -122,12 +104,13 @@ Location Buffers::locate(const void* data, std::size_t nbytes, bool captured, co
     const Allocation allocation = allocation_of(at);
     const bool whole = at == begin && end <= allocation.end();
     if (!whole && !allocation.chunk) {
-      if (may_offer) say_staged(call, rank_, kForeignMemory);
+      if (may_offer) warn_staged(call, rank_, kForeignMemory);
       return kStaged;
     }
     if (allocation.chunk && (begin / kWindowBytes != (end - 1) / kWindowBytes ||
                              allocation.region_base() + kWindowBytes < allocation.end())) {
-      if (may_offer) say_staged(call, rank_, "virtual memory on both sides of an address that is a multiple of 64 GiB");
+      if (may_offer)
+        warn_staged(call, rank_, "virtual memory on both sides of an address that is a multiple of 64 GiB");
       return kStaged;
     }
     Own* part = nullptr;
@@ -189,10 +172,10 @@ void Buffers::forget(Owns::iterator own) {
 
 // The peers are told at the next call.
 void Buffers::offer(const Allocation& allocation, const char* call) {
-  withdraw_what_is_gone();
+  withdraw_freed();
   for (auto own = owns_.begin(); own != owns_.end();) {  // not all virtual memory has been checked
     const auto here = own++;
-    if (here->second.allocation.overlaps(allocation)) is_gone(here);
+    if (here->second.allocation.overlaps(allocation)) handle_freed(here);
   }
   Own own;
   own.allocation = allocation;
@@ -202,7 +185,7 @@ void Buffers::offer(const Allocation& allocation, const char* call) {
   own.handle.nbytes = allocation.nbytes;
   std::string why_not;
   if (allocation.chunk) {
-    const auto way = allocation.chunk->way_out(device_);
+    const auto way = allocation.chunk->export_kind(device_);
     own.handle.kind = way == VmmReference::Export::kFabric ? HandleKind::kFabric : HandleKind::kVmm;
     static_assert(sizeof own.handle.ipc >= kFabricBytes, "a handle has room for the driver's");
     if (way == VmmReference::Export::kNot ||
@@ -219,11 +202,11 @@ void Buffers::offer(const Allocation& allocation, const char* call) {
   if (why_not.empty()) {
     own.region = take_region(allocation);
     if (own.region < 0)
-      return say_staged(call, rank_, concat("more than ", kMaxBuffers, " allocations in use at a time"));
+      return warn_staged(call, rank_, concat("more than ", kMaxBuffers, " allocations in use at a time"));
     make_offer(own);
   } else {
     own.state = State::kRefused;
-    say_staged(call, rank_, why_not);
+    warn_staged(call, rank_, why_not);
   }
   owns_.emplace(allocation.base, std::move(own));
 }
@@ -233,20 +216,20 @@ void Buffers::make_offer(Own& own) {
   own.refused = false;
   own.handle.identity = random_identity();
   own.from = 0;
-  own.told = 0;
+  own.notified = 0;
   own.open = all_peers();
-  has_news_ = true;
+  has_unsent_ = true;
 }
 
 void Buffers::withdraw(Own& own) {
   own.state = State::kWithdrawn;
   own.from = calls_;
-  own.told = 0;
+  own.notified = 0;
   own.open = all_peers();
-  has_news_ = true;
+  has_unsent_ = true;
 }
 
-void Buffers::is_gone(Owns::iterator own) {
+void Buffers::handle_freed(Owns::iterator own) {
   if (own->second.state == State::kWithdrawn || own->second.captured) return;
   if (own->second.state == State::kRefused)
     forget(own);
@@ -255,61 +238,61 @@ void Buffers::is_gone(Owns::iterator own) {
 }
 
 // Each search continues where the last one ended.
-void Buffers::withdraw_what_is_gone() {
-  if (looked_ == calls_) return;
-  looked_ = calls_;
-  auto next = owns_.upper_bound(looked_at_);
-  for (std::size_t left = std::min(owns_.size(), kLookedAt); left > 0; --left) {
+void Buffers::withdraw_freed() {
+  if (checked_call_ == calls_) return;
+  checked_call_ = calls_;
+  auto next = owns_.upper_bound(last_checked_);
+  for (std::size_t left = std::min(owns_.size(), kMostChecked); left > 0; --left) {
     if (next == owns_.end()) next = owns_.begin();
     const auto own = next++;
-    looked_at_ = own->first;
-    if (!(allocation_of(looked_at_) == own->second.allocation)) is_gone(own);
+    last_checked_ = own->first;
+    if (!(allocation_of(last_checked_) == own->second.allocation)) handle_freed(own);
   }
 }
 
-void Buffers::hear_taken(const Mail& mail, const char* call) {
-  --waits_[mail.from];
-  const auto found = find(mail.subject);
+void Buffers::handle_taken(const ControlMessage& message, const char* call) {
+  --unanswered_[message.from];
+  const auto found = find(message.subject);
   if (found == owns_.end() || found->second.state != State::kOffered) return;
   Own& own = found->second;
-  if (mail.code != 0) {
+  if (message.code != 0) {
     own.refused = allocation_of(own.allocation.base) == own.allocation;  // not freed
-    if (own.refused) say_staged(call, rank_, concat("memory that rank ", mail.from, " could not open"));
+    if (own.refused) warn_staged(call, rank_, concat("memory that rank ", message.from, " could not open"));
     return withdraw(own);
   }
-  own.open &= ~bit(mail.from);
-  own.from = std::max(own.from, mail.call);
+  own.open &= ~bit(message.from);
+  own.from = std::max(own.from, message.call);
   if (own.open == 0) own.state = State::kVisible;
 }
 
-void Buffers::hear_dropped(const Mail& mail) {
-  --waits_[mail.from];
-  const auto found = find(mail.subject);
+void Buffers::handle_dropped(const ControlMessage& message) {
+  --unanswered_[message.from];
+  const auto found = find(message.subject);
   if (found == owns_.end() || found->second.state != State::kWithdrawn) return;
   Own& own = found->second;
-  own.open &= ~bit(mail.from);
-  has_news_ = true;  // an offer may have waited for this
+  own.open &= ~bit(message.from);
+  has_unsent_ = true;  // an offer may have waited for this
   if (own.open != 0) return;
   if (!own.refused) return forget(found);
   own.state = State::kRefused;
-  own.from = calls_ + (kCallsBetweenLooks << std::min(own.refusals++, 10));
+  own.from = calls_ + (kCallsBetweenChecks << std::min(own.refusals++, 10));
 }
 
 // ---- the peer -------------------------------------------------------------------------------------------------------
 
-void Buffers::open(const Mail& offer) {
+void Buffers::open(const ControlMessage& offer) {
   MemoryHandle handle;
-  if (!read_handle(offer.text, handle) || offer.code < 0 || offer.code >= kMaxBuffers || offer.from < 0 ||
+  if (!unpack(offer.text, handle) || offer.code < 0 || offer.code >= kMaxBuffers || offer.from < 0 ||
       offer.from >= static_cast<int>(peers_.size()))
     return;
   Opened opened{offer.from, kMaxArenas + offer.code, offer.subject, kInUse, nullptr, nullptr};
   try {
     map(handle, offer.fd, opened);
   } catch (const Error&) {
-    return answer(offer.from, offer.subject, Mail::kTaken, false);
+    return answer(offer.from, offer.subject, ControlMessage::kTaken, false);
   }
   opened_.push_back(std::move(opened));
-  answer(offer.from, offer.subject, Mail::kTaken, true);
+  answer(offer.from, offer.subject, ControlMessage::kTaken, true);
 }
 
 void Buffers::map(const MemoryHandle& handle, int fd, Opened& opened) {
@@ -340,11 +323,11 @@ void Buffers::map(const MemoryHandle& handle, int fd, Opened& opened) {
   if (other == opened_.end()) set_(opened.peer, opened.region, opened.window->data());
 }
 
-void Buffers::hear_withdrawn(const Mail& mail) {
+void Buffers::handle_withdrawn(const ControlMessage& message) {
   const auto opened =
-      std::find_if(opened_.begin(), opened_.end(), [&](const Opened& o) { return o.identity == mail.subject; });
-  if (opened == opened_.end()) return answer(mail.from, mail.subject, Mail::kDropped, true);
-  opened->until = mail.call;
+      std::find_if(opened_.begin(), opened_.end(), [&](const Opened& o) { return o.identity == message.subject; });
+  if (opened == opened_.end()) return answer(message.from, message.subject, ControlMessage::kDropped, true);
+  opened->until = message.call;
 }
 
 bool Buffers::has_unused() const {
@@ -369,36 +352,37 @@ void Buffers::close_unused() {
     opened.memory.reset();
     opened.window.reset();
     const std::lock_guard<std::mutex> lock(mutex_);
-    answer(opened.peer, opened.identity, Mail::kDropped, true);
+    answer(opened.peer, opened.identity, ControlMessage::kDropped, true);
   }
 }
 
-// ---- letters --------------------------------------------------------------------------------------------------------
+// ---- messages -------------------------------------------------------------------------------------------------------
 
-void Buffers::answer(int peer, const Identity& subject, Mail::Kind kind, bool done) {
-  Mail mail;
-  mail.kind = kind;
-  mail.from = rank_;
-  mail.subject = subject;
-  mail.call = calls_;
-  mail.code = done ? 0 : 1;
-  answers_.emplace_back(peer, std::move(mail));
+void Buffers::answer(int peer, const Identity& subject, ControlMessage::Kind kind, bool done) {
+  ControlMessage message;
+  message.kind = kind;
+  message.from = rank_;
+  message.subject = subject;
+  message.call = calls_;
+  message.code = done ? 0 : 1;
+  answers_.emplace_back(peer, std::move(message));
 }
 
-// A peer that has closed gets no more letters: it counts as one that does not answer.
-void Buffers::send(Mailbox& mailbox) {
-  const auto arrives = [&](int peer, const Mail& mail) {
-    return mailbox.send(peers_[peer].mailbox, mail) != Mailbox::Sent::kFull;
+// A peer that has closed gets no more messages: it counts as one that does not answer.
+void Buffers::send(ControlSocket& control) {
+  const auto arrives = [&](int peer, const ControlMessage& message) {
+    return control.send(peers_[peer].control, message) != ControlSocket::SendResult::kFull;
   };
   answers_.erase(std::remove_if(answers_.begin(), answers_.end(),
                                 [&](const auto& answer) { return arrives(answer.first, answer.second); }),
                  answers_.end());
-  if (!std::exchange(has_news_, false)) return;
+  if (!std::exchange(has_unsent_, false)) return;
   // Withdrawals first: the driver refuses to map an address that the peer still has mapped.
   for (const State state : {State::kWithdrawn, State::kOffered})
     for (auto& [address, own] : owns_)
       for (int p = 0; p < static_cast<int>(peers_.size()); ++p)
-        if (p != rank_ && own.state == state && !(own.told & bit(p)) && !tell(mailbox, own, p)) has_news_ = true;
+        if (p != rank_ && own.state == state && !(own.notified & bit(p)) && !notify(control, own, p))
+          has_unsent_ = true;
 }
 
 // Whether a peer has yet to close an earlier allocation at the same address.
@@ -410,25 +394,25 @@ bool Buffers::is_blocked(const Own& own, int peer) const {
 }
 
 // Sends an offer or a withdrawal. False: it has to wait.
-bool Buffers::tell(Mailbox& mailbox, Own& own, int peer) {
-  if (waits_[peer] >= kMostLetters || is_blocked(own, peer)) return false;
-  Mail mail;
-  mail.kind = own.state == State::kOffered ? Mail::kOffer : Mail::kWithdrawn;
-  mail.from = rank_;
-  mail.code = own.region;
-  mail.subject = own.handle.identity;
-  mail.call = own.from;
-  if (mail.kind == Mail::kOffer) mail.text = hex_of(own.handle);
-  if (mail.kind == Mail::kOffer && own.handle.kind == HandleKind::kVmm && !peers_[peer].here) try {
-      mail.fd = vmm_export(own.allocation.chunk->number(), rank_);
+bool Buffers::notify(ControlSocket& control, Own& own, int peer) {
+  if (unanswered_[peer] >= kMostUnanswered || is_blocked(own, peer)) return false;
+  ControlMessage message;
+  message.kind = own.state == State::kOffered ? ControlMessage::kOffer : ControlMessage::kWithdrawn;
+  message.from = rank_;
+  message.code = own.region;
+  message.subject = own.handle.identity;
+  message.call = own.from;
+  if (message.kind == ControlMessage::kOffer) message.text = pack(own.handle);
+  if (message.kind == ControlMessage::kOffer && own.handle.kind == HandleKind::kVmm && !peers_[peer].here) try {
+      message.fd = vmm_export(own.allocation.chunk->number(), rank_);
     } catch (const Error&) {
       // out of file descriptors: the peer will answer that it cannot open it
     }
-  const bool sent = mailbox.send(peers_[peer].mailbox, mail) != Mailbox::Sent::kFull;
-  if (mail.fd >= 0) ::close(mail.fd);
+  const bool sent = control.send(peers_[peer].control, message) != ControlSocket::SendResult::kFull;
+  if (message.fd >= 0) ::close(message.fd);
   if (!sent) return false;
-  own.told |= bit(peer);
-  ++waits_[peer];
+  own.notified |= bit(peer);
+  ++unanswered_[peer];
   return true;
 }
 

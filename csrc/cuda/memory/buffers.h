@@ -8,10 +8,10 @@
 //   finds it freed: withdraws it as of a call   closes it at a later call, when none of its kernels runs, and answers
 //   all have answered: the region is free
 //
-// The letters are sent while a rank prepares a call, and no rank waits for an answer; what does not fit into a mailbox
-// is sent at a later call. All ranks make the same calls in the same order, so they number them alike. An allocation is
-// identified by its address, size and id, so that a freed one is not confused with its successor at the same address.
-// Memory that a graph has captured stays open for ever.
+// These messages are sent while a rank prepares a call, and no rank waits for an answer; what does not fit into the
+// queue of a peer's socket is sent at a later call. All ranks make the same calls in the same order, so they number
+// them alike. An allocation is identified by its address, size and id, so that a freed one is not confused with its
+// successor at the same address. Memory that a graph has captured stays open for ever.
 //
 // An allocation of cudaMalloc has a region of its own in the table that kernels read. Of virtual memory, each chunk of
 // physical memory is an allocation, and all chunks in one window of the owner's addresses share a region: a peer maps
@@ -33,8 +33,8 @@
 #include <vector>
 
 #include "cuda/device/args.h"
+#include "cuda/memory/control_socket.h"
 #include "cuda/memory/ipc.h"
-#include "cuda/memory/mailbox.h"
 #include "cuda/memory/vmm.h"
 
 namespace ringcomm::cuda {
@@ -62,7 +62,7 @@ Allocation allocation_of(std::uint64_t address);
 bool is_from_cuda_malloc(const void* data, std::size_t nbytes);
 
 // Reports, once per process, that a buffer of a call goes through the staging areas, and why.
-void say_staged(const char* call, int rank, const std::string& got);
+void warn_staged(const char* call, int rank, const std::string& got);
 inline constexpr const char* kForeignMemory = "memory that cudaMalloc did not give, as it does for torch by default";
 inline constexpr const char* kUnexportableMemory =
     "virtual memory that was not created to be passed to other processes";
@@ -72,15 +72,15 @@ inline constexpr std::size_t kLeastShown = 64u << 10;
 class Buffers {
  public:
   struct Peer {
-    Mailbox::Address mailbox;
+    ControlSocket::Address control;
     bool here = false;  // in this process, where it uses the same address
   };
   // `peers`: all ranks. set(peer, region, base): from now on this rank's kernels find that region of the peer at
   // `base`.
   Buffers(int rank, int device, std::vector<Peer> peers, std::function<void(int, int, char*)> set);
 
-  // Called before each call, with its name: reads and sends letters.
-  void attend(Mailbox& mailbox, const char* call);
+  // Called before each call, with its name: receives and sends messages.
+  void attend(ControlSocket& control, const char* call);
   // The call of the last attend() has been launched.
   void called();
   // Where a buffer of the next call lies for the peers. The first use of an allocation offers it.
@@ -105,8 +105,8 @@ class Buffers {
     int refusals = 0;
     Allocation allocation;
     MemoryHandle handle;
-    std::uint64_t from = 0;            // kWithdrawn: the first call that does not use it
-    std::uint32_t told = 0, open = 0;  // bits by peer: was sent the offer or withdrawal; has yet to answer it
+    std::uint64_t from = 0;                // kWithdrawn: the first call that does not use it
+    std::uint32_t notified = 0, open = 0;  // bits by peer: was sent the offer or withdrawal; has yet to answer it
   };
   struct Region {
     std::uint64_t base = 0;
@@ -130,32 +130,32 @@ class Buffers {
   void make_offer(Own& own);
   int take_region(const Allocation& allocation);
   void forget(Owns::iterator own);
-  void is_gone(Owns::iterator own);
+  void handle_freed(Owns::iterator own);
   void withdraw(Own& own);
   bool is_blocked(const Own& own, int peer) const;
-  void withdraw_what_is_gone();
-  void hear_taken(const Mail& mail, const char* call);
-  void hear_dropped(const Mail& mail);
-  void open(const Mail& offer);
+  void withdraw_freed();
+  void handle_taken(const ControlMessage& message, const char* call);
+  void handle_dropped(const ControlMessage& message);
+  void open(const ControlMessage& offer);
   void map(const MemoryHandle& handle, int fd, Opened& opened);
-  void hear_withdrawn(const Mail& mail);
-  void answer(int peer, const Identity& subject, Mail::Kind kind, bool done);
-  void send(Mailbox& mailbox);
-  bool tell(Mailbox& mailbox, Own& own, int peer);
+  void handle_withdrawn(const ControlMessage& message);
+  void answer(int peer, const Identity& subject, ControlMessage::Kind kind, bool done);
+  void send(ControlSocket& control);
+  bool notify(ControlSocket& control, Own& own, int peer);
 
   const int rank_, device_;
   const std::vector<Peer> peers_;
   const std::function<void(int, int, char*)> set_;
   mutable std::mutex mutex_;
   std::uint64_t calls_ = 0;
-  std::uint64_t looked_ = ~std::uint64_t{0};  // the last call before which freed allocations were looked for
+  std::uint64_t checked_call_ = ~std::uint64_t{0};  // the last call before which freed allocations were looked for
   Owns owns_;
-  std::uint64_t looked_at_ = 0;  // the address of the last allocation that was checked
-  bool has_news_ = false;        // some peer has yet to be sent something
+  std::uint64_t last_checked_ = 0;  // the address of the last allocation that was checked
+  bool has_unsent_ = false;         // some peer has yet to be sent something
   std::array<Region, kMaxBuffers> regions_;
   std::list<Opened> opened_;
-  std::deque<std::pair<int, Mail>> answers_;  // (peer, letter) not sent yet
-  std::array<int, kMaxRanks> waits_{};        // by peer: how many letters it has yet to answer
+  std::deque<std::pair<int, ControlMessage>> answers_;  // (peer, message) not sent yet
+  std::array<int, kMaxRanks> unanswered_{};             // by peer: how many messages it has yet to answer
 };
 
 }  // namespace ringcomm::cuda

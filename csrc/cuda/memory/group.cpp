@@ -107,8 +107,8 @@ Group::Group(int rank, int device, const Layout& layout, std::int64_t timeout_ms
     : rank_(rank), device_(device), layout_(layout), timeout_ms_(timeout_ms), bases_(kMaxRanks * kMaxRegions) {
   check_layout(rank, layout);
   facts_ = facts_of(device, rank);
-  Cemetery::sweep();
-  mailbox_ = std::make_unique<Mailbox>();
+  DeferredFrees::sweep();
+  control_ = std::make_unique<ControlSocket>();
   own_identity_ = random_identity();
   const DeviceGuard guard(device_, rank_);
   const RelaxedCapture relaxed(rank_);
@@ -147,36 +147,37 @@ Group::~Group() {
   if (own_->pid != getpid()) return;  // a forked child: nothing of this is its own
   Registry::get().remove(own_identity_);
   if (process_is_ending()) return;
-  let_go();
+  close_peers();
   free_own();
-  Cemetery::sweep();
+  DeferredFrees::sweep();
 }
 
-// Closes what this rank has opened, and leaves to the Cemetery the memory that others still have open.
-void Group::let_go() noexcept {
+// Closes what this rank has opened, and leaves to DeferredFrees the memory that others still have open.
+void Group::close_peers() noexcept {
   buffers_.reset();
-  std::vector<Cemetery::Mourner> mourners;
-  Cemetery::Letters unsent;
-  Mail mail;
-  while (mailbox_->receive(0)) continue;
+  std::vector<DeferredFrees::Peer> peers;
+  DeferredFrees::Messages unsent;
+  ControlMessage message;
+  while (control_->receive(0)) continue;
   for (int p = 0; p < static_cast<int>(peers_.size()); ++p) {
     Peer& peer = peers_[p];
     if (p == rank_ || peer.here()) continue;
     peer.opened.clear();
-    Mail closed;
-    closed.kind = Mail::kClosed;
+    ControlMessage closed;
+    closed.kind = ControlMessage::kClosed;
     closed.from = rank_;
-    const Mailbox::Address& to = peer.handle.mailbox;
-    if (mailbox_->send(to, closed) == Mailbox::Sent::kFull) unsent.emplace_back(to, std::move(closed));
-    if (connected_ || mailbox_->take(Mail::kAttached, p, nullptr, mail)) mourners.push_back({p, peer.handle.process});
+    const ControlSocket::Address& to = peer.handle.control;
+    if (control_->send(to, closed) == ControlSocket::SendResult::kFull) unsent.emplace_back(to, std::move(closed));
+    if (connected_ || control_->take(ControlMessage::kAttached, p, nullptr, message))
+      peers.push_back({p, peer.handle.process});
   }
   std::vector<std::shared_ptr<DeviceMemory>> memories{own_->segment};
   memories.insert(memories.end(), own_->arenas.begin(), own_->arenas.end());
   const auto counted = [](const auto& memory) { return memory->handle().kind != HandleKind::kIpc; };
   memories.erase(std::remove_if(memories.begin(), memories.end(), counted), memories.end());  // the driver counts users
-  if (memories.empty()) mourners.clear();
-  if (!mourners.empty() || !unsent.empty())
-    Cemetery::bury(std::move(mailbox_), std::move(memories), std::move(mourners), std::move(unsent));
+  if (memories.empty()) peers.clear();
+  if (!peers.empty() || !unsent.empty())
+    DeferredFrees::add(std::move(control_), std::move(memories), std::move(peers), std::move(unsent));
 }
 
 void Group::free_own() noexcept {
@@ -239,32 +240,34 @@ std::size_t Group::num_arenas() const {
   return arenas_.size();
 }
 
-// While an arena is being created, the mailbox is in use; the peers' letters then wait for the next call.
+// While an arena is being created, the socket is in use; the peers' messages then wait for the next call.
 void Group::attend(const char* call) {
   if (!buffers_) return;
   const std::unique_lock<std::mutex> lock(exchange_mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return;
   const RelaxedCapture relaxed(rank_);
-  buffers_->attend(*mailbox_, call);
+  buffers_->attend(*control_, call);
 }
 
-Mailbox::Sent Group::send(int peer, const Mail& mail) { return mailbox_->send(peers_[peer].handle.mailbox, mail); }
+ControlSocket::SendResult Group::send(int peer, const ControlMessage& message) {
+  return control_->send(peers_[peer].handle.control, message);
+}
 
-bool Group::receive(Mail::Kind kind, int from, std::uint64_t last, int timeout_ms, Mail& mail) {
+bool Group::receive(ControlMessage::Kind kind, int from, std::uint64_t last, int timeout_ms, ControlMessage& message) {
   const std::unique_lock<std::mutex> lock(exchange_mutex_, std::try_to_lock);
   if (!lock.owns_lock()) {
     usleep(static_cast<useconds_t>(timeout_ms) * 1000);
     return false;
   }
-  if (mailbox_->take(kind, from, last, mail)) return true;
-  if (timeout_ms == 0 || !mailbox_->receive(timeout_ms)) return false;
-  while (mailbox_->receive(0)) continue;
-  return mailbox_->take(kind, from, last, mail);
+  if (control_->take(kind, from, last, message)) return true;
+  if (timeout_ms == 0 || !control_->receive(timeout_ms)) return false;
+  while (control_->receive(0)) continue;
+  return control_->take(kind, from, last, message);
 }
 
 void Group::read_messages() {
   const std::unique_lock<std::mutex> lock(exchange_mutex_, std::try_to_lock);
-  while (lock.owns_lock() && mailbox_->receive(0)) continue;
+  while (lock.owns_lock() && control_->receive(0)) continue;
 }
 
 void Group::close_unused_mappings() {
@@ -282,7 +285,7 @@ Location Group::locate(const void* data, std::size_t nbytes, bool captured, cons
   if (buffers_) return buffers_->locate(data, nbytes, captured, call);
   const auto begin = reinterpret_cast<std::uint64_t>(data);
   if (is_from_cuda_malloc(data, nbytes)) return {-1, 1, begin};  // peer access is enabled between the devices
-  if (nbytes >= kLeastShown) say_staged(call, rank_, kForeignMemory);
+  if (nbytes >= kLeastShown) warn_staged(call, rank_, kForeignMemory);
   return own;
 }
 

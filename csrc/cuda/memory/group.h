@@ -26,9 +26,9 @@
 #include "core/pieces.h"
 #include "cuda/device/args.h"
 #include "cuda/memory/buffers.h"
+#include "cuda/memory/control_socket.h"
 #include "cuda/memory/handle.h"
 #include "cuda/memory/ipc.h"
-#include "cuda/memory/mailbox.h"
 #include "cuda/runtime.h"
 
 namespace ringcomm::cuda {
@@ -77,11 +77,11 @@ class Group {
   const std::int8_t* ring_order() const { return ring_order_; }  // kMaxRanks entries; [position] = rank
   // The same on all ranks, different in every communicator.
   const std::string& identity() const { return identity_; }
-  // Letters of calls. receive() takes the oldest letter of a kind and sender whose call is not after `last`, within
+  // Messages of calls. receive() takes the oldest one of a kind and sender whose call is not after `last`, within
   // `timeout_ms`.
-  Mailbox::Sent send(int peer, const Mail& mail);
-  bool receive(Mail::Kind kind, int from, std::uint64_t last, int timeout_ms, Mail& mail);
-  // Makes room in the mailbox: keeps the letters that have come until they are received.
+  ControlSocket::SendResult send(int peer, const ControlMessage& message);
+  bool receive(ControlMessage::Kind kind, int from, std::uint64_t last, int timeout_ms, ControlMessage& message);
+  // Makes room in the socket's queue: keeps the messages that have come until they are received.
   void read_messages();
   const Process& process(int peer) const { return peers_[peer].handle.process; }
   // The stream on which stop() enqueues its writes to the peers.
@@ -162,10 +162,10 @@ class Group {
   void set_entry(std::size_t at, const void* pointer);  // of the table
   void copy(void* target, const void* source, std::size_t nbytes, const char* what) const;
   void free_own() noexcept;
-  void let_go() noexcept;
+  void close_peers() noexcept;
 
   // group_connect.cpp
-  void adopt(const std::vector<std::string>& handles);
+  void read_handles(const std::vector<std::string>& handles);
   void check_handle(int peer, const GroupHandle& mine, const GroupHandle& theirs) const;
   void enable_peer_access(int peer) const;
   std::shared_ptr<DeviceMemory> map(int peer, const MemoryHandle& handle, std::int64_t deadline);
@@ -174,14 +174,14 @@ class Group {
   void write_probe(int peer);
   void check_written(int peer);
   [[noreturn]] void broken_path(int peer, const char* expected) const;
-  void look_at_paths();
+  void find_paths();
   void check_local_ranks() const;
-  void read_mail();
-  void check_hope(int peer, bool gone, std::int64_t deadline) const;
-  void post(int peer, const Mail& mail, std::int64_t deadline);
-  Mail await(Mail::Kind kind, int peer, std::int64_t deadline, const Identity& subject);
-  void meet(Mail::Kind kind, std::int64_t deadline);
-  void tell_failure(const Error& error) noexcept;
+  void check_failures();
+  void check_peer(int peer, bool gone, std::int64_t deadline) const;
+  void post(int peer, const ControlMessage& message, std::int64_t deadline);
+  ControlMessage await(ControlMessage::Kind kind, int peer, std::int64_t deadline, const Identity& subject);
+  void barrier(ControlMessage::Kind kind, std::int64_t deadline);
+  void send_failure(const Error& error) noexcept;
   std::int64_t deadline() const;
 
   const int rank_, device_;
@@ -190,8 +190,8 @@ class Group {
   DeviceFacts facts_;
   std::string settings_;
   std::shared_ptr<Own> own_;
-  std::unique_ptr<Mailbox> mailbox_;
-  Identity own_identity_{}, phase_{};  // phase: what the ranks are agreeing on by mail
+  std::unique_ptr<ControlSocket> control_;
+  Identity own_identity_{}, phase_{};  // phase: what the ranks are agreeing on by messages
   std::vector<Peer> peers_;
   std::atomic<char*> segments_[kMaxRanks] = {};
   std::atomic<bool> stopped_{false}, started_{false};
@@ -204,7 +204,7 @@ class Group {
   int most_ranks_of_a_device_ = 1;
   std::string identity_;
   const char* call_ = "connect";  // named in errors
-  bool told_ = false;             // the peers have been sent a failure
+  bool failure_known_ = false;    // the peers have been sent a failure
   bool connected_ = false, one_process_ = false, one_device_ = false, user_memory_hidden_ = false;
   mutable std::mutex arenas_mutex_, peers_mutex_, exchange_mutex_;
   std::vector<Arena> arenas_;

@@ -1,6 +1,6 @@
 // How the ranks of a group find each other. They open each other's memory, then every pair proves that one of them
 // reads what the other has written: PCIe paths behind some IOMMU and ACS settings accept every call and deliver
-// garbage. The ranks take these steps together, by mail, so that a failure of one is an error on all.
+// garbage. The ranks take these steps together, by message, so that a failure of one is an error on all.
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace ringcomm::cuda {
 
 namespace {
 
-constexpr std::int64_t kTellFailureMs = 2000;  // for all peers; those that hear nothing have their own time limits
+constexpr std::int64_t kSendFailureMs = 2000;  // for all peers; those that hear nothing have their own time limits
 
 std::int64_t now_ms() {
   using namespace std::chrono;
@@ -49,7 +49,7 @@ std::string Group::handle() const {
   h.rank = rank_;
   h.layout = layout_;
   h.identity = own_identity_;
-  h.mailbox = mailbox_->address();
+  h.control = control_->address();
   h.settings = settings_;
   h.device = device_;
   h.uuid = facts_.uuid;
@@ -84,7 +84,7 @@ void Group::check_handle(int peer, const GroupHandle& mine, const GroupHandle& t
 }
 
 // Reads the handles and finds the ranks of this process.
-void Group::adopt(const std::vector<std::string>& handles) {
+void Group::read_handles(const std::vector<std::string>& handles) {
   if (static_cast<int>(handles.size()) != world_size())
     fail(ErrorCode::kInvalid, "connect: rank ", rank_, " expected ", world_size(), " handles, got ", handles.size(),
          "; pass every rank's handle, in rank order");
@@ -107,20 +107,20 @@ void Group::adopt(const std::vector<std::string>& handles) {
   identity_ = text_of(parsed[0].identity);
 }
 
-// ---- mail -----------------------------------------------------------------------------------------------------------
+// ---- messages ------------------------------------------------------------------------------------------------------
 
-// Reads the mail that has come; throws if a rank has failed in what the ranks are doing now.
-void Group::read_mail() {
-  while (mailbox_->receive(0)) continue;
-  Mail mail;
-  if (!mailbox_->take(Mail::kFailed, -1, &phase_, mail)) return;
-  told_ = true;
-  fail(static_cast<ErrorCode>(mail.code), call_, ": rank ", rank_,
-       " expected all ranks to take part, got this from rank ", mail.from, ": ", mail.text);
+// Receives the messages that have come; throws if a rank has failed in what the ranks are doing now.
+void Group::check_failures() {
+  while (control_->receive(0)) continue;
+  ControlMessage message;
+  if (!control_->take(ControlMessage::kFailed, -1, &phase_, message)) return;
+  failure_known_ = true;
+  fail(static_cast<ErrorCode>(message.code), call_, ": rank ", rank_,
+       " expected all ranks to take part, got this from rank ", message.from, ": ", message.text);
 }
 
-// Throws if no letter from `peer` can be expected any more.
-void Group::check_hope(int peer, bool gone, std::int64_t deadline) const {
+// Throws if no message from `peer` can be expected any more.
+void Group::check_peer(int peer, bool gone, std::int64_t deadline) const {
   if (gone)
     fail(ErrorCode::kAborted, call_, ": rank ", rank_, " expected rank ", peer, " (process ",
          peers_[peer].handle.process.pid, "), got no answer, since it has exited or closed; see its own error");
@@ -132,52 +132,54 @@ void Group::check_hope(int peer, bool gone, std::int64_t deadline) const {
          timeout_ms_ / 1000.0, " s, got no answer; see whether it has stalled or calls something else");
 }
 
-void Group::post(int peer, const Mail& mail, std::int64_t deadline) {
+void Group::post(int peer, const ControlMessage& message, std::int64_t deadline) {
   for (;;) {
-    const Mailbox::Sent sent = mailbox_->send(peers_[peer].handle.mailbox, mail);
-    if (sent == Mailbox::Sent::kYes) return;
-    read_mail();  // says why the peer has gone
-    check_hope(peer, sent == Mailbox::Sent::kNobody, deadline);
-    mailbox_->receive(1);
+    const ControlSocket::SendResult sent = control_->send(peers_[peer].handle.control, message);
+    if (sent == ControlSocket::SendResult::kSent) return;
+    check_failures();  // says why the peer has gone
+    check_peer(peer, sent == ControlSocket::SendResult::kUnreachable, deadline);
+    control_->receive(1);
   }
 }
 
-Mail Group::await(Mail::Kind kind, int peer, std::int64_t deadline, const Identity& subject) {
-  Mail mail;
+ControlMessage Group::await(ControlMessage::Kind kind, int peer, std::int64_t deadline, const Identity& subject) {
+  ControlMessage message;
   for (;;) {
-    const bool gone = !peers_[peer].here() && peers_[peer].handle.process.has_exited();  // before its last mail is read
-    read_mail();
-    if (mailbox_->take(kind, peer, &subject, mail)) return mail;
-    check_hope(peer, gone, deadline);
-    mailbox_->receive(static_cast<int>(std::clamp<std::int64_t>(deadline - now_ms(), 1, 100)));
+    const bool gone =
+        !peers_[peer].here() && peers_[peer].handle.process.has_exited();  // before its last message is read
+    check_failures();
+    if (control_->take(kind, peer, &subject, message)) return message;
+    check_peer(peer, gone, deadline);
+    control_->receive(static_cast<int>(std::clamp<std::int64_t>(deadline - now_ms(), 1, 100)));
   }
 }
 
 // Returns when every rank has come to this point.
-void Group::meet(Mail::Kind kind, std::int64_t deadline) {
-  Mail mail;
-  mail.kind = kind;
-  mail.from = rank_;
-  mail.subject = phase_;
+void Group::barrier(ControlMessage::Kind kind, std::int64_t deadline) {
+  ControlMessage message;
+  message.kind = kind;
+  message.from = rank_;
+  message.subject = phase_;
   for (int p = 0; p < world_size(); ++p)
-    if (p != rank_) post(p, mail, deadline);
+    if (p != rank_) post(p, message, deadline);
   for (int p = 0; p < world_size(); ++p)
     if (p != rank_) await(kind, p, deadline, phase_);
 }
 
-// A rank that heard of a failure by mail need not pass it on.
-void Group::tell_failure(const Error& error) noexcept {
-  if (told_) return;
-  Mail mail;
-  mail.kind = Mail::kFailed;
-  mail.from = rank_;
-  mail.subject = phase_;
-  mail.code = static_cast<std::int32_t>(error.code());
-  mail.text = error.what();
-  const std::int64_t end = now_ms() + kTellFailureMs;
+// A rank that learned of a failure from a message need not pass it on.
+void Group::send_failure(const Error& error) noexcept {
+  if (failure_known_) return;
+  ControlMessage message;
+  message.kind = ControlMessage::kFailed;
+  message.from = rank_;
+  message.subject = phase_;
+  message.code = static_cast<std::int32_t>(error.code());
+  message.text = error.what();
+  const std::int64_t end = now_ms() + kSendFailureMs;
   for (int p = 0; p < static_cast<int>(peers_.size()); ++p)
-    while (p != rank_ && mailbox_->send(peers_[p].handle.mailbox, mail) == Mailbox::Sent::kFull && now_ms() < end)
-      mailbox_->receive(1);  // a peer whose mailbox is full may be waiting for room in this one
+    while (p != rank_ && control_->send(peers_[p].handle.control, message) == ControlSocket::SendResult::kFull &&
+           now_ms() < end)
+      control_->receive(1);  // a peer whose queue is full may be waiting for room in this one
 }
 
 // ---- opening --------------------------------------------------------------------------------------------------------
@@ -208,13 +210,13 @@ void Group::enable_peer_access(int peer) const {
 // Sends the peers what they need beside the handle.
 void Group::offer(const DeviceMemory& memory, std::int64_t deadline) {
   if (memory.fd() < 0) return;
-  Mail mail;
-  mail.kind = Mail::kMemory;
-  mail.from = rank_;
-  mail.subject = memory.handle().identity;
-  mail.fd = memory.fd();
+  ControlMessage message;
+  message.kind = ControlMessage::kMemory;
+  message.from = rank_;
+  message.subject = memory.handle().identity;
+  message.fd = memory.fd();
   for (int p = 0; p < world_size(); ++p)
-    if (!peers_[p].here()) post(p, mail, deadline);
+    if (!peers_[p].here()) post(p, message, deadline);
 }
 
 // A peer's memory, as mapped on this rank.
@@ -232,12 +234,13 @@ std::shared_ptr<DeviceMemory> Group::map(int peer, const MemoryHandle& handle, s
     fail(ErrorCode::kUnsupported, "connect: rank ", rank_, " expected a handle of the memory of rank ", peer, " on ",
          p.handle.device_text(), ", got none, since ", p.handle.why_private,
          "; run all ranks in one process, or use NCCL here");
-  const int fd = handle.kind == HandleKind::kVmm ? await(Mail::kMemory, peer, deadline, handle.identity).fd : -1;
+  const int fd =
+      handle.kind == HandleKind::kVmm ? await(ControlMessage::kMemory, peer, deadline, handle.identity).fd : -1;
   try {
     p.opened.push_back(DeviceMemory::open(handle, fd, device_, rank_, peer));
   } catch (const Error&) {
-    read_mail();  // a better reason, if there is one
-    check_hope(peer, p.handle.process.has_exited(), deadline);
+    check_failures();  // a better reason, if there is one
+    check_peer(peer, p.handle.process.has_exited(), deadline);
     throw;
   }
   return p.opened.back();
@@ -284,7 +287,7 @@ void Group::broken_path(int peer, const char* expected) const {
 
 // ---- connect, and collective arenas ---------------------------------------------------------------------------------
 
-void Group::look_at_paths() {
+void Group::find_paths() {
   std::vector<std::vector<Path>> paths(world_size());
   worst_path_ = Path::kSame;
   for (int a = 0; a < world_size(); ++a) {
@@ -323,7 +326,7 @@ void Group::connect(const std::vector<std::string>& handles, const std::function
   const std::int64_t end = deadline();
   const DeviceGuard guard(device_, rank_);
   try {
-    adopt(handles);
+    read_handles(handles);
     for (int p = 0; p < world_size(); ++p) check_handle(p, peers_[rank_].handle, peers_[p].handle);
     check_local_ranks();
     offer(*own_->segment, end);
@@ -334,24 +337,24 @@ void Group::connect(const std::vector<std::string>& handles, const std::function
       read_probe(p);
       write_probe(p);
     }
-    meet(Mail::kAttached, end);
+    barrier(ControlMessage::kAttached, end);
     for (int p = 0; p < world_size(); ++p)
       if (p != rank_) check_written(p);
     one_process_ = std::all_of(peers_.begin(), peers_.end(), [](const Peer& p) { return p.here(); });
     for (int p = 0; p < world_size(); ++p)
       if (peers_[p].here() && peers_[p].own->device == device_) local_ranks_.push_back(p);
     one_device_ = static_cast<int>(local_ranks_.size()) == world_size();
-    look_at_paths();
+    find_paths();
     if (prepare) prepare();
-    meet(Mail::kChecked, end);
+    barrier(ControlMessage::kChecked, end);
   } catch (const Error& error) {
-    tell_failure(error);
+    send_failure(error);
     throw;
   }
   own_->segment->close_fd();
   if (!one_process_ && !user_memory_hidden_) {
     std::vector<Buffers::Peer> all;
-    for (const Peer& peer : peers_) all.push_back({peer.handle.mailbox, peer.here()});
+    for (const Peer& peer : peers_) all.push_back({peer.handle.control, peer.here()});
     buffers_ = std::make_unique<Buffers>(rank_, device_, std::move(all),
                                          [this](int peer, int region, char* base) { set_region(peer, region, base); });
   }
@@ -381,9 +384,9 @@ void Group::add_arenas(const std::vector<std::string>& handles) {
   try {
     offer(*own, end);
     for (int p = 0; p < world_size(); ++p) memories[p] = p == rank_ ? own : map(p, parsed[p], end);
-    meet(Mail::kAttached, end);
+    barrier(ControlMessage::kAttached, end);
   } catch (const Error& error) {
-    tell_failure(error);
+    send_failure(error);
     throw;  // the arena stays with own_: some peer may have opened it
   }
   own->close_fd();

@@ -131,8 +131,8 @@ bool unpack(const std::string& text, MemoryHandle& handle) {
 std::string GroupHandle::pack() const {
   std::ostringstream out;
   out << machine << ' ' << text_of(instance) << ' ' << process.pid << ' ' << process.start << ' ' << rank << ' '
-      << layout.world_size << ' ' << text_of(layout) << ' ' << text_of(identity) << ' ' << text_of(mailbox.name) << ' '
-      << text_of(mailbox.secret) << ' ' << or_dash(settings) << ' ' << device << ' ' << or_dash(uuid) << ' '
+      << layout.world_size << ' ' << text_of(layout) << ' ' << text_of(identity) << ' ' << text_of(control.name) << ' '
+      << text_of(control.secret) << ' ' << or_dash(settings) << ' ' << device << ' ' << or_dash(uuid) << ' '
       << or_dash(bus_id) << ' ' << cuda::pack(segment) << ' ' << paths.size();
   for (const auto& [to, path] : paths) out << ' ' << to << ' ' << int{path.kind} << ' ' << path.performance_rank;
   out << ' ' << or_dash(why_private);
@@ -160,7 +160,7 @@ GroupHandle GroupHandle::unpack(const std::string& text, int rank) {
   for (std::string setting; std::getline(settings, setting, ',');) set_number(h.layout, setting);
   h.instance = identity_of(instance);
   h.identity = identity_of(identity);
-  h.mailbox = {identity_of(name), identity_of(secret)};
+  h.control = {identity_of(name), identity_of(secret)};
   h.settings = dash_to_empty(h.settings);
   h.uuid = dash_to_empty(h.uuid);
   h.bus_id = dash_to_empty(h.bus_id);

@@ -1,5 +1,5 @@
 // What a rank sends to the others before they can access its memory: where it runs, which settings must be equal, and
-// where its segment and its mailbox are. It is one line of text, which stores of all kinds can carry.
+// where its segment and its control socket are. It is one line of text, which stores of all kinds can carry.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 #include "core/engine.h"
 #include "cuda/device/args.h"
+#include "cuda/memory/control_socket.h"
 #include "cuda/memory/ipc.h"
-#include "cuda/memory/mailbox.h"
 #include "cuda/memory/topology.h"
 
 namespace ringcomm::cuda {
@@ -22,7 +22,7 @@ struct GroupHandle {
   int rank = -1;
   Layout layout;
   Identity identity{};  // of the rank in this communicator
-  Mailbox::Address mailbox;
+  ControlSocket::Address control;
   std::string settings;  // beside the layout, they decide the plans and must be equal: "sms=132,sm=90,..."
   int device = 0;        // index in its own process
   std::string uuid, bus_id;

@@ -162,69 +162,70 @@ void DeviceMemory::grant(int device, int rank) {
   if (range_.data && device != device_) vmm_grant(range_, device, rank);
 }
 
-// ---- Cemetery -------------------------------------------------------------------------------------------------------
+// ---- memory that peers may still have open -------------------------------------------------------------------------
 
 namespace {
 
-struct Grave {
-  std::unique_ptr<Mailbox> mailbox;
+struct DeferredFree {
+  std::unique_ptr<ControlSocket> control;
   std::vector<std::shared_ptr<DeviceMemory>> memories;
-  std::vector<Cemetery::Mourner> mourners;
-  Cemetery::Letters letters;
+  std::vector<DeferredFrees::Peer> peers;
+  DeferredFrees::Messages unsent;
   int pid;
 
   // Whether no peer has the memory open any more, and all have been told.
-  bool forgotten() {
-    letters.erase(std::remove_if(letters.begin(), letters.end(),
-                                 [&](const auto& letter) {
-                                   return mailbox->send(letter.first, letter.second) != Mailbox::Sent::kFull;
-                                 }),
-                  letters.end());
-    while (mailbox->receive(0)) continue;
-    Mail mail;
-    while (mailbox->take(Mail::kClosed, -1, nullptr, mail))
-      mourners.erase(std::remove_if(mourners.begin(), mourners.end(), [&](auto& m) { return m.rank == mail.from; }),
-                     mourners.end());
-    mourners.erase(std::remove_if(mourners.begin(), mourners.end(), [](auto& m) { return m.process.has_exited(); }),
-                   mourners.end());
-    return mourners.empty() && letters.empty();
+  bool is_due() {
+    unsent.erase(std::remove_if(unsent.begin(), unsent.end(),
+                                [&](const auto& message) {
+                                  return control->send(message.first, message.second) !=
+                                         ControlSocket::SendResult::kFull;
+                                }),
+                 unsent.end());
+    while (control->receive(0)) continue;
+    ControlMessage message;
+    while (control->take(ControlMessage::kClosed, -1, nullptr, message))
+      peers.erase(std::remove_if(peers.begin(), peers.end(), [&](auto& m) { return m.rank == message.from; }),
+                  peers.end());
+    peers.erase(std::remove_if(peers.begin(), peers.end(), [](auto& m) { return m.process.has_exited(); }),
+                peers.end());
+    return peers.empty() && unsent.empty();
   }
 };
 
-struct Ground {
+struct Registry {
   std::mutex mutex;
-  std::list<Grave> graves;
-  static Ground& get() {
-    static Ground* const ground = new Ground;  // outlives whatever may still be destroyed at exit
-    return *ground;
+  std::list<DeferredFree> all;
+  static Registry& get() {
+    static Registry* const registry = new Registry;  // outlives whatever may still be destroyed at exit
+    return *registry;
   }
 };
 
 }  // namespace
 
-void Cemetery::bury(std::unique_ptr<Mailbox> mailbox, std::vector<std::shared_ptr<DeviceMemory>> memories,
-                    std::vector<Mourner> mourners, Letters letters) {
-  Ground& ground = Ground::get();
-  const std::lock_guard<std::mutex> lock(ground.mutex);
-  ground.graves.push_back({std::move(mailbox), std::move(memories), std::move(mourners), std::move(letters), getpid()});
+void DeferredFrees::add(std::unique_ptr<ControlSocket> control, std::vector<std::shared_ptr<DeviceMemory>> memories,
+                        std::vector<Peer> peers, Messages unsent) {
+  Registry& registry = Registry::get();
+  const std::lock_guard<std::mutex> lock(registry.mutex);
+  registry.all.push_back({std::move(control), std::move(memories), std::move(peers), std::move(unsent), getpid()});
 }
 
-void Cemetery::sweep() {
+void DeferredFrees::sweep() {
   if (process_is_ending()) return;
-  std::list<Grave> forgotten;  // memory is freed outside the lock
-  Ground& ground = Ground::get();
-  const std::lock_guard<std::mutex> lock(ground.mutex);
-  for (auto grave = ground.graves.begin(); grave != ground.graves.end();) {
-    const auto next = std::next(grave);
-    if (grave->pid == getpid() && grave->forgotten()) forgotten.splice(forgotten.end(), ground.graves, grave);
-    grave = next;
+  std::list<DeferredFree> done;  // memory is freed outside the lock
+  Registry& registry = Registry::get();
+  const std::lock_guard<std::mutex> lock(registry.mutex);
+  for (auto it = registry.all.begin(); it != registry.all.end();) {
+    const auto next = std::next(it);
+    if (it->pid == getpid() && it->is_due()) done.splice(done.end(), registry.all, it);
+    it = next;
   }
 }
 
-std::size_t Cemetery::graves() {
-  Ground& ground = Ground::get();
-  const std::lock_guard<std::mutex> lock(ground.mutex);
-  return ground.graves.size();
+std::size_t DeferredFrees::count() {
+  Registry& registry = Registry::get();
+  const std::lock_guard<std::mutex> lock(registry.mutex);
+  return registry.all.size();
 }
 
 }  // namespace ringcomm::cuda

@@ -3,7 +3,7 @@
 // does not work. RINGCOMM_CUDA_HANDLES=ipc|vmm forces one.
 //
 // If IPC memory is freed while a peer has it open, the result is undefined for that peer. Freeing therefore waits: see
-// Cemetery.
+// DeferredFrees.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/memory/mailbox.h"
+#include "cuda/memory/control_socket.h"
 #include "cuda/memory/vmm.h"
 
 namespace ringcomm::cuda {
@@ -71,20 +71,20 @@ class DeviceMemory {
   std::string why_private_;
 };
 
-// Memory of ranks that are gone, until the peers that opened it have closed it, and the letters of such ranks to peers
-// whose mailboxes were full. It is checked whenever a rank comes or goes in this process. The end of the process frees
+// Memory of ranks that are gone, until the peers that opened it have closed it, and the messages of such ranks to peers
+// whose sockets were full. It is checked whenever a rank comes or goes in this process. The end of the process frees
 // the rest, and tells the peers too.
-class Cemetery {
+class DeferredFrees {
  public:
-  struct Mourner {
+  struct Peer {
     int rank;
     Process process;
   };
-  using Letters = std::vector<std::pair<Mailbox::Address, Mail>>;
-  static void bury(std::unique_ptr<Mailbox> mailbox, std::vector<std::shared_ptr<DeviceMemory>> memories,
-                   std::vector<Mourner> mourners, Letters letters);
+  using Messages = std::vector<std::pair<ControlSocket::Address, ControlMessage>>;
+  static void add(std::unique_ptr<ControlSocket> control, std::vector<std::shared_ptr<DeviceMemory>> memories,
+                  std::vector<Peer> peers, Messages unsent);
   static void sweep();
-  static std::size_t graves();  // for tests
+  static std::size_t count();  // for tests
 };
 
 }  // namespace ringcomm::cuda

@@ -173,7 +173,7 @@ VmmReference::~VmmReference() {
   if (Driver::get().may_release()) Driver::get().release(number_);
 }
 
-VmmReference::Export VmmReference::way_out(int device) const {
+VmmReference::Export VmmReference::export_kind(int device) const {
   CUmemAllocationProp properties{};
   if (Driver::get().properties(&properties, number_) != CUDA_SUCCESS ||
       properties.location.type != CU_MEM_LOCATION_TYPE_DEVICE || properties.location.id != device)

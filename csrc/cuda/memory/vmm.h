@@ -42,7 +42,7 @@ class VmmReference {
   std::uint64_t number() const { return number_; }  // its handle
   // How it can be passed to other processes, if it lies on `device`.
   enum class Export { kNot, kFile, kFabric };
-  Export way_out(int device) const;
+  Export export_kind(int device) const;
   // kFabric: writes kFabricBytes, a handle that is valid in every process.
   bool export_fabric(void* to) const;
 

@@ -1,4 +1,4 @@
-#include "cuda/memory/mailbox.h"
+#include "cuda/memory/control_socket.h"
 
 #include <fcntl.h>
 #include <poll.h>
@@ -85,7 +85,7 @@ Process Process::self() { return {getpid(), start_of(getpid())}; }
 
 bool Process::has_exited() const { return start_of(pid) != start; }
 
-Mailbox::Mailbox() : address_{random_identity(), random_identity()} {
+ControlSocket::ControlSocket() : address_{random_identity(), random_identity()} {
   socket_ = ::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   const Name name = name_of(address_.name);
   if (socket_ < 0 || bind(socket_, reinterpret_cast<const sockaddr*>(&name.where), name.nbytes) != 0) {
@@ -96,97 +96,99 @@ Mailbox::Mailbox() : address_{random_identity(), random_identity()} {
   }
 }
 
-Mailbox::~Mailbox() {
-  for (const Mail& mail : unread_)
-    if (mail.fd >= 0) ::close(mail.fd);
+ControlSocket::~ControlSocket() {
+  for (const ControlMessage& message : unread_)
+    if (message.fd >= 0) ::close(message.fd);
   if (socket_ >= 0) ::close(socket_);
 }
 
-Mailbox::Sent Mailbox::send(const Address& to, const Mail& mail) const noexcept {
+ControlSocket::SendResult ControlSocket::send(const Address& to, const ControlMessage& message) const noexcept {
   Packet packet{};
   packet.magic = kMagic;
   packet.secret = to.secret;
-  packet.subject = mail.subject;
-  packet.kind = mail.kind;
-  packet.from = mail.from;
-  packet.code = mail.code;
-  packet.call = mail.call;
-  std::memcpy(packet.text, mail.text.data(), std::min(mail.text.size(), sizeof packet.text - 1));
+  packet.subject = message.subject;
+  packet.kind = message.kind;
+  packet.from = message.from;
+  packet.code = message.code;
+  packet.call = message.call;
+  std::memcpy(packet.text, message.text.data(), std::min(message.text.size(), sizeof packet.text - 1));
   Name name = name_of(to.name);
   iovec content{&packet, sizeof packet};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-  message.msg_name = &name.where;
-  message.msg_namelen = name.nbytes;
-  message.msg_iov = &content;
-  message.msg_iovlen = 1;
-  if (mail.fd >= 0) {
-    message.msg_control = control;
-    message.msg_controllen = sizeof control;
-    cmsghdr* const header = CMSG_FIRSTHDR(&message);
+  msghdr io{};
+  io.msg_name = &name.where;
+  io.msg_namelen = name.nbytes;
+  io.msg_iov = &content;
+  io.msg_iovlen = 1;
+  if (message.fd >= 0) {
+    io.msg_control = control;
+    io.msg_controllen = sizeof control;
+    cmsghdr* const header = CMSG_FIRSTHDR(&io);
     header->cmsg_level = SOL_SOCKET;
     header->cmsg_type = SCM_RIGHTS;
     header->cmsg_len = CMSG_LEN(sizeof(int));
-    std::memcpy(CMSG_DATA(header), &mail.fd, sizeof(int));
+    std::memcpy(CMSG_DATA(header), &message.fd, sizeof(int));
   }
   ssize_t sent;
-  do sent = sendmsg(socket_, &message, MSG_NOSIGNAL);
+  do sent = sendmsg(socket_, &io, MSG_NOSIGNAL);
   while (sent < 0 && errno == EINTR);
-  if (sent >= 0) return Sent::kYes;
-  return errno == EAGAIN || errno == ENOBUFS ? Sent::kFull : Sent::kNobody;
+  if (sent >= 0) return SendResult::kSent;
+  return errno == EAGAIN || errno == ENOBUFS ? SendResult::kFull : SendResult::kUnreachable;
 }
 
-bool Mailbox::receive(int timeout_ms) {
+bool ControlSocket::receive(int timeout_ms) {
   pollfd watched{socket_, POLLIN, 0};
   if (poll(&watched, 1, timeout_ms) <= 0) return false;
   Packet packet{};
   iovec content{&packet, sizeof packet};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-  message.msg_iov = &content;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof control;
-  const ssize_t nbytes = recvmsg(socket_, &message, MSG_CMSG_CLOEXEC);
+  msghdr io{};
+  io.msg_iov = &content;
+  io.msg_iovlen = 1;
+  io.msg_control = control;
+  io.msg_controllen = sizeof control;
+  const ssize_t nbytes = recvmsg(socket_, &io, MSG_CMSG_CLOEXEC);
   if (nbytes < 0) return false;
-  Mail mail;
-  for (cmsghdr* header = CMSG_FIRSTHDR(&message); header; header = CMSG_NXTHDR(&message, header))
+  ControlMessage message;
+  for (cmsghdr* header = CMSG_FIRSTHDR(&io); header; header = CMSG_NXTHDR(&io, header))
     if (header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS)
-      std::memcpy(&mail.fd, CMSG_DATA(header), sizeof(int));
+      std::memcpy(&message.fd, CMSG_DATA(header), sizeof(int));
   if (nbytes != sizeof packet || packet.magic != kMagic || packet.secret != address_.secret) {
-    if (mail.fd >= 0) ::close(mail.fd);
+    if (message.fd >= 0) ::close(message.fd);
     return true;  // from a stranger
   }
-  mail.kind = static_cast<Mail::Kind>(packet.kind);
-  mail.from = packet.from;
-  mail.code = packet.code;
-  mail.call = packet.call;
-  mail.subject = packet.subject;
+  message.kind = static_cast<ControlMessage::Kind>(packet.kind);
+  message.from = packet.from;
+  message.code = packet.code;
+  message.call = packet.call;
+  message.subject = packet.subject;
   packet.text[sizeof packet.text - 1] = 0;
-  mail.text = packet.text;
-  unread_.push_back(std::move(mail));
+  message.text = packet.text;
+  unread_.push_back(std::move(message));
   return true;
 }
 
 template <typename Wanted>
-bool Mailbox::take_if(const Wanted& wanted, Mail& mail) {
+bool ControlSocket::take_if(const Wanted& wanted, ControlMessage& message) {
   const auto found = std::find_if(unread_.begin(), unread_.end(), wanted);
   if (found == unread_.end()) return false;
-  mail = std::move(*found);
+  message = std::move(*found);
   unread_.erase(found);
   return true;
 }
 
-bool Mailbox::take(Mail::Kind kind, int from, const Identity* subject, Mail& mail) {
+bool ControlSocket::take(ControlMessage::Kind kind, int from, const Identity* subject, ControlMessage& message) {
   return take_if(
-      [&](const Mail& m) {
+      [&](const ControlMessage& m) {
         return m.kind == kind && (from < 0 || m.from == from) && (!subject || m.subject == *subject);
       },
-      mail);
+      message);
 }
 
-bool Mailbox::take(Mail::Kind kind, int from, std::uint64_t last, Mail& mail) {
-  return take_if([&](const Mail& m) { return m.kind == kind && (from < 0 || m.from == from) && m.call <= last; }, mail);
+bool ControlSocket::take(ControlMessage::Kind kind, int from, std::uint64_t last, ControlMessage& message) {
+  return take_if(
+      [&](const ControlMessage& m) { return m.kind == kind && (from < 0 || m.from == from) && m.call <= last; },
+      message);
 }
 
 }  // namespace ringcomm::cuda

@@ -25,7 +25,7 @@ struct Process {
   bool has_exited() const;
 };
 
-struct Mail {
+struct ControlMessage {
   enum Kind : std::uint32_t {
     kMemory,     // carries a file descriptor: memory `subject`
     kAttached,   // has opened and checked everything that goes by `subject`
@@ -47,35 +47,36 @@ struct Mail {
   int fd = -1;
 };
 
-class Mailbox {
+class ControlSocket {
  public:
   struct Address {
     Identity name{}, secret{};
   };
-  enum class Sent { kYes, kFull, kNobody };
+  enum class SendResult { kSent, kFull, kUnreachable };
 
-  Mailbox();
-  ~Mailbox();
-  Mailbox(const Mailbox&) = delete;
-  Mailbox& operator=(const Mailbox&) = delete;
+  ControlSocket();
+  ~ControlSocket();
+  ControlSocket(const ControlSocket&) = delete;
+  ControlSocket& operator=(const ControlSocket&) = delete;
 
   const Address& address() const { return address_; }
-  // kFull: the receiver has too many unread messages, try again later. kNobody: it has closed, or cannot be reached.
-  Sent send(const Address& to, const Mail& mail) const noexcept;
+  // kFull: the receiver has too many unread messages, try again later. kUnreachable: it has closed, or cannot be
+  // reached.
+  SendResult send(const Address& to, const ControlMessage& message) const noexcept;
   // Receives what arrives within `timeout_ms`; false: nothing did.
   bool receive(int timeout_ms);
   // Takes the oldest message of that kind and sender (any, if negative) that has arrived, with its file descriptor.
-  bool take(Mail::Kind kind, int from, const Identity* subject, Mail& mail);
+  bool take(ControlMessage::Kind kind, int from, const Identity* subject, ControlMessage& message);
   // The same, but only messages whose call is not after `last`.
-  bool take(Mail::Kind kind, int from, std::uint64_t last, Mail& mail);
+  bool take(ControlMessage::Kind kind, int from, std::uint64_t last, ControlMessage& message);
 
  private:
   template <typename Wanted>
-  bool take_if(const Wanted& wanted, Mail& mail);
+  bool take_if(const Wanted& wanted, ControlMessage& message);
 
   int socket_ = -1;
   Address address_;
-  std::list<Mail> unread_;
+  std::list<ControlMessage> unread_;
 };
 
 }  // namespace ringcomm::cuda
