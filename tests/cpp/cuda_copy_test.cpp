@@ -225,7 +225,7 @@ std::string barriers(std::uint64_t seed) {
     if (world.failure(r) == Failure::kNone) return "rank " + text(r) + " came out alone";
     const cuda::Status& status = world.status(r);
     if (world.failure(r) == Failure::kTimeout && status.peer != form.absent) return "another rank is blamed";
-    if (static_cast<WaitKind>(status.wait) != WaitKind::kAnnouncement) return "an odd kind of wait";
+    if (static_cast<WaitKind>(status.wait) != WaitKind::kPublished) return "an odd kind of wait";
   }
   return "";
 }

@@ -32,7 +32,7 @@ inline constexpr int kMaxRegions = kMaxArenas + kMaxBuffers;  // of a rank: its 
 struct alignas(kLineBytes) ChannelState {
   std::uint64_t calls;     // collective calls this channel has made
   std::uint64_t history;   // hash of their signatures
-  std::uint64_t meets;     // meets it has passed
+  std::uint64_t barriers;  // of the ranks that it has passed
   std::uint64_t turns;     // windows that went through the staging area
   std::uint64_t sent;      // tickets of its ring link towards next
   std::uint64_t received;  // tickets of its ring link from prev
@@ -76,15 +76,15 @@ struct Layout {
     return packet_bytes ? ll128_at() + packet_bytes / 15 * 16 : 0;
   }
 
-  // One channel: state, consumed, meets, announcements, board, two regions for what goes out, two for a reduced shard,
-  // boxes.
+  // One channel: state, consumed, barriers, published buffers, board, two regions for what goes out, two for a reduced
+  // shard, boxes.
   RINGCOMM_HD constexpr std::uint64_t shard_bytes() const { return stage_bytes / world_size; }
   RINGCOMM_HD constexpr std::uint64_t consumed_at() const { return sizeof(ChannelState); }
-  RINGCOMM_HD constexpr std::uint64_t meets_at() const { return consumed_at() + sizeof(FlagLine); }
-  RINGCOMM_HD constexpr std::uint64_t announced_at() const {
-    return meets_at() + round_up(world_size * sizeof(Flag), kLineBytes);
+  RINGCOMM_HD constexpr std::uint64_t barriers_at() const { return consumed_at() + sizeof(FlagLine); }
+  RINGCOMM_HD constexpr std::uint64_t published_at() const {
+    return barriers_at() + round_up(world_size * sizeof(Flag), kLineBytes);
   }
-  RINGCOMM_HD constexpr std::uint64_t board_at() const { return announced_at() + world_size * sizeof(SlotHeader); }
+  RINGCOMM_HD constexpr std::uint64_t board_at() const { return published_at() + world_size * sizeof(SlotHeader); }
   RINGCOMM_HD constexpr std::uint64_t stage_at() const { return board_at() + board_bytes(); }
   RINGCOMM_HD constexpr std::uint64_t boxes_at() const { return stage_at() + 2 * (stage_bytes + shard_bytes()); }
   RINGCOMM_HD constexpr std::uint64_t channel_bytes() const { return boxes_at() + 2 * world_size * box_bytes(); }
@@ -114,7 +114,7 @@ struct Layout {
 // ---- the host page: mapped host memory, one per rank ----------------------------------------------------------------
 
 enum class Failure : std::uint32_t { kNone, kTimeout, kAborted, kMismatch };
-enum class WaitKind : std::uint32_t { kNone, kSlice, kCredit, kAnnouncement, kMeet, kPackets, kMessage };
+enum class WaitKind : std::uint32_t { kNone, kSlice, kCredit, kPublished, kBarrier, kPackets, kMessage };
 
 // The first failure on this rank. `code` is stored last.
 struct Status {
@@ -151,7 +151,7 @@ struct RankArgs {
   std::int32_t rank;
   std::int32_t unused;
   double factor;           // premul_sum
-  Location input, output;  // of message 0, as it is announced to the peers
+  Location input, output;  // of message 0, as it is published to the peers
   char* segment;           // the own one: the first thing that a kernel reads; the table is read beside it
   const RankTable* table;
 

@@ -38,9 +38,9 @@ class Block {
     return *reinterpret_cast<ChannelState*>(args_.segment + layout_.channel_at(channel()));
   }
   RINGCOMM_DEVICE Flag* consumed(int rank) const { return flag(of(rank) + layout_.consumed_at()); }
-  RINGCOMM_DEVICE Flag* meets(int rank) const { return flag(of(rank) + layout_.meets_at()); }
-  RINGCOMM_DEVICE SlotHeader* announced(int rank) const {
-    return reinterpret_cast<SlotHeader*>(of(rank) + layout_.announced_at());
+  RINGCOMM_DEVICE Flag* barrier_flags(int rank) const { return flag(of(rank) + layout_.barriers_at()); }
+  RINGCOMM_DEVICE SlotHeader* published(int rank) const {
+    return reinterpret_cast<SlotHeader*>(of(rank) + layout_.published_at());
   }
   RINGCOMM_DEVICE Board board(int rank) const {
     return Board::at(of(rank) + layout_.board_at(), layout_.depth, layout_.slot_bytes);
@@ -84,19 +84,20 @@ class Block {
   }
 
   // Barrier of all ranks' blocks of this channel: after it, all of them see what any of them wrote before it.
-  RINGCOMM_DEVICE bool meet() const {
-    if (RINGCOMM_FAULT != Fault::kNoBarrierBeforeMeet)
-      sync();  // every thread has written, and has read state().meets of the meet before
-    const u64 target = load_one(&state().meets) + 1;
+  RINGCOMM_DEVICE bool rank_barrier() const {
+    if (RINGCOMM_FAULT != Fault::kNoBarrierBeforeRankBarrier)
+      sync();  // every thread has written, and has read state().barriers of the barrier before
+    const u64 target = load_one(&state().barriers) + 1;
     bool ok = true;
     if (const int peer = thread(); peer < world_size()) {
       if (peer != rank()) {
-        post(meets(peer) + rank(), target);
-        ok = RINGCOMM_FAULT == Fault::kMeetWaitsForNobody || wait(meets(rank()) + peer, target, peer, WaitKind::kMeet);
+        post(barrier_flags(peer) + rank(), target);
+        ok = RINGCOMM_FAULT == Fault::kRankBarrierWaitsForNobody ||
+             wait(barrier_flags(rank()) + peer, target, peer, WaitKind::kBarrier);
       }
     }
     ok = agree(ok);
-    if (thread() == 0) store_one(&state().meets, target);
+    if (thread() == 0) store_one(&state().barriers, target);
     return ok;
   }
 
@@ -127,12 +128,12 @@ class Block {
   }
 
   // Sends this rank's signature and buffer locations to every peer, and waits for theirs. Afterwards
-  // announced(rank())[p] holds the announcement of rank p (this rank's own included). `note` travels in `offset`; the
+  // published(rank())[p] holds what rank p has published (this rank's own included). `note` travels in `offset`; the
   // part_bytes that thread p passes are for rank p.
-  RINGCOMM_DEVICE bool announce(const Signature& signature, u32 note = 0, u64 part_bytes = 0) const {
+  RINGCOMM_DEVICE bool publish_buffers(const Signature& signature, u32 note = 0, u64 part_bytes = 0) const {
     bool ok = true;
     if (const int peer = thread(); peer < world_size()) {
-      SlotHeader* const there = &announced(peer)[rank()];
+      SlotHeader* const there = &published(peer)[rank()];
       store_one(&there->offset, note);
       store_one(&there->signature, signature);
       store_one(&there->factor, args_.factor);
@@ -140,8 +141,8 @@ class Block {
       store_one(&there->output, args_.output);
       store_one(&there->part_bytes, part_bytes);
       post(&there->flag, signature.sequence + 1);
-      const SlotHeader* const here = &announced(rank())[peer];
-      ok = wait(&here->flag, signature.sequence + 1, peer, WaitKind::kAnnouncement) &&
+      const SlotHeader* const here = &published(rank())[peer];
+      ok = wait(&here->flag, signature.sequence + 1, peer, WaitKind::kPublished) &&
            same(signature, load_one(&here->signature), peer);
     }
     return agree(ok);

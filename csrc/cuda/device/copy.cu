@@ -1,12 +1,12 @@
 // Data movement without arithmetic: all_gather, broadcast, gather, scatter, all_to_all, barrier. Three ways:
 //
 //   known    the launch has the pointers of all ranks: plain copies, no flags
-//   direct   the ranks announce where their buffers lie, and all that a peer must access are visible: push to the
-//            peers' outputs or pull from the root's input, or both, then meet
-//   staged   otherwise: window by window through the staging areas: write, meet, pull
+//   direct   the ranks publish where their buffers lie, and all that a peer must access are visible: push to the
+//            peers' outputs or pull from the root's input, or both, then a barrier of the ranks
+//   staged   otherwise: window by window through the staging areas: write, barrier, pull
 //
-// No deadlock: the ranks wait for each other only in announce() and in meets. All ranks' blocks of a channel choose the
-// same way and the same number of windows, because they decide on the same announcements.
+// No deadlock: the ranks wait for each other only in publish_buffers() and in rank_barrier(). All ranks' blocks of a
+// channel choose the same way and the same number of windows, because they decide on the same published facts.
 #include "core/schedule.h"
 #include "cuda/device/kernels.h"
 #include "cuda/device/move.h"
@@ -30,10 +30,11 @@ class ExchangeBlock {
 
   RINGCOMM_DEVICE void run() {
     const int p = block_.thread();
-    if (!block_.announce(signature_, lines_of_longest_part(), p < world_size() ? exchanges_[p].give_bytes : 0)) return;
+    if (!block_.publish_buffers(signature_, lines_of_longest_part(), p < world_size() ? exchanges_[p].give_bytes : 0))
+      return;
     if (args_.op == Op::kAllToAll && !block_.agree(same_parts())) return;
     copy_own_part();
-    const bool ok = args_.op == Op::kBarrier ? block_.meet() : sees_all_buffers() ? direct() : staged();
+    const bool ok = args_.op == Op::kBarrier ? block_.rank_barrier() : sees_all_buffers() ? direct() : staged();
     if (ok) block_.finish(signature_);
   }
 
@@ -45,7 +46,7 @@ class ExchangeBlock {
     const int p = rank() + i;
     return p < world_size() ? p : p - world_size();
   }
-  RINGCOMM_DEVICE const SlotHeader& said(int peer) const { return block_.announced(rank())[peer]; }
+  RINGCOMM_DEVICE const SlotHeader& said(int peer) const { return block_.published(rank())[peer]; }
 
   // Decides the number of windows: the ranks take the longest part of any of them.
   RINGCOMM_DEVICE u32 lines_of_longest_part() const {
@@ -105,14 +106,14 @@ class ExchangeBlock {
     return true;
   }
   // to.of[p]: the address at which this rank reads or writes data of p. False: the host has not mapped a buffer that
-  // was announced as visible.
+  // was published as visible.
   RINGCOMM_DEVICE bool find_buffers(Addresses& to, bool spreads) const {
     const int p = block_.thread();
     bool found = true;
     if (p < world_size() && p != rank() && is_touched(p, spreads)) {
       char* const base = block_.resolve(p, touched(p));
       found = base != nullptr;
-      if (!found) block_.report(Failure::kMismatch, WaitKind::kAnnouncement, p, 0, 0, signature_, signature_);
+      if (!found) block_.report(Failure::kMismatch, WaitKind::kPublished, p, 0, 0, signature_, signature_);
       const u64 part = pulls() ? exchanges_[p].take_bytes : exchanges_[p].give_bytes;
       to.of[p] = base + (args_.op == Op::kBroadcast ? 0 : rank() * part);
     }
@@ -144,7 +145,7 @@ class ExchangeBlock {
     } else if (rank() != root) {
       push(0, root, at);
     }
-    return block_.meet();
+    return block_.rank_barrier();
   }
   RINGCOMM_DEVICE void push(int turn, int p, const Addresses& at) const {
     copy_tiles(turn, exchanges_[p].give, exchanges_[p].give_bytes, [&](const auto& f) { f(at.of[p]); });
@@ -157,13 +158,14 @@ class ExchangeBlock {
     for (int p = 0; p < world_size(); ++p) most = larger(most, load_one(&said(p).offset) * u64{kLineBytes});
     const WindowCut cut = cut_for_channels(most, 1, room(), kLineBytes, kLeastBytes, block_.num_channels());
     u64 window = block_.channel();
-    if (window >= cut.windows() && !block_.meet()) return false;  // one meet there must be after announce()
+    // A block without a window, too, passes a barrier after publish_buffers().
+    if (window >= cut.windows() && !block_.rank_barrier()) return false;
     for (; window < cut.windows(); window += block_.num_channels(), ++turn) {
       give(cut.slice(0, window), turn & 1);
-      if (!block_.meet()) return false;
+      if (!block_.rank_barrier()) return false;
       take(cut.slice(0, window), turn & 1);
     }
-    if (block_.thread() == 0) store_one(&block_.state().turns, turn);  // all threads have read it: they have met since
+    if (block_.thread() == 0) store_one(&block_.state().turns, turn);  // all threads have read it before a barrier
     return true;
   }
   // Bytes of one part in a staging region.

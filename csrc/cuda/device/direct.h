@@ -2,26 +2,26 @@
 // one thread of one rank, in canonical order, and stored wherever it is needed: rank r reduces shard r of an all_reduce
 // or reduce, and its own part of a reduce_scatter.
 //
-//   visible   the ranks announce where their buffers lie, work in place, and meet
+//   visible   the ranks publish where their buffers lie, work in place, and pass a barrier
 //   staged    through the staging areas, in windows; three windows are in progress at once
 //
 // A launch that holds all ranks knows every pointer, and has a kernel of its own (known.h).
 //
-// A staged call has one meet per window. In step k, between two meets, a rank
+// A staged call has one barrier of the ranks per window. In step k, between two barriers, a rank
 //
 //   reduces window k             reads the staging regions k % 2 of all ranks, writes its shard region k % 2
 //   stages window k + 1          writes its staging region (k + 1) % 2
-//   takes home window k - 1      reads the shard regions (k - 1) % 2 of all ranks, writes its output
+//   copies out window k - 1      reads the shard regions (k - 1) % 2 of all ranks, writes its output
 //
 // No two of these touch the same region. Of the regions, each step reads only what was written in the step before, on
-// the other side of a meet. The regions that a step overwrites were last read in the step before, too: staging region
-// (k + 1) % 2 held window k - 1, and shard region k % 2 held window k - 2. The steps of two calls cannot overlap,
-// because a call begins only when all ranks have announced it. Half of the warps move windows before they reduce, the
-// others after it. The last step of a call reduces nothing and only takes home the last window.
+// the other side of a barrier. The regions that a step overwrites were last read in the step before, too: staging
+// region (k + 1) % 2 held window k - 1, and shard region k % 2 held window k - 2. The steps of two calls cannot
+// overlap, because a call begins only when all ranks have published it. Half of the warps move windows before they
+// reduce, the others after it. The last step of a call reduces nothing and only copies out the last window.
 #pragma once
 
-#include "cuda/device/columns.h"
 #include "cuda/device/reducer.h"
+#include "cuda/device/staging_layout.h"
 
 namespace ringcomm::cuda {
 
@@ -50,11 +50,11 @@ struct ReducedShards {
 // Copies the shards of kAtOnce ranks, from rank `first` on in ring order. A thread reads from all of them before it
 // writes, so that it waits for their links together.
 template <int kAtOnce>
-RINGCOMM_DEVICE void copy_shards(const ReducedShards& home, int first) {
+RINGCOMM_DEVICE void copy_shards(const ReducedShards& reduced, int first) {
   constexpr int kBatch = 8 / kAtOnce;
-  const u32 count = home.each / sizeof(Vec);
+  const u32 count = reduced.each / sizeof(Vec);
   const char* from[kAtOnce];
-  RINGCOMM_UNROLL for (int k = 0; k < kAtOnce; ++k) from[k] = home.from(home.around(first + k));
+  RINGCOMM_UNROLL for (int k = 0; k < kAtOnce; ++k) from[k] = reduced.from(reduced.around(first + k));
   for (u32 i = threadIdx.x; i < count; i += kBatch * blockDim.x) {
     Vec value[kBatch][kAtOnce] = {};
     RINGCOMM_UNROLL for (int b = 0; b < kBatch; ++b) {
@@ -66,34 +66,34 @@ RINGCOMM_DEVICE void copy_shards(const ReducedShards& home, int first) {
     RINGCOMM_UNROLL for (int b = 0; b < kBatch; ++b) {
       const u32 at = i + b * blockDim.x;
       RINGCOMM_UNROLL for (int k = 0; k < kAtOnce; ++k) {
-        if (at < count) put(home.to + home.around(first + k) * home.each, at, value[b][k]);
+        if (at < count) put(reduced.to + reduced.around(first + k) * reduced.each, at, value[b][k]);
       }
     }
   }
 }
 // Copies the bytes [begin, end) of a window. It begins with the rank's own shard, so that the ranks do not all read
 // from one rank.
-RINGCOMM_DEVICE_CALL void take_shards_home(const RankArgs& args, int world_size, u64 shards, u32 each, u32 begin,
-                                           u32 end, char* to) {
-  const ReducedShards home{args, world_size, shards, each, to - begin};
+RINGCOMM_DEVICE_CALL void copy_out_shards(const RankArgs& args, int world_size, u64 shards, u32 each, u32 begin,
+                                          u32 end, char* to) {
+  const ReducedShards reduced{args, world_size, shards, each, to - begin};
   const auto is_whole = [&](int p) { return begin <= p * each && (p + 1) * each <= end && aligned(to); };
   for (int done = 0; done < world_size;) {
-    const int p = home.around(args.rank + done);
+    const int p = reduced.around(args.rank + done);
     int whole = 0;
-    while (whole < 8 && done + whole < world_size && is_whole(home.around(p + whole))) ++whole;
+    while (whole < 8 && done + whole < world_size && is_whole(reduced.around(p + whole))) ++whole;
     if (whole >= 8) {
-      copy_shards<8>(home, p);
+      copy_shards<8>(reduced, p);
       done += 8;
     } else if (whole >= 4) {
-      copy_shards<4>(home, p);
+      copy_shards<4>(reduced, p);
       done += 4;
     } else if (whole >= 2) {
-      copy_shards<2>(home, p);
+      copy_shards<2>(reduced, p);
       done += 2;
     } else {
       const u32 from = begin > p * each ? begin : p * each, until = end < (p + 1) * each ? end : (p + 1) * each;
       if (from < until)
-        copy_to_both(blockDim.x, home.from(p) + (from - p * each), until - from, home.to + from, nullptr);
+        copy_to_both(blockDim.x, reduced.from(p) + (from - p * each), until - from, reduced.to + from, nullptr);
       done += 1;
     }
   }
@@ -103,21 +103,21 @@ RINGCOMM_DEVICE_CALL void take_shards_home(const RankArgs& args, int world_size,
 class Direct {
  public:
   RINGCOMM_DEVICE Direct(const CallArgs& args, const Block& block, Progress& what, u64 element)
-      : args_(args), block_(block), what_(what), element_(element), columns_(args, block.rank(), element) {}
+      : args_(args), block_(block), what_(what), element_(element), staging_(args, block.rank(), element) {}
 
   // Reads the factors and decides between in place and staged. False: a wait gave up.
   RINGCOMM_DEVICE bool begin() {
     const int t = block_.thread();
-    if (!block_.announce(signature())) return false;
+    if (!block_.publish_buffers(signature())) return false;
     if (t < world_size()) what_.factor[t] = args_.scales() ? said(t).factor : 1;
     const bool in_place = block_.agree(t >= world_size() || reachable(t));
     const bool found = !in_place || t >= world_size() || finds_buffers(t);
     if (t == 0) {
       what_.in_place = in_place;
       what_.round = 0;
-      what_.length = columns_.length();
+      what_.length = staging_.length();
       what_.most =
-          cut_windows(what_.length, block_.num_channels(), column_bytes() / element_, columns_.align()).slice_elements;
+          cut_windows(what_.length, block_.num_channels(), column_bytes() / element_, staging_.align()).slice_elements;
       what_.turn = load_one(&block_.state().turns);
       what_.deadline = now_ns() + args_.timeout_ns;
       what_.combine = arithmetic_for(args_.dtype, args_.reduce_op).op;
@@ -135,7 +135,7 @@ class Direct {
     if (!is_window || is_alone_with_the_last())
       block_.sync();
     else
-      ok = block_.meet();
+      ok = block_.rank_barrier();
     if (block_.thread() == 0) {
       ++what_.round;
       if (is_window) ++what_.turn;
@@ -153,7 +153,7 @@ class Direct {
       if (!has(round) && (round == 0 || !has(round - 1))) return false;  // the same on all ranks
       if (round == 0) {
         stage(0);
-        if (!block_.meet()) return false;
+        if (!block_.rank_barrier()) return false;
       }
       aim_at_window();
     }
@@ -167,10 +167,10 @@ class Direct {
     if (what_.in_place || before != moves_first) return;
     const u64 round = what_.round;
     if (has(round + 1)) stage(round + 1);
-    if (round > 0) take_home(round - 1);
+    if (round > 0) copy_out(round - 1);
   }
   RINGCOMM_DEVICE void end() {
-    if ((what_.in_place || what_.round == 0) && !block_.meet()) return;
+    if ((what_.in_place || what_.round == 0) && !block_.rank_barrier()) return;
     if (block_.thread() == 0) store_one(&block_.state().turns, what_.turn);
     block_.finish(signature());
   }
@@ -178,7 +178,7 @@ class Direct {
  private:
   RINGCOMM_DEVICE int rank() const { return block_.rank(); }
   RINGCOMM_DEVICE int world_size() const { return block_.world_size(); }
-  RINGCOMM_DEVICE const SlotHeader& said(int peer) const { return block_.announced(rank())[peer]; }
+  RINGCOMM_DEVICE const SlotHeader& said(int peer) const { return block_.published(rank())[peer]; }
   RINGCOMM_DEVICE const MessageBuffers& buffers(int message) const { return args_.buffers(message, blockIdx.y); }
   RINGCOMM_DEVICE Signature signature() const {
     return block_.sign(args_.signed_op, args_.dtype, args_.reduce_op, args_.algorithm, args_.root, args_.signed_count);
@@ -196,13 +196,13 @@ class Direct {
     return args_.num_messages == 1 && !args_.parts && said(peer).input.visible &&
            (!is_written(peer) || said(peer).output.visible);
   }
-  // False: the host has not mapped a buffer that the peer announced as visible.
+  // False: the host has not mapped a buffer that the peer published as visible.
   RINGCOMM_DEVICE bool finds_buffers(int peer) const {
     const bool found = peer == rank() || (block_.resolve(peer, said(peer).input) &&
                                           (!is_written(peer) || block_.resolve(peer, said(peer).output)));
     if (found || RINGCOMM_FAULT == Fault::kMissingRegionUnnoticed) return true;
     const Signature mine = signature();
-    block_.report(Failure::kMismatch, WaitKind::kAnnouncement, peer, 0, 0, mine, mine);
+    block_.report(Failure::kMismatch, WaitKind::kPublished, peer, 0, 0, mine, mine);
     return false;
   }
   RINGCOMM_DEVICE const char* input(int p) const {
@@ -216,8 +216,8 @@ class Direct {
   // Sets what this rank reduces of the message, and where the result goes.
   RINGCOMM_DEVICE void aim() {
     const u64 count = args_.counts[0];
-    const bool scatters = columns_.scatters();
-    const Slice own = scatters ? Slice{rank() * count, count} : shard_of(count, world_size(), rank(), columns_.align());
+    const bool scatters = staging_.scatters();
+    const Slice own = scatters ? Slice{rank() * count, count} : shard_of(count, world_size(), rank(), staging_.align());
     if (const int p = block_.thread(); p < world_size() && own.count) {
       const u64 offset = own.offset * element_;
       what_.source[p] = input(p) + offset;
@@ -234,11 +234,11 @@ class Direct {
   // ---- through the staging areas ------------------------------------------------------------------------------------
 
   RINGCOMM_DEVICE u64 column_bytes() const {
-    return columns_.scatters() ? block_.layout().shard_bytes() : block_.layout().stage_bytes;
+    return staging_.scatters() ? block_.layout().shard_bytes() : block_.layout().stage_bytes;
   }
   // The shard of rank p in a window that is cut into shards.
   RINGCOMM_DEVICE Slice shard(const Slice& run, int p) const {
-    return shard_of(run.count, world_size(), p, columns_.align());
+    return shard_of(run.count, world_size(), p, staging_.align());
   }
   // A window of this channel.
   RINGCOMM_DEVICE Slice window(u64 round) const {
@@ -253,32 +253,32 @@ class Direct {
   RINGCOMM_DEVICE char* reduced(int p, u64 round) const {
     return block_.shard(p, RINGCOMM_FAULT == Fault::kShardsDoNotTakeTurns ? 0 : region(round));
   }
-  // Whether no meet is needed after this window: it is the last one, so no rank stages any more, and this rank itself
-  // takes home what it has reduced.
+  // Whether no barrier is needed after this window: it is the last one, so no rank stages any more, and this rank
+  // itself copies out what it has reduced.
   RINGCOMM_DEVICE bool is_alone_with_the_last() const {
-    return (columns_.scatters() || RINGCOMM_FAULT == Fault::kNoMeetBeforeTakingHome) && !has(what_.round + 1);
+    return (staging_.scatters() || RINGCOMM_FAULT == Fault::kNoRankBarrierBeforeCopyOut) && !has(what_.round + 1);
   }
   RINGCOMM_DEVICE void stage(u64 round) const {
-    const int num_columns = columns_.scatters() ? world_size() : 1;
+    const int num_columns = staging_.scatters() ? world_size() : 1;
     for (int p = 0; p < num_columns; ++p)
-      columns_.stage(block_, p, window(round), staged(rank(), round) + p * column_bytes());
+      staging_.stage(block_, p, window(round), staged(rank(), round) + p * column_bytes());
   }
-  RINGCOMM_DEVICE void take_home(u64 round) const {
+  RINGCOMM_DEVICE void copy_out(u64 round) const {
     const Slice run = window(round);
-    if (columns_.scatters()) return columns_.take_home(block_, run, reduced(rank(), round));
+    if (staging_.scatters()) return staging_.copy_out(block_, run, reduced(rank(), round));
     if (args_.op == Op::kReduce && rank() != args_.root) return;
     const u32 each = static_cast<u32>(shard(run, 0).count * element_);  // bytes of a shard; the last ones may have less
-    columns_.visit(rank(), run, [&](int m, u64 at, u64 offset, u64 count) {
+    staging_.visit(rank(), run, [&](int m, u64 at, u64 offset, u64 count) {
       char* const to = static_cast<char*>(buffers(m).output) + at * element_;
-      take_shards_home(block_.args(), world_size(), reduced(rank(), round) - block_.args().segment, each,
-                       static_cast<u32>(offset), static_cast<u32>(offset + count * element_), to);
+      copy_out_shards(block_.args(), world_size(), reduced(rank(), round) - block_.args().segment, each,
+                      static_cast<u32>(offset), static_cast<u32>(offset + count * element_), to);
     });
   }
   RINGCOMM_DEVICE void aim_at_window() {
     const u64 round = what_.round;
     const Slice run = window(round);
-    const Slice own = columns_.scatters() ? Slice{0, run.count} : shard(run, rank());
-    const u64 offset = columns_.scatters() ? rank() * column_bytes() : own.offset * element_;
+    const Slice own = staging_.scatters() ? Slice{0, run.count} : shard(run, rank());
+    const u64 offset = staging_.scatters() ? rank() * column_bytes() : own.offset * element_;
     if (const int p = block_.thread(); p < world_size()) what_.source[p] = staged(p, round) + offset;
     if (block_.thread() == 0) {
       what_.target[0] = reduced(rank(), round);
@@ -292,7 +292,7 @@ class Direct {
   const Block& block_;
   Progress& what_;
   const u64 element_;
-  const Columns columns_;
+  const StagingLayout staging_;
 };
 
 // For elements of one size, which avoids divisions by it. Runs beside a reduction of a staged call. The kernel itself

@@ -19,15 +19,15 @@ namespace ringcomm::cuda {
   X(kCreditBeforeRead)             \
   X(kTicketsForgotten)             \
   X(kTailRoundedUp)                \
-  X(kMeetWaitsForNobody)           \
-  X(kNoBarrierBeforeMeet)          \
+  X(kRankBarrierWaitsForNobody)    \
+  X(kNoBarrierBeforeRankBarrier)   \
   X(kNoBarrierBeforeFinish)        \
   X(kSecondFlagOfLineIgnored)      \
   X(kFlagOfWideLineIgnored)        \
   X(kBoxesDoNotTakeTurns)          \
   X(kStagesDoNotTakeTurns)         \
   X(kShardsDoNotTakeTurns)         \
-  X(kNoMeetBeforeTakingHome)       \
+  X(kNoRankBarrierBeforeCopyOut)   \
   X(kSignaturesNotCompared)        \
   X(kMappingOutlivesMemory)        \
   X(kSourceReleasedUnread)         \

@@ -1,6 +1,6 @@
-// oneshot: a small all_reduce without announcements or meets. Every rank pushes its values into a box at every peer, as
-// packets that carry their own flag, and reduces the contents of its own boxes in canonical order. The signature goes
-// first, as packets of the same box. A channel serves one piece of the message.
+// oneshot: a small all_reduce without published buffers or barriers of the ranks. Every rank pushes its values into a
+// box at every peer, as packets that carry their own flag, and reduces the contents of its own boxes in canonical
+// order. The signature goes first, as packets of the same box. A channel serves one piece of the message.
 //
 // There are two sets of boxes, used in turn by the parity of ChannelState::packets. A box is written again two messages
 // later. By then its writer has received all packets of the message in between, which the reader sent only after its

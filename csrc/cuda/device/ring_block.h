@@ -8,8 +8,8 @@
 #pragma once
 
 #include "core/ring_loop.h"
-#include "cuda/device/hop.h"
 #include "cuda/device/link_ends.h"
+#include "cuda/device/ring_arithmetic.h"
 
 namespace ringcomm::cuda {
 

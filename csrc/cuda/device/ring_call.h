@@ -15,7 +15,7 @@ RINGCOMM_DEVICE void ring_call(const CallArgs& args) {
 template <typename T>
 RINGCOMM_KERNEL(kMostThreads)
 ring(const __grid_constant__ CallArgs args) {
-  ring_call<HopArithmetic<T>>(args);
+  ring_call<RingArithmetic<T>>(args);
 }
 
 template <TypeGroup kGroup>

@@ -16,9 +16,9 @@ std::string expected(const Status& status) {
       return concat("rank ", status.peer, " to pass on its slices");
     case WaitKind::kCredit:
       return concat("rank ", status.peer, " to make room for more slices");
-    case WaitKind::kAnnouncement:
+    case WaitKind::kPublished:
       return concat("rank ", status.peer, " to come to this call");
-    case WaitKind::kMeet:
+    case WaitKind::kBarrier:
       return concat("rank ", status.peer, " to finish its part");
     case WaitKind::kPackets:
       return concat("packets of rank ", status.peer);

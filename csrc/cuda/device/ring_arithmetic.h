@@ -10,7 +10,7 @@ namespace ringcomm::cuda {
 
 // Run by the first `threads` threads of a block. combine: `to`, and `and_to` if it is not null, <- partial (+) own,
 // `count` elements. enter: `to` <- own.
-struct HopRun {
+struct RingRun {
   u32 threads;
   const char* partial;
   const char* own;
@@ -39,9 +39,9 @@ struct Entry {
     return each_lane<T>(own, own, [&](T x, T) { return enter(x); });
   }
 };
-// The usual hop.
+// A plain sum.
 template <typename T>
-struct SumHop {
+struct RingSum {
   RINGCOMM_DEVICE T combine(T partial, T own) const {
     return Element<T>::store(Sum::apply(Element<T>::load(partial), Element<T>::load(own)));
   }
@@ -57,23 +57,23 @@ struct Pair {
 
 // Narrow types need many registers on the way through their accumulators.
 template <typename T>
-inline constexpr int kHopDepth = sizeof(T) == 1   ? 1
-                                 : sizeof(T) >= 4 ? kInFlight
-                                                  : kInFlight / 2;
+inline constexpr int kRingInFlight = sizeof(T) == 1   ? 1
+                                     : sizeof(T) >= 4 ? kInFlight
+                                                      : kInFlight / 2;
 
 template <typename Unit, typename T>
-RINGCOMM_DEVICE void enter_units(const Entry<T>& entry, const HopRun& run, u32 first, u32 count) {
-  in_flight<kHopDepth<T>>(
+RINGCOMM_DEVICE void enter_units(const Entry<T>& entry, const RingRun& run, u32 first, u32 count) {
+  in_flight<kRingInFlight<T>>(
       threadIdx.x, run.threads, count, [&](u32 i) { return get<Unit>(run.own, first + i); },
       [&](u32 i, const Unit& value) { put(run.to, first + i, entry.enter(value)); });
 }
-template <typename Unit, int kDepth, typename AHop>
-RINGCOMM_DEVICE void combine_units(const AHop& hop, const HopRun& run, u32 first, u32 count) {
+template <typename Unit, int kDepth, typename Step>
+RINGCOMM_DEVICE void combine_units(const Step& step, const RingRun& run, u32 first, u32 count) {
   in_flight<kDepth>(
       threadIdx.x, run.threads, count,
       [&](u32 i) { return Pair<Unit>{get<Unit>(run.partial, first + i), get<Unit>(run.own, first + i)}; },
       [&](u32 i, const Pair<Unit>& v) {
-        const Unit result = hop.combine(v.partial, v.own);
+        const Unit result = step.combine(v.partial, v.own);
         put(run.to, first + i, result);
         if (run.and_to) put(run.and_to, first + i, result);
       });
@@ -83,7 +83,7 @@ RINGCOMM_DEVICE void combine_units(const AHop& hop, const HopRun& run, u32 first
 // that they stay in registers. Each function is compiled once, and the ring loops around them once for all pairs.
 template <typename T>
 RINGCOMM_DEVICE_CALL void enter_run(u32 threads, const char* own, char* to, u32 count, double factor) {
-  const HopRun run{threads, nullptr, own, to, nullptr, count, 1, factor};
+  const RingRun run{threads, nullptr, own, to, nullptr, count, 1, factor};
   const Entry<T> entry{factor};
   const u64 bits = reinterpret_cast<u64>(own) | reinterpret_cast<u64>(to);
   const u32 vectors = bits % 16 == 0 ? count / kPerVec<T> : 0, done = vectors * kPerVec<T>;
@@ -95,7 +95,7 @@ inline constexpr bool kCanScale = kIsCompiled<T, ReduceOp::kSum> && std::is_floa
 
 // Any step, compiled once for all of them. A factor or divisor of 1 changes no bit.
 template <typename T>
-struct AnyHop {
+struct AnyRingStep {
   AnyStep<T> step;
   double factor;
   int divisor;
@@ -113,15 +113,15 @@ struct AnyHop {
 
 // Plain sums of aligned runs have a loop of their own, and all the rest shares one.
 template <typename T>
-RINGCOMM_DEVICE void combine_run(const HopRun& run, const AnyHop<T>& any) {
+RINGCOMM_DEVICE void combine_run(const RingRun& run, const AnyRingStep<T>& any) {
   const u64 bits = reinterpret_cast<u64>(run.partial) | reinterpret_cast<u64>(run.own) | reinterpret_cast<u64>(run.to) |
                    reinterpret_cast<u64>(run.and_to);
   const u32 vectors = bits % 16 == 0 ? run.count / kPerVec<T> : 0, done = vectors * kPerVec<T>;
-  constexpr int kDepth = static_cast<int>(larger(1, kHopDepth<T> / 2));  // it takes more registers
+  constexpr int kDepth = static_cast<int>(larger(1, kRingInFlight<T> / 2));  // it takes more registers
   bool usual = false;
   if constexpr (kIsCompiled<T, ReduceOp::kSum>) {
     usual = any.step.op == ReduceOp::kSum && any.factor == 1 && any.divisor == 1;
-    if (usual) combine_units<Vec, kHopDepth<T>>(SumHop<T>{}, run, 0, vectors);
+    if (usual) combine_units<Vec, kRingInFlight<T>>(RingSum<T>{}, run, 0, vectors);
   }
   if (!usual) combine_units<Vec, kDepth>(any, run, 0, vectors);
   combine_units<T, kDepth>(any, run, done, run.count - done);
@@ -129,20 +129,20 @@ RINGCOMM_DEVICE void combine_run(const HopRun& run, const AnyHop<T>& any) {
 
 // What the ring needs to know of its elements.
 template <typename T>
-class HopArithmetic {
+class RingArithmetic {
  public:
   static constexpr bool kReduces = true;
-  RINGCOMM_DEVICE explicit HopArithmetic(const CallArgs& args) : args_(args) {}
+  RINGCOMM_DEVICE explicit RingArithmetic(const CallArgs& args) : args_(args) {}
 
   RINGCOMM_DEVICE static constexpr u32 element() { return sizeof(T); }
   RINGCOMM_DEVICE bool scales() const { return kCanScale<T> && args_.reduce_op == ReduceOp::kPremulSum; }
 
-  RINGCOMM_DEVICE void enter(const HopRun& run) const {
+  RINGCOMM_DEVICE void enter(const RingRun& run) const {
     if constexpr (kCanScale<T>)
       if (scales()) return enter_run<T>(run.threads, run.own, run.to, run.count, run.factor);
     copy_to_both(run.threads, run.own, run.count * sizeof(T), run.to, nullptr);
   }
-  RINGCOMM_DEVICE void combine(const HopRun& run, bool final) const {
+  RINGCOMM_DEVICE void combine(const RingRun& run, bool final) const {
     const bool divides = final && args_.reduce_op == ReduceOp::kAvg;
     combine_run<T>(
         run, {{arithmetic_for(args_.dtype, args_.reduce_op).op}, scales() ? run.factor : 1, divides ? run.divisor : 1});
@@ -159,10 +159,10 @@ class JustBytes {
   RINGCOMM_DEVICE explicit JustBytes(const CallArgs&) {}
   RINGCOMM_DEVICE u32 element() const { return 1; }
   RINGCOMM_DEVICE bool scales() const { return false; }
-  RINGCOMM_DEVICE void enter(const HopRun& run) const {
+  RINGCOMM_DEVICE void enter(const RingRun& run) const {
     copy_to_both(run.threads, run.own, run.count, run.to, nullptr);
   }
-  RINGCOMM_DEVICE void combine(const HopRun&, bool) const {}
+  RINGCOMM_DEVICE void combine(const RingRun&, bool) const {}
 };
 
 }  // namespace ringcomm::cuda

@@ -7,9 +7,9 @@ namespace ringcomm::cuda {
 
 // The messages of a call as one run of elements per column: message after message, each beginning on a whole line. A
 // reduce_scatter has a column for every rank, the others have one.
-class Columns {
+class StagingLayout {
  public:
-  RINGCOMM_DEVICE Columns(const CallArgs& args, int rank, u64 element)
+  RINGCOMM_DEVICE StagingLayout(const CallArgs& args, int rank, u64 element)
       : args_(args), rank_(rank), element_(element), align_(kLineBytes / element_) {}
 
   RINGCOMM_DEVICE bool scatters() const { return args_.op == Op::kReduceScatter; }
@@ -45,7 +45,7 @@ class Columns {
     });
   }
   // Copies from a staging area to the outputs.
-  RINGCOMM_DEVICE void take_home(const Block& block, const Slice& run, const char* from) const {
+  RINGCOMM_DEVICE void copy_out(const Block& block, const Slice& run, const char* from) const {
     visit(rank_, run, [&](int m, u64 at, u64 offset, u64 count) {
       char* const to = static_cast<char*>(args_.buffers(m, blockIdx.y).output);
       copy_run(block, from + offset, count * element_, to + at * element_);
