@@ -557,9 +557,9 @@ py::dict build_info() {
 }
 
 py::tuple ring_step_of(int rank, int world_size, int step) {
-  if (world_size < 1 || rank < 0 || rank >= world_size || step < 0 || step > last_step(Walk::kAllReduce, world_size))
+  if (world_size < 1 || rank < 0 || rank >= world_size || step < 0 || step > last_step(RingOp::kAllReduce, world_size))
     fail(ErrorCode::kInvalid, "ring_step: rank ", rank, " of ", world_size, " at step ", step,
-         " is not on the walk; expected a rank below the world size and a step from 0 to 2(W-1)");
+         " is not in the schedule of the ring; expected a rank below the world size and a step from 0 to 2(W-1)");
   const RingStep at = ring_step(rank, world_size, step);
   return py::make_tuple(at.send_chunk, at.recv_chunk, at.reduce);
 }
@@ -600,7 +600,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("why_no_cuda", &why_no_cuda, "Why the engine 'cuda' cannot run here, in one sentence; empty if it can.",
         py::call_guard<py::gil_scoped_release>());
   m.def("ring_step", &ring_step_of, py::arg("rank"), py::arg("world_size"), py::arg("step"),
-        "(send_chunk, recv_chunk, reduce) of one rank at one step of the ring walk.");
+        "(send_chunk, recv_chunk, reduce) of one rank at one step of the ring.");
   m.def(
       "supports",
       [](int dtype, int op) {

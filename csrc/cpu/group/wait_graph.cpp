@@ -67,7 +67,7 @@ struct Leaving {
 bool same(const PartyPlace& a, const PartyPlace& b) { return a.party == b.party && a.nonce == b.nonce; }
 
 // Whether two waits are the two ends of a message, which may be moving.
-bool meet(const WaitFacts& a, const WaitFacts& b) {
+bool are_two_ends(const WaitFacts& a, const WaitFacts& b) {
   const bool ends = (a.kind == WaitKind::kSend && b.kind == WaitKind::kReceive) ||
                     (a.kind == WaitKind::kReceive && b.kind == WaitKind::kSend);
   return ends && a.group == b.group && a.rank == b.peer && a.peer == b.rank;
@@ -375,7 +375,7 @@ std::vector<WaitGraph::Seen> WaitGraph::reach(const PartyPlace& start) {
         target = std::prev(all.end());
       }
       for (const WaitFacts& theirs : target->waits)
-        if (meet(wait, theirs)) return {};
+        if (are_two_ends(wait, theirs)) return {};
       all[i].targets.push_back(static_cast<std::size_t>(target - all.begin()));
     }
   return all;

@@ -98,7 +98,7 @@ class RingBlock {
   RINGCOMM_DEVICE bool run(int message) {
     open(message);
     const u64 channel = block_.channel(), channels = block_.num_channels(), windows = cut().windows();
-    const u64 tickets = walk(windows > channel ? ceil_div(windows - channel, channels) : 0);
+    const u64 tickets = run_windows(windows > channel ? ceil_div(windows - channel, channels) : 0);
     block_.sync();
     if (block_.thread() == 0) {
       plan_.received += tickets;
@@ -123,7 +123,7 @@ class RingBlock {
   }
 
   // Returns how many tickets it took; going() says whether all waits succeeded.
-  RINGCOMM_DEVICE u64 walk(u64 windows) {
+  RINGCOMM_DEVICE u64 run_windows(u64 windows) {
     constexpr bool kCopies = !Elements::kReduces;
     constexpr Op kRooted = kCopies ? Op::kBroadcast : Op::kReduce;
     if (world_size() == 1) {
@@ -138,9 +138,11 @@ class RingBlock {
         ring_reduce(root, plan_.position, world_size(), windows, *this);
       return windows;
     }
-    const Walk walk = kCopies ? Walk::kAllGather : args_.op == Op::kAllReduce ? Walk::kAllReduce : Walk::kReduceScatter;
-    ring_walk(walk, plan_.position, world_size(), windows, *this);
-    return ring_tickets(walk, world_size(), windows);
+    const RingOp op = kCopies                      ? RingOp::kAllGather
+                      : args_.op == Op::kAllReduce ? RingOp::kAllReduce
+                                                   : RingOp::kReduceScatter;
+    ring_loop(op, plan_.position, world_size(), windows, *this);
+    return ring_tickets(op, world_size(), windows);
   }
 
   // ---- where the data lies ------------------------------------------------------------------------------------------

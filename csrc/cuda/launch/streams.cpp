@@ -43,7 +43,8 @@ cudaStream_t lend_stream(int device, int rank) {
   int least = 0, greatest = 0;
   cudaStream_t stream = nullptr;
   check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange", rank);
-  check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest), "cudaStreamCreate of a lane", rank);
+  check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest), "cudaStreamCreate of a stream to lend",
+        rank);
   const std::lock_guard<std::mutex> lock(idle.mutex);
   idle.all.insert(stream);
   return stream;

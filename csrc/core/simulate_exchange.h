@@ -10,7 +10,7 @@ namespace ringcomm::simulation {
 // The ranks of a group: those of each host, those with the same index on every host (a rail), or all ranks.
 enum class Among : std::uint8_t { kHost, kRail, kAll };
 
-// One walk of all groups of ranks at once.
+// A schedule that all groups of ranks run at once.
 struct Exchange {
   Among among;
   InterHostSchedule kind;
@@ -21,9 +21,9 @@ struct Exchange {
   std::vector<WindowCut> cuts;   // one for each rail, or a single one for all groups
   std::size_t element_bytes[2];  // in the half that reduces, and in the half that gathers
   LinkClass timing;
-  int only_host = -1, but_host = -1;  // the only host that walks, and one that does not; below 0: all walk
+  int only_host = -1, but_host = -1;  // the only host that takes part, and one that does not; below 0: all do
 
-  bool walks(int host) const { return (only_host < 0 || host == only_host) && host != but_host; }
+  bool takes_part(int host) const { return (only_host < 0 || host == only_host) && host != but_host; }
   const WindowCut& cut(int group) const { return cuts.size() == 1 ? cuts[0] : cuts[group]; }
   int half() const { return reducing_rounds(kind, members); }
   std::size_t windows() const { return cuts[0].windows(); }  // the first cut is the longest
