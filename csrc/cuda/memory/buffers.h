@@ -3,8 +3,8 @@
 //
 //   owner                                       peer
 //   offers it                                   opens it, and answers with the number of its next call
-//   from the largest of these numbers on:       reads and writes it at the announced locations
-//     announces where its buffers lie
+//   from the largest of these numbers on:       reads and writes it at the published locations
+//     publishes where its buffers lie
 //   finds it freed: withdraws it as of a call   closes it at a later call, when none of its kernels runs, and answers
 //   all have answered: the region is free
 //

@@ -204,7 +204,7 @@ class Group {
   int most_ranks_of_a_device_ = 1;
   std::string identity_;
   const char* call_ = "connect";  // named in errors
-  bool failure_known_ = false;    // the peers have been sent a failure
+  bool failure_known_ = false;    // a peer has sent a failure to all
   bool connected_ = false, one_process_ = false, one_device_ = false, user_memory_hidden_ = false;
   mutable std::mutex arenas_mutex_, peers_mutex_, exchange_mutex_;
   std::vector<Arena> arenas_;
