@@ -198,7 +198,7 @@ def test_without_synchronisation_passes_add_up_on_the_rank() -> None:
         optimizer = torch.optim.SGD(trained(model), lr=0.1)
         model.set_requires_gradient_sync(False)
         loss_of(model, comm.rank, 0).backward()
-        before = dict(model.blocks[0]._ringcomm_unit.flat.ranks.traffic)
+        before = dict(model.blocks[0]._ringcomm.unit.flat.ranks.traffic)
         model.set_requires_gradient_sync(True)
         model.set_is_last_backward(True)
         loss_of(model, comm.rank, 1).backward()
@@ -222,7 +222,7 @@ def test_without_synchronisation_passes_add_up_on_the_rank() -> None:
 def test_what_is_whole_when() -> None:
     def rank(comm: Any, model: Any) -> None:
         by_blocks(comm, model)
-        first, unit = model.blocks[0], model.blocks[0]._ringcomm_unit
+        first, unit = model.blocks[0], model.blocks[0]._ringcomm.unit
         assert isinstance(first, FSDPModule)
         assert isinstance(first, Block)
         assert type(first).__name__ == "Block"
@@ -236,7 +236,7 @@ def test_what_is_whole_when() -> None:
         assert not unit.is_unsharded
         loss = loss_of(model, comm.rank, 0)
         assert not unit.is_unsharded  # None: all but the outermost module reshard after forward
-        assert model._ringcomm_unit.is_unsharded
+        assert model._ringcomm.unit.is_unsharded
         model.set_reshard_after_backward(False)
         loss.backward()
         assert unit.is_unsharded
@@ -408,7 +408,7 @@ def noted(seen: list[str], group: Any, settle: Callable[[], None]) -> None:
 def test_checkpointing_leaves_the_order_of_reductions() -> None:
     def rank(comm: Any, model: Any) -> tuple[list[str], int]:
         nested(comm, model)
-        flat, seen = model._ringcomm_unit.flat, []
+        flat, seen = model._ringcomm.unit.flat, []
         for group in flat.order:
             group.gradient.finish_reduce = partial(noted, seen, group, group.gradient.finish_reduce)
         loss_of(model, comm.rank, 0).backward()
@@ -470,7 +470,7 @@ def test_torchs_policies() -> None:
             )
         policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
         fully_shard(model, comm=comm, mp_policy=policy, offload_policy=CPUOffloadPolicy())
-        group = model.blocks[0]._ringcomm_unit.buckets[0]
+        group = model.blocks[0]._ringcomm.unit.buckets[0]
         assert (group.types.compute, group.types.wire, group.types.master) == (
             torch.bfloat16,
             torch.bfloat16,  # torch's None: as param_dtype
@@ -486,7 +486,7 @@ def test_torchs_policies() -> None:
         assert_same(a, b)
 
     def none(comm: Any, model: Any) -> Any:
-        return by_blocks(comm, model, offload_policy=OffloadPolicy())._ringcomm_unit.buckets[0].master_device
+        return by_blocks(comm, model, offload_policy=OffloadPolicy())._ringcomm.unit.buckets[0].master_device
 
     assert on_ranks(none) == [None] * WORLD
 
@@ -599,7 +599,7 @@ def _in_processes() -> Any:
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    units = {id(m._ringcomm_unit.buckets[0].ranks) for m in model.modules() if isinstance(m, FSDPModule)}
+    units = {id(m._ringcomm.unit.buckets[0].ranks) for m in model.modules() if isinstance(m, FSDPModule)}
     optimizer = torch.optim.AdamW(groups_of(model), lr=0.01)
     found = train(_Rank(dist.get_rank()), model, optimizer)
     sharded = shard(reference, torch.optim.AdamW(groups_of(reference), lr=0.01), 3)
@@ -608,7 +608,7 @@ def _in_processes() -> Any:
         assert_same(expected, found)
     else:  # Gloo's order of summation depends on the length of a message
         assert torch.allclose(expected[0], found[0])
-    return len(units), model._ringcomm_unit.flat.ranks.comm.engine
+    return len(units), model._ringcomm.unit.flat.ranks.comm.engine
 
 
 def _where_one_rank_keeps_an_earlier_model() -> Any:
@@ -616,12 +616,12 @@ def _where_one_rank_keeps_an_earlier_model() -> Any:
     import torch.distributed as dist
 
     earlier = fully_shard(make())
-    comm = earlier._ringcomm_unit.flat.ranks.comm
+    comm = earlier._ringcomm.unit.flat.ranks.comm
     if dist.get_rank():
         del earlier
         gc.collect()
     model = fully_shard(make())
-    assert model._ringcomm_unit.flat.ranks.comm is comm
+    assert model._ringcomm.unit.flat.ranks.comm is comm
     train(_Rank(dist.get_rank()), model, torch.optim.SGD(model.parameters(), lr=0.01))
 
 

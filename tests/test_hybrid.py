@@ -171,7 +171,7 @@ def _in_processes() -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    units = {id(group.ranks) for group in model._ringcomm_unit.flat.buckets}
+    units = {id(group.ranks) for group in model._ringcomm.unit.flat.buckets}
     assert len(units) == 1
     assert_same(expected, train(rank, model, adamw(model)))
     row = make(rank)

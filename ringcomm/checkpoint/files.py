@@ -99,10 +99,10 @@ def _moved(part: Part, cut: ShardSpec) -> list[Part]:
     """Converts a box of this rank's part of a tensor to boxes of the whole tensor."""
     dim, found = cut.dim, []
     assert dim is not None
-    shape = cut.whole_shape(part.shape)
+    shape = cut.unsharded_shape(part.shape)
     if 0 in shape:
-        whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))
-        return [Part(part.name, shape, whole, part.values.reshape(-1)[:0].view(shape))]
+        unsharded = ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))
+        return [Part(part.name, shape, unsharded, part.values.reshape(-1)[:0].view(shape))]
     for first, start, count in cut.boxes(part.chunk.offsets, part.chunk.sizes):
         offsets, sizes = [*part.chunk.offsets], [*part.chunk.sizes]
         offsets[dim], sizes[dim] = start, count
@@ -114,8 +114,8 @@ def _moved(part: Part, cut: ShardSpec) -> list[Part]:
 def _parts_here(name: str, shape: Sequence[int], values: torch.Tensor, start: int) -> list[Part]:
     flat, shape = values.detach().reshape(-1), tuple(shape)
     if not flat.numel():
-        whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))
-        return [Part(name, shape, whole, flat.view(shape))] if math.prod(shape) == 0 else []
+        unsharded = ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))
+        return [Part(name, shape, unsharded, flat.view(shape))] if math.prod(shape) == 0 else []
     most = max(1, MOST_BOX_BYTES // flat.itemsize)
     found, at = [], 0
     for first in range(start, start + flat.numel(), most):
@@ -411,14 +411,14 @@ class Source:
         return tuple(sorted((each.relative_path, each.offset) for each in where if each is not None))
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Returns a whole tensor."""
+        """Returns an unsharded tensor."""
         facts = self.metadata.state_dict_metadata[name]
         missing = math.prod(facts.size) - sum(math.prod(chunk.sizes) for chunk in facts.chunks)
         if missing > 0:
             raise self._damaged(name, f"{missing} elements are missing")
-        whole = torch.empty(facts.size, dtype=facts.properties.dtype)
-        self.read(parts_of(name, whole.shape, whole))
-        return whole
+        unsharded = torch.empty(facts.size, dtype=facts.properties.dtype)
+        self.read(parts_of(name, unsharded.shape, unsharded))
+        return unsharded
 
     def _stored(self, name: str, index: MetadataIndex) -> Any:
         try:

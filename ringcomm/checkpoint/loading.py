@@ -13,12 +13,12 @@ from ringcomm.checkpoint.parts import (
     Held,
     Piece,
     Place,
-    Whole,
+    Replicated,
     name_of,
     names_of,
     places_of,
-    whole_shape,
-    wholes_of,
+    replicated_of,
+    unsharded_shape,
     with_extra_state,
 )
 from ringcomm.checkpoint.state import (
@@ -48,7 +48,7 @@ class Loading:
     def __init__(self, flat: ShardedModel, optimizer: torch.optim.Optimizer | None, world: World) -> None:
         self.flat, self.optimizer, self.world, self.rank = flat, optimizer, world, world.rank
         self.masters: list[torch.Tensor] = []
-        self.wholes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.replicated: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.extra_states: list[tuple[nn.Module, Any]] = []
         self.states: list[tuple[torch.Tensor, State]] = []
         self.hyperparameters: list[dict[str, Any]] = []
@@ -64,7 +64,7 @@ class Loading:
     def look(self) -> tuple[set[str], list[list[str]]]:
         """Returns the names that this rank has of the model, and those in each of the optimizer's groups."""
         known = places_of(self.flat)
-        names = {*names_of(known, wholes_of(self.flat, known)), *dict(with_extra_state(self.flat))}
+        names = {*names_of(known, replicated_of(self.flat, known)), *dict(with_extra_state(self.flat))}
         return names, Held.of(self.flat, self.optimizer, "load").names
 
     def read(self, path: Path, everyone: list[tuple[set[str], list[list[str]]]]) -> None:
@@ -76,12 +76,12 @@ class Loading:
         self.source = Source(path, "load", self.rank)
         own = self._read_extra()
         known = places_of(self.flat)
-        wholes = wholes_of(self.flat, known)
+        replicated = replicated_of(self.flat, known)
         stateful = dict(with_extra_state(self.flat))
         self._refuse_unknown(set().union(*(names for names, _ in everyone)))
         self._read_masters(known)
-        for each in wholes:
-            self._read_whole(each, own.get("module", {}))
+        for each in replicated:
+            self._read_replicated(each, own.get("module", {}))
         for name, module in stateful.items():
             if name not in self.source.paths:
                 raise self._wrong(f"a checkpoint without {name}", "what get_extra_state had given")
@@ -118,7 +118,7 @@ class Loading:
         for bucket in self.flat.buckets:
             master = torch.zeros(bucket.end - bucket.start, dtype=bucket.types.master)
             for i, p in enumerate(bucket.params):
-                self._check(known[id(p)].names, whole_shape(bucket, i), bucket.types.master)
+                self._check(known[id(p)].names, unsharded_shape(bucket, i), bucket.types.master)
             for i, first, last in spans_of(bucket, bucket.start, bucket.end):
                 segment = bucket.layout.segments[i]
                 name = self._name(known[id(bucket.params[i])].names)
@@ -134,10 +134,10 @@ class Loading:
     def _check(self, names: list[str], shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.source.check(self._name(names), shape, dtype)
 
-    def _read_whole(self, each: Whole, own: dict[str, Any]) -> None:
+    def _read_replicated(self, each: Replicated, own: dict[str, Any]) -> None:
         self._check(each.names, tuple(each.tensor.shape), each.tensor.dtype)
         mine = own.get(each.names[0])
-        self.wholes.append((each.tensor, self.source.tensor(self._name(each.names)) if mine is None else mine))
+        self.replicated.append((each.tensor, self.source.tensor(self._name(each.names)) if mine is None else mine))
 
     # ---- optimizer -----------------------------------------------------------------------------------------------
 
@@ -210,7 +210,7 @@ class Loading:
                 name = ".".join((*STATE, names[i], key))
                 facts = self.source.tensors.get(name)
                 if key in alike and facts is not None:
-                    self.source.check(name, whole_shape(bucket, i), facts.properties.dtype)
+                    self.source.check(name, unsharded_shape(bucket, i), facts.properties.dtype)
                     dtype = facts.properties.dtype
                     if dtype.is_floating_point:
                         dtype = piece.param.dtype
@@ -250,7 +250,7 @@ class Loading:
                     master[first - bucket.start : last - bucket.start]
                 )
             bucket.publish().wait()
-        for tensor, values in self.wholes:
+        for tensor, values in self.replicated:
             tensor.copy_(values)
         for module, value in self.extra_states:
             module.set_extra_state(value)

@@ -67,5 +67,5 @@ def _check_tensor(name: str, facts: TensorStorageMetadata) -> None:
         raise ValueError(f"{name} has no type")
     for chunk in facts.chunks:
         boxes = zip(facts.size, chunk.offsets, chunk.sizes, strict=True)
-        if any(not 0 <= offset <= offset + size <= whole for whole, offset, size in boxes):
+        if any(not 0 <= offset <= offset + size <= extent for extent, offset, size in boxes):
             raise ValueError(f"a box reaches out of {name}")

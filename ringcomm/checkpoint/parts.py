@@ -1,4 +1,5 @@
-"""Lists the contents of a model and its optimizer by name: parts of buckets, and tensors that every rank has whole."""
+"""Lists the contents of a model and its optimizer by name: parts of buckets, and tensors that every rank
+has."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from ringcomm.data_parallel.bucket import Bucket
+from ringcomm.data_parallel.module_notes import notes_of
 from ringcomm.data_parallel.optimizer import ShardedOptimizer, sharded_optimizer_of
 from ringcomm.data_parallel.shard_spec import part_of, refuse_parts
 from ringcomm.data_parallel.sharded_model import ShardedModel, sharded_model_of
@@ -40,9 +42,9 @@ def name_of(bucket: Bucket, i: int) -> str:
     return names[0] if names else bucket.names[i]
 
 
-def whole_shape(bucket: Bucket, i: int) -> tuple[int, ...]:
+def unsharded_shape(bucket: Bucket, i: int) -> tuple[int, ...]:
     """Returns the shape of the tensor that a parameter is, or is a part of."""
-    return part_of(bucket.params[i]).whole_shape(bucket.layout.segments[i].shape)
+    return part_of(bucket.params[i]).unsharded_shape(bucket.layout.segments[i].shape)
 
 
 def is_primary_copy(bucket: Bucket, i: int) -> bool:
@@ -70,32 +72,32 @@ def places_of(flat: ShardedModel) -> dict[int, Place]:
     return found
 
 
-class Whole(NamedTuple):
-    """A tensor that every rank has whole: a buffer or an ignored parameter."""
+class Replicated(NamedTuple):
+    """A tensor that every rank has: a buffer or an ignored parameter."""
 
     names: list[str]
     tensor: torch.Tensor
 
 
-def wholes_of(flat: ShardedModel, known: dict[int, Place]) -> list[Whole]:
-    found: dict[int, Whole] = {}
+def replicated_of(flat: ShardedModel, known: dict[int, Place]) -> list[Replicated]:
+    found: dict[int, Replicated] = {}
     for prefix, module in flat.module.named_modules(remove_duplicate=False):
         kept = {key: b for key, b in module._buffers.items() if key not in module._non_persistent_buffers_set}
         for key, tensor in [*kept.items(), *module._parameters.items()]:
             if tensor is not None and id(tensor) not in known:
-                found.setdefault(id(tensor), Whole([], tensor)).names.append(f"{prefix}.{key}" if prefix else key)
+                found.setdefault(id(tensor), Replicated([], tensor)).names.append(f"{prefix}.{key}" if prefix else key)
     return list(found.values())
 
 
-def names_of(known: dict[int, Place], wholes: list[Whole]) -> set[str]:
+def names_of(known: dict[int, Place], replicated: list[Replicated]) -> set[str]:
     """Returns all names of tensors in a state dict."""
-    return {name for place in known.values() for name in place.names} | {n for each in wholes for n in each.names}
+    return {name for place in known.values() for name in place.names} | {n for each in replicated for n in each.names}
 
 
 def with_extra_state(flat: ShardedModel) -> Iterator[tuple[str, nn.Module]]:
     """Yields this rank's modules that define get_extra_state, with the name of that state."""
     for prefix, module in flat.module.named_modules():
-        here = not getattr(module, "_ringcomm_elsewhere", False)
+        here = not notes_of(module).elsewhere
         if here and type(module).get_extra_state is not nn.Module.get_extra_state:
             yield f"{prefix}._extra_state" if prefix else "_extra_state", module
 
@@ -150,7 +152,7 @@ class Held:
             sharded.close()
             pieces = [Piece(e.bucket, e.start, e.end, e.segments, e.param) for e in sharded.entries]
             names = [[name_of(bucket, i) for bucket, i in places] for places in sharded.places]
-            own = {id(each.tensor): each.names[0] for each in wholes_of(flat, places_of(flat))}
+            own = {id(each.tensor): each.names[0] for each in replicated_of(flat, places_of(flat))}
             held = Held(pieces, names, sharded=sharded)
             for plain, of_group in zip(sharded.plain, names, strict=True):
                 trained = [p for p in plain.values() if p.requires_grad]

@@ -16,8 +16,8 @@ from ringcomm.checkpoint.parts import (
     is_primary_copy,
     name_of,
     places_of,
-    whole_shape,
-    wholes_of,
+    replicated_of,
+    unsharded_shape,
     with_extra_state,
 )
 from ringcomm.checkpoint.world import World
@@ -60,13 +60,13 @@ class Saving:
         self.flat, self.optimizer, self.world, self.rank = flat, optimizer, world, world.rank
         self.mine: dict[str, dict[str, Any]] = {"extra": extra, "module": {}, "optimizer": {}}
         self.known = places_of(flat)
-        self.wholes = wholes_of(flat, self.known)
+        self.replicated = replicated_of(flat, self.known)
 
     def look(self) -> _Facts:
         """Returns this rank's facts; raises for values that cannot be saved."""
         self.masters = {bucket: bucket.written_master("checkpoint") for bucket in self.flat.buckets}
         self.held = Held.of(self.flat, self.optimizer, "save")
-        self.mine["module"] = {each.names[0]: each.tensor.detach().cpu().clone() for each in self.wholes}
+        self.mine["module"] = {each.names[0]: each.tensor.detach().cpu().clone() for each in self.replicated}
         for name, module in with_extra_state(self.flat):
             self.mine["module"][name] = module.get_extra_state()
         for name, p in self.held.plain.items():
@@ -189,9 +189,9 @@ class Saving:
             if is_primary_copy(place.bucket, place.i):
                 bucket, i = place.bucket, place.i
                 if not bucket.layout.segments[i].numel:
-                    out.tensor((place.names[0],), whole_shape(bucket, i), bucket.master[:0])
+                    out.tensor((place.names[0],), unsharded_shape(bucket, i), bucket.master[:0])
                 out.aliases[place.names[0]] = place.names[1:]
-        for each in self.wholes:
+        for each in self.replicated:
             if is_first(("module", each.names[0])):
                 out.tensor((each.names[0],), each.tensor.shape, each.tensor)
                 out.aliases[each.names[0]] = each.names[1:]

@@ -4,8 +4,8 @@
     master   in the optimizer's type, if that type or its device differs; else the owned range of weight
     gradient see grad_buffer.py
 
-The owned range is the part that this rank's optimizer updates: the whole buffer at stage 0, this rank's shard at stages
-1 to 3.
+The owned range is the part that this rank's optimizer updates: the unsharded buffer at stage 0, this rank's shard at
+stages 1 to 3.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -62,6 +62,15 @@ def accumulator_of(p: torch.Tensor) -> Any:
         return p.view_as(p).grad_fn.next_functions[0][0]
 
 
+def _set_values(params: Sequence[nn.Parameter], values: Sequence[torch.Tensor], classes: Sequence[type]) -> None:
+    """Gives parameters other values, and the classes that go with them."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for p, data, kind in zip(params, values, classes, strict=True):
+            p.data = data
+            # Programs and optimizers keep references to the parameter, so it stays the same object.
+            p.__class__ = kind
+
+
 def with_own_storage(part: torch.Tensor) -> torch.Tensor:
     """Returns a view of the same memory whose storage covers exactly that memory, because code that saves tensors
     saves their storages."""
@@ -85,7 +94,7 @@ class Window(NamedTuple):
         return Window(x.dtype, x.shape, x.stride(), x.storage_offset(), x.is_conj(), x.is_neg())
 
     def on(self, unsharded: torch.Tensor) -> torch.Tensor:
-        """Returns the view in a whole buffer."""
+        """Returns the view in an unsharded buffer."""
         found = torch.empty(0, dtype=self.dtype, device=unsharded.device)
         found.set_(unsharded.untyped_storage(), self.offset, self.shape, self.stride)
         found = found.conj() if self.is_conj else found
@@ -103,6 +112,21 @@ class ViewData:
 
     piece: Any = None
     unsharded: torch.Tensor | None = None
+
+
+@dataclass
+class Gathered:
+    """What the buckets of a model know together about their unsharded parameters at stage 3.
+
+    Attributes:
+        homes: the buckets by the memory of their unsharded buffers.
+        holders: how many times the program is inside `whole`, during which nothing is freed.
+        graph_needs: whether a graph made with create_graph may still need the parameters.
+    """
+
+    homes: dict[int, Bucket] = field(default_factory=dict)
+    holders: int = 0
+    graph_needs: bool = False
 
 
 class Bucket:
@@ -152,8 +176,7 @@ class Bucket:
             torch.full((), math.nan if types.compute.is_floating_point else -1).to(types.compute).to(self.device)
         )
         self.borrowed = False  # whether a module outside of the unit has read a parameter
-        self.held = False  # whether the program is inside `whole`, during which stage 3 frees nothing
-        self.homes: dict[int, Bucket] = {}  # the model's buckets by the memory of their whole buffers
+        self.gathered = Gathered()  # of the model
         self.shared: dict[int, ViewData] = {}  # at stage 3, what views share that were made since `p.data = other`
         self.stage = stage
         self._opened: torch.Tensor | None = None
@@ -253,16 +276,11 @@ class Bucket:
 
     def _bind(self) -> None:
         """Makes the parameters views of the buffer, so that they can be computed with."""
-        for p, kind, view in zip(self.params, self._classes, self._views, strict=True):
-            p.__class__ = kind
-            p.data = view
+        _set_values(self.params, self._views, self._classes)
 
     def _free(self) -> None:
         """Makes the parameters placeholders with a shape and no values; code that reads them all the same gets NaN."""
-        for p, kind, nothing in zip(self.params, self._classes, self._shapes, strict=True):
-            p.__class__ = kind
-            p.data = nothing
-            p.__class__ = self.sharded_class
+        _set_values(self.params, self._shapes, [self.sharded_class] * len(self.params))
         self.unsharded.untyped_storage().resize_(0)
 
     def restage(self, stage: int) -> None:
@@ -278,14 +296,14 @@ class Bucket:
         self.adopt_writes("unshard")
         gradients = self.gradient.given_back(self.dtype) if self.trainable else {}
         unsharded = self.gather_owned(self.master)
-        for i, (p, kind) in enumerate(zip(self.params, self._classes, strict=True)):
-            p.__class__ = kind
+        for i, p in enumerate(self.params):
             p.grad = None
-            p.data = self.layout.part(unsharded, i).to(self.device, self.dtype, copy=True)
+            own = self.layout.part(unsharded, i).to(self.device, self.dtype, copy=True)
+            _set_values([p], [own], [self._classes[i]])
             p.grad = gradients.get(i)
         self.weight = self.master = self.unsharded = torch.empty(0)
         self._views, self._windows, self._gradient, self.accumulators = [], {}, None, []
-        self.homes, self.shared = {}, {}  # the map has this bucket too, a circle
+        self.gathered, self.shared = Gathered(), {}  # the model's refers to this bucket too, a circle
 
     def thaw(self) -> None:
         """Makes frozen parameters trainable."""
@@ -306,7 +324,7 @@ class Bucket:
         if self.trainable:
             self.gradient.rename(self.layout)
 
-    # ---- whole and shard ------------------------------------------------------------------------------------------
+    # ---- unsharded and sharded -----------------------------------------------------------------------------------
 
     def runs(self, owners: Sequence[int]) -> list[Run]:
         """Returns the runs of the owned range that an element-wise optimizer sees; ``owners`` are its groups, by
@@ -362,12 +380,12 @@ class Bucket:
 
     @property
     def _is_seen(self) -> bool:
-        """Stage 3: whether other tensors share the whole buffer's memory, such as views that the user's program has
+        """Stage 3: whether other tensors share the unsharded buffer's memory, such as views that the user's program has
         kept or tensors that autograd has saved without our hooks."""
         return uses(self.unsharded) > self._own_uses + len(self._windows)
 
     def window(self, at: Window) -> torch.Tensor:
-        """Returns a view of the whole buffer. Views are cached for the next backward pass, up to a limit."""
+        """Returns a view of the unsharded buffer. Views are cached for the next backward pass, up to a limit."""
         if at not in self._windows:
             if len(self._windows) >= _WINDOWS_EACH * len(self.params):
                 self._windows.clear()
@@ -388,10 +406,10 @@ class Bucket:
                 if keep:
                     self._keep_writes("forward")
                 if self._is_seen:
-                    self.homes.pop(self.unsharded.untyped_storage()._cdata, None)
+                    self.gathered.homes.pop(self.unsharded.untyped_storage()._cdata, None)
                     self.unsharded = torch.empty_like(self.unsharded)
                     self._views, self._windows = self.layout.parts(self.unsharded), {}
-                    self.homes[self.unsharded.untyped_storage()._cdata] = self
+                    self.gathered.homes[self.unsharded.untyped_storage()._cdata] = self
                 self._free()
                 self.borrowed = False
                 self.ranks.note_gathered(-self.unsharded.nbytes)
@@ -402,7 +420,7 @@ class Bucket:
             self.weight.copy_(self.master, non_blocking=True)
         if self.stage in (1, 2) and self.ranks.world_size > 1:
             return self.ranks.all_gather(self.weight, self.unsharded)
-        again = self.stage == LAST_STAGE and self.is_unsharded and self.held
+        again = self.stage == LAST_STAGE and self.is_unsharded and self.gathered.holders > 0
         self.release(keep=False)  # stage 3: parameters gathered before have the old values
         if again:
             self.start_gather()
@@ -410,7 +428,7 @@ class Bucket:
         return DONE
 
     def gather_owned(self, owned: torch.Tensor) -> torch.Tensor:
-        """Returns the whole buffer for values that every rank has for its owned range: ``owned`` at stage 0, else
+        """Returns the unsharded buffer for values that every rank has for its owned range: ``owned`` at stage 0, else
         new memory."""
         return owned if self.stage == 0 else self.ranks.gather_apart(owned, self.device)
 

@@ -83,7 +83,7 @@ def clip_grad_norm_(
             "step, or pass error_if_nonfinite=False"
         )
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for host in flat.hosts:
+    for host in flat.optimizers.hosts:
         host.refresh()
     for bucket, some in picked.items():
         _scale(flat, bucket, some, factor)
@@ -106,7 +106,7 @@ def _chosen(parameters: Any) -> tuple[list[torch.Tensor], ShardedModel | None]:
     homes = {id(place.flat): place.flat for p in found if _is_trained(p) and (place := place_of(p)) is not None}
     if not homes:
         return found, own
-    if len(homes) > 1 or not all(_is_trained(p) or next(iter(homes.values())).composed for p in found):
+    if len(homes) > 1 or not all(_is_trained(p) or next(iter(homes.values())).wrapping.composed for p in found):
         raise InvalidArgumentError(
             "clip_grad_norm_: got parameters of several wrapped modules, or wrapped ones beside others, expected those "
             "of one; clip them one by one"
@@ -143,9 +143,9 @@ def _share(bucket: Bucket, some: set[int]) -> list[torch.Tensor]:
 def _scale(flat: ShardedModel, bucket: Bucket, some: set[int], factor: torch.Tensor) -> None:
     gradient = bucket.gradient
     gradient.changed()
-    copies = [host.of(bucket) for host in flat.hosts]
+    copies = [host.of(bucket) for host in flat.optimizers.hosts]
     for first, last in _ranges(bucket, some, bucket.start, bucket.end):
         for held in [gradient.reduced, *(copy for copy in copies if copy is not None)]:
             held[first - bucket.start : last - bucket.start].mul_(factor.to(held.device, held.dtype))
-    for host in flat.hosts:
+    for host in flat.optimizers.hosts:
         host.note(bucket)

@@ -32,6 +32,7 @@ from ringcomm.data_parallel.dynamo import skipped
 from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh
 from ringcomm.data_parallel.join import enter, join, leave, shadow
 from ringcomm.data_parallel.meta import real_device
+from ringcomm.data_parallel.module_notes import notes_of
 from ringcomm.data_parallel.module_state import keep_ordinary_state
 from ringcomm.data_parallel.optimizer import unwrap_model, watch_optimizers
 from ringcomm.data_parallel.partition import (
@@ -42,7 +43,7 @@ from ringcomm.data_parallel.partition import (
     named_parameters,
 )
 from ringcomm.data_parallel.precision import MixedPrecision, precision_of
-from ringcomm.data_parallel.sharded_model import ShardedModel, sharded_model_of
+from ringcomm.data_parallel.sharded_model import ShardedModel, Wrapping, sharded_model_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.mesh import refuse_no_mesh
 from ringcomm.validation import COMMUNICATOR, FLAG, INTEGER, NOT_NEGATIVE, a, expects
@@ -211,14 +212,14 @@ class DistributedDataParallel(nn.Module, Joinable):
             return self.module(*args, **kwargs)
         output = self._flat.root.call(self.module, self.module.__call__, args, kwargs)
         if torch.is_grad_enabled():
-            self._flat.decide()
+            self._flat.sync.decide()
         return output
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Forward passes inside make backward passes that only accumulate on this rank; the backward pass of the
         next forward pass outside averages the sums."""
-        with self._flat.no_sync():
+        with self._flat.sync.paused():
             yield
 
     def join(
@@ -277,11 +278,11 @@ class DistributedDataParallel(nn.Module, Joinable):
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether the backward pass of the next forward pass averages the gradients; False inside ``no_sync``."""
-        return self._flat.sync
+        return self._flat.sync.enabled
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        self._flat.sync = value
+        self._flat.sync.enabled = value
 
     @property
     def reducer(self) -> Any:
@@ -289,7 +290,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         pass finds the parameters that it uses by itself, so these methods only set whether it averages them."""
         flat = self._flat
         return SimpleNamespace(
-            prepare_for_backward=lambda outputs: setattr(flat, "decided", True),
+            prepare_for_backward=lambda outputs: setattr(flat.sync, "decided", True),
             _rebuild_buckets=lambda: False,
             _delay_all_reduce=lambda: None,
         )
@@ -302,7 +303,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             "rank": flat.ranks.rank,
             "world_size": flat.ranks.world_size,
             "bucket_sizes": ", ".join(str(sum(p.nbytes for p in bucket.params)) for bucket in flat.order),
-            "broadcast_buffers": int(flat.broadcast_buffers),
+            "broadcast_buffers": int(flat.sync.broadcast_buffers),
             "find_unused_parameters": int(self.find_unused_parameters),
         }
 
@@ -320,11 +321,11 @@ class DistributedDataParallel(nn.Module, Joinable):
     @property
     def broadcast_buffers(self) -> bool:
         """Whether every synchronised forward pass in training begins with a broadcast of rank 0's buffers."""
-        return self._flat.broadcast_buffers
+        return self._flat.sync.broadcast_buffers
 
     @broadcast_buffers.setter
     def broadcast_buffers(self, value: bool) -> None:
-        self._flat.broadcast_buffers = value
+        self._flat.sync.broadcast_buffers = value
 
     forward_sync_buffers = broadcast_buffers
 
@@ -427,7 +428,7 @@ def _device_of(module: nn.Module, rank: int, device_ids: Devices | None, output:
 def _unwrap(module: nn.Module) -> None:
     """Unwraps a module that another DistributedDataParallel holds; that one wraps it again at its next use."""
     flat = sharded_model_of(module)
-    if flat is not None and flat.module is module and "_ringcomm_unit" not in module.__dict__ and not flat.optimizers:
+    if flat is not None and flat.module is module and notes_of(module).unit is None and not flat.optimizers:
         unwrap_model(flat)
 
 
@@ -464,8 +465,8 @@ def _flat(
         send=init_sync,
     )
     unit = builder.unit("", [module], params, False)
-    flat = ShardedModel(module, ranks, 0, precision, [unit], sends_buffers, composed=True)
-    flat.ignore_buffers(ignored)
+    flat = ShardedModel(module, ranks, [unit], sends_buffers, Wrapping(precision))
+    flat.contents.ignore_buffers(ignored)
     keep_ordinary_state(flat)
     watch_optimizers()
     return flat

@@ -30,11 +30,12 @@ from ringcomm.data_parallel.deferred_init import InitFn, Waiting
 from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh
 from ringcomm.data_parallel.layout import Atom
 from ringcomm.data_parallel.meta import device_of, real_device
+from ringcomm.data_parallel.module_notes import ModuleNotes, notes_of
 from ringcomm.data_parallel.module_state import keep_state_of
 from ringcomm.data_parallel.optimizer import watch_optimizers
 from ringcomm.data_parallel.partition import BucketBuilder, kept_in_their_type, named_parameters
 from ringcomm.data_parallel.precision import MixedPrecision, precision_of
-from ringcomm.data_parallel.sharded_model import ShardedModel, Unit
+from ringcomm.data_parallel.sharded_model import ShardedModel, Unit, Wrapping
 from ringcomm.data_parallel.unit_module import UnitModule, mix_in
 from ringcomm.errors import InvalidArgumentError, UnsupportedError, shown
 from ringcomm.mesh import Mesh, refuse_no_mesh
@@ -65,12 +66,12 @@ class UnshardHandle:
 class FSDPModule(UnitModule):
     """The methods that `fully_shard` adds to a module's class."""
 
-    _ringcomm_unit: Unit
+    _ringcomm: ModuleNotes
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the parameters of this module's own unit; every rank must call it. Returns a handle if
         ``async_op``."""
-        unit = self._ringcomm_unit
+        unit = self._ringcomm.unit
         unit.start_gather()
         if async_op:
             return UnshardHandle(unit)
@@ -79,17 +80,17 @@ class FSDPModule(UnitModule):
 
     def reshard(self) -> None:
         """Frees the other ranks' parameters of this module's own unit."""
-        self._ringcomm_unit.release()
+        self._ringcomm.unit.release()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Sets whether later backward passes are reduced; with False they only accumulate on this rank. Only for the
         outermost module."""
-        self._everything("set_requires_gradient_sync", recurse).sync = bool(requires_gradient_sync)
+        self._everything("set_requires_gradient_sync", recurse).sync.enabled = bool(requires_gradient_sync)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate on this rank; the next one outside reduces the sums."""
-        with self._everything("no_sync", True).no_sync():
+        with self._everything("no_sync", True).sync.paused():
             yield
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -98,7 +99,7 @@ class FSDPModule(UnitModule):
     def reset_iter_state(self) -> None:
         """Discards the state of a forward or backward pass that raised, and the gradients. The next forward pass
         does so anyway."""
-        self._ringcomm_unit.flat._abandon()
+        self._ringcomm.unit.flat._abandon()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Sets whether the parameters are freed between forward and backward."""
@@ -113,20 +114,20 @@ class FSDPModule(UnitModule):
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Sets the modules whose parameters are prefetched when this module's forward begins; the default is the
         module that followed in the last pass. Every rank must name the same modules."""
-        self._ringcomm_unit.forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
+        self._ringcomm.unit.forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Sets the modules whose parameters are prefetched when this module's backward begins; the default is the
         module before it in forward."""
-        self._ringcomm_unit.backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
+        self._ringcomm.unit.backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
 
     def _units(self, recurse: bool) -> list[Unit]:
         modules: Iterable[Any] = self.modules() if recurse and isinstance(self, nn.Module) else [self]
-        return [each._ringcomm_unit for each in modules if isinstance(each, FSDPModule)]
+        return [each._ringcomm.unit for each in modules if isinstance(each, FSDPModule)]
 
     def _everything(self, call: str, recurse: bool) -> ShardedModel:
         """Returns the sharded model, and raises unless this module is its outermost one."""
-        flat = self._ringcomm_unit.flat
+        flat = self._ringcomm.unit.flat
         if {id(unit) for unit in self._units(recurse)} != {id(unit) for unit in flat.units}:
             raise UnsupportedError(
                 f"{call}: rank {flat.ranks.rank} got a part of the sharded module, expected all of it; call it on the "
@@ -155,7 +156,7 @@ _REFUSED = {
 
 def _refusal(name: str, why: str) -> Callable[..., None]:
     def method(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
-        rank = self._ringcomm_unit.flat.ranks.rank
+        rank = self._ringcomm.unit.flat.ranks.rank
         raise UnsupportedError(
             f"{name}: rank {rank} got a call that has no counterpart ({why}), expected none; leave it out"
         )
@@ -178,7 +179,7 @@ def _units_of(modules: Sequence[FSDPModule], call: str) -> list[Unit]:
                 f"{call}: got {type(each).__name__}, which is not sharded by itself, expected modules that fully_shard "
                 "was called on; pass those"
             )
-    return [each._ringcomm_unit for each in modules]
+    return [each._ringcomm.unit for each in modules]
 
 
 @expects("register_forward_method", module=MODULE, name=TEXT)
@@ -197,7 +198,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             f"register_forward_method: got {shown(name)}, which {type(module).__name__} does not have, expected a "
             "method's name; pass one"
         )
-    unit: Unit = module.__dict__["_ringcomm_unit"]
+    unit: Unit = notes_of(module).unit
 
     @wraps(method)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -310,9 +311,9 @@ def fully_shard(
     unit = builder.unit("", modules, params, bool(reshard))
     unit.precision, unit.asked_reshard = precision, reshard
     waiting.initialise([unit.buckets])
-    unmade = [each.flat.unmade for each in below]
+    unmade = [each.flat.contents.unmade for each in below]
     flat = _join(top, ranks, precision, below, unit, broadcast_buffers)
-    flat.unmade = waiting.left_in(flat.buckets, unmade)
+    flat.contents.unmade = waiting.left_in(flat.buckets, unmade)
     for each in modules:
         keep_state_of(each, unit, unit.buckets)
         mix_in(each, unit, FSDPModule)
@@ -357,7 +358,7 @@ def _join(
         each.name = paths[id(each.modules[0])]
         for bucket in each.buckets:
             bucket.rename(names)
-    flat = ShardedModel(top, ranks, LAST_STAGE, precision, [*below, unit], broadcast_buffers, composed=True)
+    flat = ShardedModel(top, ranks, [*below, unit], broadcast_buffers, Wrapping(precision))
     flat.send_buffers()
     return flat
 
@@ -371,7 +372,7 @@ def _below(top: nn.Module, modules: list[nn.Module], ranks: DataParallelGroup) -
             "module; call it once"
         )
     inside = {id(m) for m in top.modules()}
-    units = {id(m._ringcomm_unit): m._ringcomm_unit for m in top.modules() if isinstance(m, FSDPModule)}
+    units = {id(m._ringcomm.unit): m._ringcomm.unit for m in top.modules() if isinstance(m, FSDPModule)}
     for unit in units.values():
         mine = {id(each) for each in unit.flat.units}
         if not mine <= units.keys() or any(id(m) not in inside for m in unit.modules):

@@ -33,7 +33,7 @@ from torch import nn
 from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ringcomm.data_parallel.group import DataParallelGroup, uses
+from ringcomm.data_parallel.group import DataParallelGroup, OwnMemory, uses
 from ringcomm.data_parallel.layout import FlatLayout
 from ringcomm.data_parallel.precision import Types
 from ringcomm.errors import InvalidArgumentError, RingcommError, UnsupportedError
@@ -61,7 +61,7 @@ def _kept(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 class LocalSums:
-    """This rank's sums of the backward passes since the last reduction, in whole buffers.
+    """This rank's sums of the backward passes since the last reduction, in unsharded buffers.
 
     Args:
         tree: add up the passes in a balanced binary tree, as the ranks' gradients are added. If the number of passes is
@@ -203,7 +203,7 @@ class LocalSums:
 def _give_back(ranks: DataParallelGroup, *lent: torch.Tensor | None) -> None:
     """Returns buffers that were taken from the pool, each once."""
     for tensor in {id(each): each for each in lent}.values():
-        if tensor is not None and hasattr(tensor, "_ringcomm_pool"):
+        if tensor is not None and hasattr(tensor, "own") and tensor.own.pool is not None:
             ranks.give(tensor)
 
 
@@ -215,7 +215,7 @@ class GradBuffer:
         tree, noted: see `LocalSums`.
 
     Attributes:
-        buffer: the memory that stays: whole at stages 0 and 1, else this rank's shard.
+        buffer: the memory that stays: unsharded at stages 0 and 1, else this rank's shard.
         reduced: the part of it with the mean: all of it, at stage 1 this rank's shard.
         has_reduced: whether it has a mean; ``has``: the parameters with one.
         shown: what `expose_grads` put into `p.grad`.
@@ -250,14 +250,14 @@ class GradBuffer:
         self.buffer = buffer
         start, end = self.layout.owned_range(self.ranks.rank, self.stage)
         self.reduced = self.buffer[start:end] if self.stage < 2 else self.buffer
-        self.buffer._ringcomm_uses = uses(self.buffer)
+        self.buffer.own = OwnMemory(uses(self.buffer))
 
     def _leave_buffer(self) -> None:
         """Switches to new memory if users still see the old one through slices of gradients or through what autograd
         saved."""
         means, addresses = self.means
         own = [*map(operator.eq, map(torch.Tensor.data_ptr, means), addresses)]
-        if uses(self.buffer) > self.buffer._ringcomm_uses + sum(own):
+        if uses(self.buffer) > self.buffer.own.uses + sum(own):
             self._lie_in(self.ranks.another(self.buffer).copy_(self.buffer))
             for i, is_own in enumerate(own):
                 if is_own:
@@ -688,7 +688,7 @@ class GradBuffer:
         return self.ranks.take(self.layout.numel, self.dtype, self.buffer.device)
 
     def _packed(self, fresh: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
-        """Returns a whole buffer with these gradients, and zeros elsewhere."""
+        """Returns an unsharded buffer with these gradients, and zeros elsewhere."""
         if self.sent_as_it_is and fresh[0][1].is_contiguous():
             return fresh[0][1].view(-1)
         buffer = self._new_buffer()
@@ -696,7 +696,7 @@ class GradBuffer:
         return buffer
 
     def _fill(self, buffer: torch.Tensor, grads: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Copies gradients, given by segment, into a whole buffer; parameters without a gradient get zeros."""
+        """Copies gradients, given by segment, into an unsharded buffer; parameters without a gradient get zeros."""
         parts, gaps = self._cuts_of(buffer)
         if len(grads) < len(parts):
             given = {i for i, _ in grads}
@@ -709,12 +709,12 @@ class GradBuffer:
     def _cuts_of(self, buffer: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Returns every parameter's part of a buffer, and the padding; cached per buffer, because buffers are
         reused."""
-        known = buffer.__dict__.setdefault("_ringcomm_cuts", weakref.WeakKeyDictionary())
+        known = buffer.own.cuts
         if self not in known:
             before = uses(buffer)
             # The parts must not reference the buffer, because the buffer references them.
             known[self] = self.layout.parts_and_padding(buffer.new_empty(0).set_(buffer))
-            buffer._ringcomm_uses += uses(buffer) - before
+            buffer.own.uses += uses(buffer) - before
         return known[self]
 
     def _on_the_wire(self, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -764,7 +764,7 @@ class ShardedGradient(torch.Tensor):
     # gradient.
     _owner: Callable[[], GradBuffer | None]
     _index: int
-    _views: tuple[Callable[[torch.Tensor], torch.Tensor], ...]  # map the whole gradient to this view
+    _views: tuple[Callable[[torch.Tensor], torch.Tensor], ...]  # map the unsharded gradient to this view
 
     @staticmethod
     def of(gradient: GradBuffer, index: int) -> ShardedGradient:
@@ -810,11 +810,11 @@ class ShardedGradient(torch.Tensor):
 
     # ---- what it stands for ---------------------------------------------------------------------------------------
 
-    def _through(self, whole: torch.Tensor) -> torch.Tensor:
-        """Applies this view to the whole gradient."""
+    def _through(self, unsharded: torch.Tensor) -> torch.Tensor:
+        """Applies this view to the unsharded gradient."""
         for view in self._views:
-            whole = view(whole)
-        return whole
+            unsharded = view(unsharded)
+        return unsharded
 
     def _read(self) -> torch.Tensor:
         """Returns the values; a collective, unless the bucket was read just before."""
@@ -830,7 +830,7 @@ class ShardedGradient(torch.Tensor):
         like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
         found = func(like, *args, **kwargs)
         if isinstance(found, torch.Tensor):
-            steps = () if name in ("detach", "alias") else (lambda whole: func(whole, *args, **kwargs),)
+            steps = () if name in ("detach", "alias") else (lambda unsharded: func(unsharded, *args, **kwargs),)
             return self._as(found, steps)
         return [self._as(one, (partial(_one_of, func, args, kwargs, k),)) for k, one in enumerate(found)]
 
@@ -915,8 +915,8 @@ def _read_only(array: Any) -> Any:
     return array
 
 
-def _one_of(func: Any, args: Any, kwargs: Any, k: int, whole: torch.Tensor) -> torch.Tensor:
-    return func(whole, *args, **kwargs)[k]
+def _one_of(func: Any, args: Any, kwargs: Any, k: int, unsharded: torch.Tensor) -> torch.Tensor:
+    return func(unsharded, *args, **kwargs)[k]
 
 
 def _owner_of(grad: ShardedGradient) -> GradBuffer | None:
@@ -957,9 +957,9 @@ def _change(func: Any, args: Any, kwargs: Any) -> Any:
             key = (x._home, x._index)
             if key not in bases:
                 bases[key] = x._home.unsharded(x._index).clone()
-            whole = x._through(bases[key])
-            replaced[id(whole)] = x, whole  # keeps `whole` alive, so that no other object gets its id
-            return whole
+            unsharded = x._through(bases[key])
+            replaced[id(unsharded)] = x, unsharded  # keeps `unsharded` alive, so that no other object gets its id
+            return unsharded
         return written[0]._unrounded(x) if isinstance(x, torch.Tensor) else x
 
     result = func(*tree_map(opened, args), **tree_map(opened, kwargs))

@@ -9,6 +9,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +32,23 @@ def uses(x: torch.Tensor) -> int:
     """Returns the number of tensors that share a tensor's memory, including those saved by autograd, plus a
     constant."""
     return int(torch._C._storage_Use_Count(x.untyped_storage()._cdata))
+
+
+@dataclass
+class OwnMemory:
+    """What a buffer of ours, never a tensor of the user's, has in its attribute ``own``.
+
+    Attributes:
+        uses: how many tensors of ours share its memory; see `uses`.
+        pool: the memory of the pool that it is a view of; None: it is not lent.
+        cuts: by the object that fills it, its parts and the padding.
+    """
+
+    uses: int
+    pool: torch.Tensor | None = None
+    cuts: weakref.WeakKeyDictionary[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
 
 
 class _Done:
@@ -143,15 +161,15 @@ class DataParallelGroup:
         known = self._lent.setdefault(id(raw), {})
         if (numel, dtype) not in known:
             known[numel, dtype] = raw[:nbytes].view(dtype)
-            known[numel, dtype]._ringcomm_pool = raw
+            known[numel, dtype].own = OwnMemory(0, raw)
         lent = known[numel, dtype]
-        lent._ringcomm_uses = uses(raw)  # all these uses are tensors of ours
+        lent.own.uses = uses(raw)
         return lent
 
     def give(self, lent: torch.Tensor) -> None:
         """Returns lent memory to the pool. If users still see it, it is left to them, and the pool gets new memory."""
-        raw = lent._ringcomm_pool
-        if uses(raw) > lent._ringcomm_uses:
+        raw = lent.own.pool
+        if uses(raw) > lent.own.uses:
             del self._lent[id(raw)]
             raw = self.another(raw)
         self._free.append(raw)

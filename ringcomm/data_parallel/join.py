@@ -117,7 +117,7 @@ def shadow(flat: ShardedModel) -> None:
     joining = flat.ranks.joining
     assert joining is not None
     joining.shadowing = True
-    flat.decided = None  # from now on the other ranks' passes decide
+    flat.sync.decided = None  # from now on the other ranks' passes decide
     while heard := joining.heard():
         kind, *details = heard
         if kind in _FOLLOW:
@@ -162,7 +162,7 @@ def _conclude(flat: ShardedModel, *_: Any) -> None:
 
 def _step(flat: ShardedModel, which: int, flag: bool, options: Any) -> None:
     del flag
-    optimizer = flat.optimizer_of(which)
+    optimizer = flat.optimizers.of_number(which)
     if optimizer is None:
         raise InvalidArgumentError(
             f"join: rank {flat.ranks.rank} has joined before the first step of an optimizer that rank "
@@ -180,7 +180,7 @@ def _clip(flat: ShardedModel, which: int, flag: bool, wanted: Any) -> None:
 
 
 def _zero_grad(flat: ShardedModel, which: int, *_: Any) -> None:
-    optimizer = flat.optimizer_of(which)
+    optimizer = flat.optimizers.of_number(which)
     assert optimizer is not None  # every optimizer that zeroes gradients has stepped
     optimizer.zero_grad(set_to_none=False)
 

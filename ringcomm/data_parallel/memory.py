@@ -95,7 +95,7 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
     if flat is not None:
         for bucket in flat.buckets:
             totals.update(bucket.nbytes())
-    optimizers = [optimizer] if optimizer is not None else [] if flat is None else flat.optimizers
+    optimizers = [optimizer] if optimizer is not None else [] if flat is None else list(flat.optimizers)
     for each in optimizers:
         totals["optimizer"] += sum(v.nbytes for state in states_of(each) for v in state.values() if torch.is_tensor(v))
     return Memory(
@@ -176,7 +176,7 @@ class Plan:
         self.ranks = _ranks_of(flat, at, world_size, background)
         self._home: dict[int, tuple[Bucket, int]] = {}  # by the id of the model's parameter
         if flat is not None:
-            self.units, self.sends = self._units_of_sharded(flat), flat.broadcast_buffers
+            self.units, self.sends = self._units_of_sharded(flat), flat.sync.broadcast_buffers
         else:
             self.units = self._units_of_plain(model, optimizer, **plain)
             self.sends = bool(plain.get("broadcast_buffers", True))

@@ -54,9 +54,9 @@ def fill_unmade(value: torch.Tensor, p: nn.Parameter) -> None:
 
 def give_memory(p: nn.Parameter, name: str, device: torch.device, rank: int) -> None:
     """Turns a parameter on meta into one on a device, still without values; it stays the same object."""
-    twin = nn.Parameter(torch.empty((), dtype=p.dtype, device=device).expand(p.shape), p.requires_grad)
+    memory = torch.empty((), dtype=p.dtype, device=device).expand(p.shape)
+    twin = torch.Tensor._make_subclass(type(p), memory, p.requires_grad)
     twin.__dict__.update(p.__dict__)
-    twin.__class__ = type(p)
     try:
         torch.utils.swap_tensors(p, twin)
     except RuntimeError as error:

@@ -187,10 +187,10 @@ def attach(optimizer: torch.optim.Optimizer, flat: ShardedModel, call: str) -> N
 
 def sharded_optimizers(flat: ShardedModel) -> list[ShardedOptimizer]:
     """Returns what is attached to a model's optimizers, those that no rank has dropped; a collective."""
-    return [_attached_to(optimizer) for optimizer in flat.shared_optimizers()]
+    return [_sharded_of(optimizer) for optimizer in flat.optimizers.on_all_ranks()]
 
 
-def _attached_to(optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
+def _sharded_of(optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
     sharded: ShardedOptimizer = optimizer.__dict__["_ringcomm"]
     return sharded
 
@@ -198,7 +198,7 @@ def _attached_to(optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
 def restage_model(flat: ShardedModel, stage: int) -> None:
     """Moves a model and the state of its optimizers to another stage; a collective."""
     for optimizer in flat.optimizers:
-        _attached_to(optimizer).refuse_stage("restage", stage)
+        _sharded_of(optimizer).refuse_stage("restage", stage)
     if stage and any(bucket.hook is not None for bucket in flat.buckets):
         raise UnsupportedError(
             f"restage: rank {flat.ranks.rank} got stage={stage} for a module with a communication hook, which "
@@ -240,12 +240,13 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     """Checks once whether an unattached optimizer must be attached; compares its options at every step."""
     del args, kwargs
     now = (_watches, len(optimizer.param_groups))
-    if optimizer.__dict__.get("_ringcomm_seen") != now:
+    at, options = _checked.get(optimizer, (None, None))
+    if at != now:
+        options = None
         if sharded_optimizer_of(optimizer, "step") is None:
             flats = _flats_of(optimizer.param_groups)
-            optimizer._ringcomm_options = SteppedOptions(optimizer, flats) if flats else None
-        optimizer._ringcomm_seen = now
-    options: SteppedOptions | None = optimizer.__dict__.get("_ringcomm_options")
+            options = SteppedOptions(optimizer, flats) if flats else None
+        _checked[optimizer] = now, options
     if options is not None:
         options.before_step()
 
@@ -278,17 +279,22 @@ class SteppedOptions(Options):
     def before_step(self) -> None:
         """Registers the current options for comparison in the models' next backward pass."""
         flats = [flat for flat in (ref() for ref in self._flats) if flat is not None]
-        if not self._told and any(flat.options_differ for flat in flats):
+        if not self._told and any(flat.optimizers.options_differ for flat in flats):
             self._told = True
             for flat in flats:
-                flat.options_differ = False
+                flat.optimizers.options_differ = False
             warnings.warn(
                 f"step: rank {flats[0].ranks.rank} has an optimizer with other options than another rank, such as the "
                 f"learning rate, expected the same; {SAME_OPTIONS}",
                 stacklevel=4,
             )
         for flat in flats:
-            flat.stepped.add(self)
+            flat.optimizers.stepped.add(self)
+
+
+# What an optimizer looked like when its step was checked last, and its options if it is not attached.
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[tuple[int, int], SteppedOptions | None]]
+_checked = weakref.WeakKeyDictionary()
 
 
 class ShardedOptimizer:
@@ -316,7 +322,7 @@ class ShardedOptimizer:
         self._loading: dict[Bucket, BucketState] = {}
         self._watches = _watches
         self.options = Options(optimizer)
-        optimizer.__dict__.pop("_ringcomm_options", None)
+        _checked.pop(optimizer, None)
         self.places: list[list[tuple[Bucket, int]]] = []
         self.entries: list[Entry] = []
         self.inside: list[list[nn.Parameter]] = []
@@ -373,11 +379,11 @@ class ShardedOptimizer:
         flats = _flats_of(self.optimizer.param_groups)
         for flat in self.flats:
             if flat not in flats:
-                flat.remove_optimizer(self.optimizer, self.host)
+                flat.optimizers.remove(self.optimizer, self.host)
         for flat in flats:
             if flat not in self.flats:
-                flat.add_optimizer(self.optimizer, self.options, self.host)
-                flat.after_thaw = _rebuild_optimizers
+                flat.optimizers.add(self.optimizer, self.options, self.host)
+                flat.optimizers.after_thaw = _rebuild_optimizers
         self.flats = flats
         self._flat_of = {bucket: flat for flat in flats for bucket in flat.buckets}
 
@@ -535,7 +541,7 @@ class ShardedOptimizer:
         """Makes the optimizer a plain one with unsharded state, before its models are unwrapped; a collective."""
         states = self.take_state()
         for flat in self.flats:
-            flat.remove_optimizer(self.optimizer, self.host)
+            flat.optimizers.remove(self.optimizer, self.host)
         known = self._known()
         plain = {key: value for key, value in self.state.items() if id(key) not in known}
         settings = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
@@ -546,7 +552,7 @@ class ShardedOptimizer:
         ordered = {p: states.get(p, self.state.get(p)) for p in chain.from_iterable(self.outside)}
         self.optimizer.state = defaultdict(dict, {p: v for p, v in ordered.items() if v} | plain)
         self._hooks.remove(self.optimizer)
-        self.optimizer.__dict__.pop("_ringcomm_seen", None)
+        _checked.pop(self.optimizer, None)
         self.flats, self.entries, self.inside, self._mine = [], [], [], {}  # frees the memory now
         self.places, self._sharded, self._stepped, self._flat_of = [], {}, {}, {}
         self.state = defaultdict(dict)
@@ -716,14 +722,14 @@ class ShardedOptimizer:
     def working(self) -> Iterator[None]:
         """Inside the block, the optimizer has the parameters of step(), with gradients unless the user has set them
         to None."""
-        self._take_in()
+        self._adopt_user_changes()
         self._begin_work()
         try:
             yield
         finally:
             self._leave()
 
-    def _take_in(self) -> None:
+    def _adopt_user_changes(self) -> None:
         """Takes over what users have changed since the last step."""
         self.settle()
         for bucket in self._mine:
@@ -799,17 +805,17 @@ class ShardedOptimizer:
         return args[:1], {**kwargs, "closure": with_the_model}
 
     def _begin_step(self) -> None:
-        self._take_in()
+        self._adopt_user_changes()
         self._refuse_unreduced()
-        if any(flat.options_differ for flat in self.flats):
+        if any(flat.optimizers.options_differ for flat in self.flats):
             for flat in self.flats:
                 lines = [line for sharded in sharded_optimizers(flat) for line in sharded.options.lines()]
                 flat.ranks.agree("step", lines, SAME_OPTIONS)
-                flat.options_differ = False
+                flat.optimizers.options_differ = False
         for flat in self.flats:
-            flat.stepped.add(self.options)
+            flat.optimizers.stepped.add(self.options)
             if flat.ranks.joining is not None and flat.ranks.joining.module is flat.module:
-                flat.ranks.announce("step", flat.number_of(self.optimizer), more=self._options())
+                flat.ranks.announce("step", flat.optimizers.number_of(self.optimizer), more=self._options())
         self._begin_work()
         self.options.steps += 1
         for bucket, mine in self._mine.items():
@@ -853,7 +859,7 @@ class ShardedOptimizer:
         if not set_to_none:
             for flat in self.flats:
                 if flat.ranks.joining is None or flat.ranks.joining.module is flat.module:
-                    flat.ranks.announce("zero_grad", flat.number_of(self.optimizer))
+                    flat.ranks.announce("zero_grad", flat.optimizers.number_of(self.optimizer))
         zero_grad = type(self.optimizer).zero_grad
         torchs = zero_grad is torch.optim.Optimizer.zero_grad  # it accesses nothing but `p.grad`
         with torch._C.DisableTorchFunctionSubclass() if torchs else nullcontext():
@@ -872,45 +878,45 @@ class UnshardedStates(defaultdict[Any, Any]):
 
     def __init__(self, sharded: ShardedOptimizer) -> None:
         super().__init__(dict)
-        # Weak: the attached object references this one, and the optimizer references the attached object.
+        # Weak: the sharded optimizer references this object, and the optimizer references the sharded one.
         self._weak = weakref.ref(sharded)
 
     @property
-    def _attached(self) -> ShardedOptimizer:
+    def _sharded(self) -> ShardedOptimizer:
         found = self._weak()
         assert found is not None
         return found
 
     def __getitem__(self, key: Any) -> Any:
-        place = self._attached.place_of(key)
+        place = self._sharded.place_of(key)
         if place is None:
-            return self._attached.state[key]
-        return self._attached.unsharded_state(place[0]).setdefault(place[1], {})
+            return self._sharded.state[key]
+        return self._sharded.unsharded_state(place[0]).setdefault(place[1], {})
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        place = self._attached.place_of(key)
+        place = self._sharded.place_of(key)
         if place is None:
-            self._attached.state[key] = value
+            self._sharded.state[key] = value
         else:
-            self._attached.unsharded_state(place[0])[place[1]] = value
+            self._sharded.unsharded_state(place[0])[place[1]] = value
 
     def __delitem__(self, key: Any) -> None:
         if key not in self:
             raise KeyError(key)
-        place = self._attached.place_of(key)
+        place = self._sharded.place_of(key)
         if place is None:
-            del self._attached.state[key]
+            del self._sharded.state[key]
         else:
-            del self._attached.unsharded_state(place[0])[place[1]]
+            del self._sharded.unsharded_state(place[0])[place[1]]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([*self._attached.parameters_with_state()])
+        return iter([*self._sharded.parameters_with_state()])
 
     def __len__(self) -> int:
-        return sum(1 for _ in self._attached.parameters_with_state())
+        return sum(1 for _ in self._sharded.parameters_with_state())
 
     def __contains__(self, key: Any) -> bool:
-        return self._attached.has_state(key)
+        return self._sharded.has_state(key)
 
     def keys(self) -> Any:
         """Parameters that have state."""
@@ -926,7 +932,7 @@ class UnshardedStates(defaultdict[Any, Any]):
 
     def clear(self) -> None:
         """Discards all state."""
-        self._attached.clear_state()
+        self._sharded.clear_state()
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Same as dict.update."""

@@ -41,7 +41,7 @@ from ringcomm.data_parallel.partition import (
 )
 from ringcomm.data_parallel.precision import MixedPrecision
 from ringcomm.data_parallel.shard_spec import part_of
-from ringcomm.data_parallel.sharded_model import ShardedModel, Unit, place_of, sharded_model_of
+from ringcomm.data_parallel.sharded_model import ShardedModel, Unit, Wrapping, place_of, sharded_model_of
 from ringcomm.data_parallel.unit_module import mix_in
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.validation import FLAG, POSITIVE, expects, one_of
@@ -171,7 +171,8 @@ class _Wish:
         compared."""
         defaults = _Wish(2, None, MixedPrecision(), None, True, True, "sequential", None, None, True)
         over = flat.ranks.comm if flat.ranks.replicas is None else (flat.ranks.comm, flat.ranks.replicas)
-        found = {**vars(flat.wish or defaults), "stage": flat.stage, "comm": over, "mesh": flat.ranks.mesh}
+        before = flat.wrapping.arguments or defaults
+        found = {**vars(before), "stage": flat.stage, "comm": over, "mesh": flat.ranks.mesh}
         given = {name: value for name, value in vars(self).items() if value != getattr(defaults, name)}
         others = {"stage": stage, "comm": comm, "mesh": mesh, "init_fn": init_fn if callable(init_fn) else None}
         given |= {name: value for name, value in others.items() if value is not None}
@@ -215,14 +216,14 @@ def _wrap(
     units = units_of(module, builder, params, blocks, wish.reshard_after_forward, wish.units is None)
     waiting.initialise([unit.buckets for unit in units])
     later = optimizer is None  # it may be attached later, as with fully_shard
-    flat = ShardedModel(module, ranks, wish.stage, wish.mixed_precision, units, wish.broadcast_buffers, composed=later)
+    wrapping = Wrapping(wish.mixed_precision, composed=later, arguments=wish)
+    flat = ShardedModel(module, ranks, units, wish.broadcast_buffers, wrapping)
     for unit in units:
         for each in unit.modules:
             mix_in(each, unit)
-    flat.wish = wish
     if wish.broadcast_buffers:
         flat.send_buffers()
-    flat.unmade = waiting.left_in(flat.buckets)
+    flat.contents.unmade = waiting.left_in(flat.buckets)
     keep_ordinary_state(flat)
     watch_optimizers()
     return flat
@@ -412,7 +413,7 @@ def stage_of(module: nn.Module) -> int:
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Backward passes of a sharded module inside only accumulate on this rank, at every stage; the next one outside
     reduces the sums. Until then stages 2 and 3 hold unsharded gradients."""
-    with _wrapped(module, "no_sync").no_sync():
+    with _wrapped(module, "no_sync").sync.paused():
         yield
 
 
@@ -439,5 +440,5 @@ def whole(module: nn.Module) -> Iterator[None]:
         for bucket in [bucket for unit in units for bucket in unit.buckets]:
             if bucket.is_unsharded:
                 bucket.adopt_writes("whole")
-        for unit in sharded if not flat.keeps_gathered else ():
+        for unit in sharded if not flat.gathered.graph_needs else ():
             unit.release()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ringcomm.data_parallel.module_notes import notes_of, notes_on
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.mesh import Mesh
 
@@ -19,10 +20,10 @@ class ShardSpec:
     """A parameter's place in the whole model's tensor.
 
     Attributes:
-        dim: dimension along which the whole tensor was split; None: it was not split.
-        extent: size of the whole tensor along ``dim``.
-        pieces: (start, length) along ``dim`` of the whole, in the order in which they lie here. Elements after them are
-            zero padding.
+        dim: dimension along which the unsharded tensor was split; None: it was not split.
+        extent: size of the unsharded tensor along ``dim``.
+        pieces: (start, length) along ``dim`` of that tensor, in the order in which they lie here. Elements after them
+            are zero padding.
         names: names in the whole model, if they differ from the names here; checkpoints use the first.
         copy: whether another pipeline stage has the same values, and counts and saves them.
         staged: whether other ranks have other parameters of the model.
@@ -45,15 +46,15 @@ class ShardSpec:
         """Whether this rank's parameters are only a part of the whole model's."""
         return self.is_cut or self.copy or self.staged
 
-    def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the whole tensor, from the shape here."""
+    def unsharded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the unsharded tensor, from the shape here."""
         if self.dim is None:
             return tuple(shape)
         return (*shape[: self.dim], self.extent, *shape[self.dim + 1 :])
 
     def boxes(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """Yields, for a box of the tensor here, its intervals along ``dim`` in the whole tensor: the start in the
-        box, the start in the whole tensor, and the length. Padding is left out."""
+        """Yields, for a box of the tensor here, its intervals along ``dim`` in the unsharded tensor: the start in
+        the box, the start in that tensor, and the length. Padding is left out."""
         assert self.dim is not None
         first, last, at = offsets[self.dim], offsets[self.dim] + sizes[self.dim], 0
         for start, length in self.pieces:
@@ -77,20 +78,21 @@ def is_primary_copy(p: torch.Tensor, mesh: Mesh | None) -> bool:
     return not part.copy and (mesh is None or part.dim is not None or mesh.counts)
 
 
-def take(whole: torch.Tensor, part: ShardSpec, length: int) -> torch.Tensor:
-    """Returns a copy of this rank's part of a whole tensor, padded with zeros to ``length`` along the dimension."""
+def take(unsharded: torch.Tensor, part: ShardSpec, length: int) -> torch.Tensor:
+    """Returns a copy of this rank's part of an unsharded tensor, padded with zeros to ``length`` along the
+    dimension."""
     assert part.dim is not None
-    made = whole.new_empty(*whole.shape[: part.dim], length, *whole.shape[part.dim + 1 :])
-    copy_part(made, whole, part)
+    made = unsharded.new_empty(*unsharded.shape[: part.dim], length, *unsharded.shape[part.dim + 1 :])
+    copy_part(made, unsharded, part)
     return made
 
 
-def copy_part(mine: torch.Tensor, whole: torch.Tensor, part: ShardSpec) -> None:
-    """Copies this rank's part of a whole tensor into ``mine``, and writes zeros into the padding."""
+def copy_part(mine: torch.Tensor, unsharded: torch.Tensor, part: ShardSpec) -> None:
+    """Copies this rank's part of an unsharded tensor into ``mine``, and writes zeros into the padding."""
     assert part.dim is not None
     at = 0
     for start, count in part.pieces:
-        mine.narrow(part.dim, at, count).copy_(whole.narrow(part.dim, start, count))
+        mine.narrow(part.dim, at, count).copy_(unsharded.narrow(part.dim, start, count))
         at += count
     mine.narrow(part.dim, at, mine.shape[part.dim] - at).zero_()
 
@@ -112,13 +114,13 @@ def note(module: nn.Module, key: str, **changes: Any) -> None:
     p = module._parameters[key]
     assert p is not None
     p._ringcomm_part = replace(part_of(p), **changes)
-    module.__dict__.setdefault("_ringcomm_parts", {})[key] = p._ringcomm_part
+    notes_on(module).parts[key] = p._ringcomm_part
 
 
 def renew_parts(modules: Iterable[nn.Module]) -> None:
     """Attaches to these modules' parameters the places recorded by `note`, if they differ."""
     for module in modules:
-        for key, part in module.__dict__.get("_ringcomm_parts", {}).items():
+        for key, part in notes_of(module).parts.items():
             p = module._parameters.get(key)
             if p is not None and part_of(p) is not part:
                 p._ringcomm_part = part

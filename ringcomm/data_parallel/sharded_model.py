@@ -2,9 +2,9 @@
 the work around forward and backward, at every stage.
 
     stage   parameters   gradients               optimizer   when a bucket is reduced
-    0       whole        whole                   whole       its gradients and those of all earlier buckets have arrived
-    1       whole        whole until reduced     shard       the same
-    2       whole        shard                   shard       the same, or backward has passed the units
+    0       unsharded    unsharded               unsharded   its gradients and those of all earlier buckets have arrived
+    1       unsharded    unsharded until reduced shard       the same
+    2       unsharded    shard                   shard       the same, or backward has passed the units
     3       shard        shard                   shard       backward has passed its unit
 
 Every rank reduces in the same order, whatever the order in which its own gradients arrive. At the end of a backward
@@ -31,10 +31,11 @@ import time
 import warnings
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import lru_cache, partial
+from enum import Enum
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -45,18 +46,16 @@ from torch.utils._pytree import tree_flatten
 
 from ringcomm import _C
 from ringcomm.data_parallel.arguments import LAST_STAGE
-from ringcomm.data_parallel.bucket import Bucket, ViewData, Window, in_transform
-from ringcomm.data_parallel.deferred_init import Unmade
+from ringcomm.data_parallel.bucket import Bucket, Gathered, ViewData, Window, in_transform
 from ringcomm.data_parallel.dynamo import eager, skipped
 from ringcomm.data_parallel.group import DataParallelGroup
-from ringcomm.data_parallel.offload import HostGradients
-from ringcomm.data_parallel.options import Options
+from ringcomm.data_parallel.module_contents import ModuleContents
+from ringcomm.data_parallel.options import CHECKSUM_NBYTES, AttachedOptimizers, differ, with_complement
 from ringcomm.data_parallel.precision import MixedPrecision
 from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
 
 _T = TypeVar("_T")
 _requires_grad = attrgetter("requires_grad")
-CHECKSUM_NBYTES = 4
 # Checksum of the optimizers' options, and whether there are reentrant checkpoints.
 HEADER_NBYTES = 2 * CHECKSUM_NBYTES + 1
 _STAGES_1_AND_2 = (
@@ -70,7 +69,7 @@ _COLLECTIVES = {  # by stage, for the note added to an error
     3: "forward, also in evaluation, backward, state_dict() of module and optimizer, and what reads a parameter or its "
     "gradient",
 }
-IN_FLIGHT = 2  # reductions at stages 2 and 3 at the same time, each with its own whole buffer
+IN_FLIGHT = 2  # reductions at stages 2 and 3 at the same time, each with its own unsharded buffer
 
 
 class _Calling(threading.local):
@@ -181,9 +180,9 @@ class Unit:
     @eager
     def _begin(self, module: nn.Module) -> bool:
         """Begins a call. Returns False inside a pipeline step, where parameters stay unsharded."""
-        if not self.flat.held:
+        if self.flat.sync.step is None:
             self.flat.begin_call(self, module)
-        return not self.flat.held
+        return self.flat.sync.step is None
 
     @eager
     def _leave(self, counted: bool, done: bool) -> None:
@@ -201,13 +200,13 @@ class Unit:
                 if x.grad_fn is not None:
                     _hook_first(x, partial(_reached, weakref.ref(self), number))
         if module is flat.module:
-            return flat.precision.cast(output, flat.precision.output_dtype)
+            return flat.wrapping.precision.cast(output, flat.wrapping.precision.output_dtype)
         return self._cast_output(output)
 
     @eager
     def cast_inputs(self, args: Any, kwargs: Any) -> Any:
         """Casts a call's arguments to the type in which the unit computes."""
-        precision = self.precision or self.flat.precision
+        precision = self.precision or self.flat.wrapping.precision
         if precision.cast_forward_inputs and precision.param_dtype is not None:
             return precision.cast((args, kwargs), precision.param_dtype)
         return args, kwargs
@@ -307,6 +306,16 @@ def place_of(p: Any) -> Place | None:
     return place if place and place.alive and place.bucket.params[place.index] is p else None
 
 
+class BucketState(Enum):
+    """How far a bucket is in a backward pass. Each state can only be followed by those below it."""
+
+    IDLE = 0  # no gradient has arrived
+    FILLING = 1  # gradients arrive; a bucket stays so if the pass only accumulates on this rank
+    FILLED = 2  # stage 2: backward has passed its unit, so no more will come; it waits for the buckets before it
+    REDUCING = 3  # the gradients are packed, and the reduction is in flight
+    REDUCED = 4  # the mean over the ranks is there
+
+
 @dataclass
 class BackwardPass:
     """The state of the current pass of autograd. At its end a new one replaces it.
@@ -318,12 +327,11 @@ class BackwardPass:
         accumulates: whether it was started by backward, not by torch.autograd.grad.
         makes_graph: whether it runs with create_graph.
         reached: the units that it has reached and not passed.
-        passed: at stage 2, the buckets of the units that it has passed.
+        states: by bucket, how far it is; those that are left out are idle.
         arrived: by bucket, the parameters whose gradients have arrived on this rank. The last one is added when the
             next event comes in the same thread, which costs less than a second hook.
-        launched: the buckets whose reduction has begun.
-        next: the index, in the order of buckets, of the first bucket that is not launched.
-        in_flight: the launched buckets that were not waited for yet.
+        next: the index, in the order of buckets, of the first bucket whose reduction has not begun.
+        in_flight: the buckets whose reductions were not waited for yet, in their order.
     """
 
     scheduled: bool = False
@@ -332,9 +340,8 @@ class BackwardPass:
     accumulates: bool = False
     makes_graph: bool = False
     reached: list[Unit] = field(default_factory=list)
-    passed: set[Bucket] = field(default_factory=set)
+    states: dict[Bucket, BucketState] = field(default_factory=dict)
     arrived: dict[Bucket, set[int]] = field(default_factory=dict)
-    launched: set[Bucket] = field(default_factory=set)
     next: int = 0
     in_flight: deque[Bucket] = field(default_factory=deque)
 
@@ -343,93 +350,241 @@ class BackwardPass:
         """Whether the pass has raised without being cleaned up."""
         return self.scheduled and self.end() is None
 
+    def state_of(self, bucket: Bucket) -> BucketState:
+        """Returns how far a bucket is."""
+        return self.states.get(bucket, BucketState.IDLE)
+
+    def is_launched(self, bucket: Bucket) -> bool:
+        """Whether the bucket's reduction has begun."""
+        return self.state_of(bucket) in (BucketState.REDUCING, BucketState.REDUCED)
+
+
+@dataclass
+class PipelineStep:
+    """A step of forward and backward passes of parts of the module in any order. Parameters stay unsharded throughout,
+    and nothing is reduced before its end.
+
+    Attributes:
+        microbatch: the one that the passes belong to now; None: each parameter's next.
+        microbatches: how many there are so far.
+    """
+
+    microbatch: int | None = None
+    microbatches: int = 0
+
+
+@dataclass
+class Synchronisation:
+    """When the ranks communicate: which backward passes reduce, and which forward passes begin with rank 0's buffers.
+
+    Attributes:
+        broadcast_buffers: whether every synchronised forward pass in training begins with rank 0's buffers.
+        enabled: False inside `no_sync` and in a pipeline step.
+        decided: whether the next backward pass reduces, if a forward pass decided it as in torch.
+        awaits_backward: whether a forward pass that reduces still waits for its backward pass.
+        buffers_are_due: whether the next forward pass begins with rank 0's buffers.
+        step: the pipeline step that is running.
+        heard: on a device, the header of the last message that ended a backward pass.
+    """
+
+    broadcast_buffers: bool
+    enabled: bool = True
+    decided: bool | None = None
+    awaits_backward: bool = False
+    buffers_are_due: bool = True
+    step: PipelineStep | None = None
+    heard: torch.Tensor | None = None
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a backward pass now would reduce."""
+        return self.enabled if self.decided is None else self.decided
+
+    def decide(self) -> None:
+        """Decides, in a forward pass, whether its backward pass reduces. A forward pass inside `no_sync`, or one run
+        again by backward, does not change the decision of an earlier one whose backward pass is still to come."""
+        if torch._C._current_graph_task_id() >= 0:
+            return
+        self.awaits_backward |= self.enabled
+        self.decided = self.awaits_backward
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backward passes inside only accumulate on this rank; the next one outside reduces the sums."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+
+@dataclass
+class ForwardCalls:
+    """The calls of units, counted through all forward passes.
+
+    Attributes:
+        count: how many have begun; a call's number.
+        packing: by running call, the hooks for saved parameters at stage 3; None: they are not installed.
+        trains: whether the last outermost call had a graph.
+        used_up: whether a backward pass ran; its graph may be used again until the next forward pass.
+        seen: the units of this forward pass, in order.
+        last: those of the previous one.
+        advised: whether a read outside of a unit's call was warned of.
+    """
+
+    count: int = 0
+    packing: list[Any] = field(default_factory=list)
+    trains: bool = False
+    used_up: bool = False
+    seen: list[Unit] = field(default_factory=list)
+    last: list[Unit] = field(default_factory=list)
+    advised: bool = False
+
+    @property
+    def depth(self) -> int:
+        """The number of calls that are running."""
+        return len(self.packing)
+
+    def after(self, unit: Unit) -> list[Unit]:
+        """Records that a unit is called, and returns, in a list, the unit that followed it in the previous pass."""
+        at = len(self.seen)
+        self.seen.append(unit)
+        expected = self.last[at : at + 2]
+        return expected[1:] if expected[:1] == [unit] else []
+
+    def before(self, unit: Unit) -> list[Unit]:
+        """Returns, in a list, the unit that was called before this one."""
+        at = next((i for i in reversed(range(len(self.seen))) if self.seen[i] is unit), 0)
+        return self.seen[at - 1 : at] if at else []
+
+
+class GradArrivals:
+    """How gradients arrive: hooks on the autograd nodes that accumulate them.
+
+    Attributes:
+        native: tells which bucket's last gradient a thread has added.
+        nested: whether backward passes contain other backward passes, as reentrant checkpoints do; None: unknown.
+    """
+
+    def __init__(self) -> None:
+        self.native = _C.Arrivals(torch._C._current_graph_task_id)
+        self.nested: bool | None = None
+        self._trained: list[bool] = []  # by parameter: whether it was trained when `nested` was determined
+        self._handles: list[Any] = []
+
+    def watch(self, bucket: Bucket, prepare: Callable[[int], None]) -> None:
+        """Installs the hooks of a bucket; ``prepare`` is called before an unexpected gradient is added."""
+        for i, node in enumerate(bucket.accumulators):
+            hook = self.native.hook(bucket.number, len(bucket.params), i, bucket.noted, prepare)
+            self._handles.append(node.register_prehook(hook))
+
+    def stop(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def look_at(self, buckets: Sequence[Bucket]) -> None:
+        """Forgets that passes are not nested if other parameters are trained now: reentrant checkpoints are not
+        noticed while all their parameters are frozen."""
+        with torch._C.DisableTorchFunctionSubclass():
+            trained = [*map(_requires_grad, chain.from_iterable(bucket.params for bucket in buckets))]
+        if trained != self._trained:
+            self._trained = trained
+            self.nested = self.nested or None
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """How a module was wrapped.
+
+    Attributes:
+        composed: whether it was wrapped before its optimizer was known.
+        arguments: those of `shard`; None: another call has wrapped it.
+    """
+
+    precision: MixedPrecision
+    composed: bool = True
+    arguments: Any = None
+
 
 class ShardedModel:
     """The state of a wrapped module.
 
     Args:
         units: in the order of forward; the last one is the module itself with the parameters in no other unit.
-        broadcast_buffers: whether every synchronised forward pass in training begins with rank 0's buffers.
-        composed: whether it was made by `fully_shard`, before its optimizer.
+        broadcast_buffers: see `Synchronisation`.
+
+    Attributes:
+        unit_of: the unit of each bucket, with the buckets in the order of forward.
+        order: the buckets that are trained, in the order of their reductions.
+        communication_seconds: this thread's time in calls and waits of collectives.
     """
 
     def __init__(
         self,
         module: nn.Module,
         ranks: DataParallelGroup,
-        stage: int,
-        precision: MixedPrecision,
         units: Sequence[Unit],
         broadcast_buffers: bool,
-        composed: bool = False,
+        wrapping: Wrapping,
     ) -> None:
-        self.composed = composed
-        if stage > 0 and ranks.world_size > 1:
-            _advise_against_max_norm(module, ranks)
-        self.module, self.ranks, self.stage, self.precision = module, ranks, stage, precision
+        self.module, self.ranks, self.wrapping = module, ranks, wrapping
         ranks.order = 0  # some ranks may still have the value of a model that others have dropped
-        self.units, self.root = list(units), units[-1]
-        self.buckets = [bucket for unit in units for bucket in unit.buckets]
-        for number, bucket in enumerate(self.buckets):
-            bucket.number = number
+        self.units = list(units)
+        self.unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
+        if self.stage > 0 and ranks.world_size > 1:
+            _advise_against_max_norm(module, ranks)
         self._set_order()
-        self.device = self.buckets[0].device
-        self.broadcast_buffers = broadcast_buffers
-        self.communication_seconds = 0.0  # this thread's time in calls and waits of collectives
-        self.wish: Any = None  # the arguments of `shard`
-        self.unwrapped = False  # whether the module is a plain one again
-        # Attached in this order on every rank.
-        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._hosts: list[weakref.ref[HostGradients]] = []  # of the optimizers
-        self.after_thaw: Callable[[ShardedModel], None] = _nothing  # called when frozen parameters are trained
-        self.stepped: set[Options] = set()  # of optimizers attached or stepped since the last message
-        self.options_differ = False  # whether a backward pass found different options on the ranks; a step resets it
-        self._heard: torch.Tensor | None = None  # on a device, the header of the last message
-        self.sync = True
-        self.decided: bool | None = None  # whether the next backward pass reduces, if forward decided it as in torch
-        self._awaits = False  # whether a forward pass that reduces still waits for its backward pass
-        self.held = False  # inside `interleaved`: parameters stay unsharded, and nothing is reduced
-        self.leaf: int | None = None  # inside `interleaved`: the current micro-batch
-        self._leaves = 0  # number of micro-batches so far
+        self.communication_seconds = 0.0
+        self.contents = ModuleContents(module)
+        self.optimizers = AttachedOptimizers(ranks, self.device)
+        self.sync = Synchronisation(broadcast_buffers)
+        self.calls = ForwardCalls()
         self.backward = BackwardPass()
-        self.arrivals = _C.Arrivals(torch._C._current_graph_task_id)
-        self._calls = 0  # number of unit calls so far
-        self._depth = 0  # number of unit calls that are running
-        self._packing: list[Any] = []  # by running call: the hooks for saved parameters at stage 3, if installed
-        self._trains = False  # whether the last outermost call had a graph
-        self._forgets = False  # whether a backward pass ran; its graph may be used again until the next forward pass
-        self._reenters: bool | None = None  # whether backward passes contain other backward passes; None: unknown
-        self._trained: list[bool] = []  # by parameter: whether it was trained when `_reenters` was determined
-        self.keeps_gathered = False  # whether a graph made with create_graph may still need parameters of stage 3
-        self.holders = 0  # how many times the program is inside `whole`, during which stage 3 frees nothing
-        self._sync_buffers = True  # whether the next forward pass begins with rank 0's buffers
-        self._advised = False
-        self.unmade: Unmade | None = None  # values that must be loaded before the first forward pass
-        self._seen: list[Unit] = []  # units of this forward pass
-        self._last: list[Unit] = []  # units of the previous forward pass
-        self._handles: list[Any] = []
-        self._ignored_buffers: frozenset[str] = frozenset()
-        self._look_inside()
-        self._unit_of = {bucket: unit for unit in self.units for bucket in unit.buckets}
+        self.arrivals = GradArrivals()
+        self.gathered = Gathered()
+        for number, bucket in enumerate(self.unit_of):
+            bucket.number = number
         for unit in self.units:
             unit.flat = self
             for bucket in unit.buckets:
+                bucket.gathered = self.gathered
                 for i, p in enumerate(bucket.params):
                     p._ringcomm = Place(self, bucket, i)
         for bucket in self.order:
             self._watch(bucket)
         self.find_homes()
 
-    def unit_of(self, bucket: Bucket) -> Unit:
-        """Returns the unit that a bucket belongs to."""
-        return self._unit_of[bucket]
+    @property
+    def stage(self) -> int:
+        """The stage of all buckets."""
+        return next(iter(self.unit_of)).stage
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all buckets."""
+        return next(iter(self.unit_of)).device
+
+    @property
+    def root(self) -> Unit:
+        """The unit of the module itself."""
+        return self.units[-1]
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets, in the order of forward; a bucket's number is its index."""
+        return list(self.unit_of)
+
+    @property
+    def unwrapped(self) -> bool:
+        """Whether the module is a plain one again."""
+        return not self.units
 
     def find_homes(self) -> None:
-        """Maps the memory of each bucket's whole buffer to the bucket. At stage 3 a bucket updates the map whenever it
-        takes other memory."""
-        self._homes = {bucket.unsharded.untyped_storage()._cdata: bucket for bucket in self.buckets}
-        for bucket in self.buckets:
-            bucket.homes = self._homes
+        """Maps the memory of each bucket's unsharded buffer to the bucket. At stage 3 a bucket updates the map whenever
+        it takes other memory."""
+        self.gathered.homes = {bucket.unsharded.untyped_storage()._cdata: bucket for bucket in self.buckets}
 
     def _set_order(self) -> None:
         """Sets the order of reductions: about the order in which backward finishes. The module's own parameters come
@@ -439,78 +594,7 @@ class ShardedModel:
 
     def _watch(self, bucket: Bucket) -> None:
         """Installs the hooks that notice the arrival of gradients."""
-        here, home = weakref.ref(self), weakref.ref(bucket)
-        prepare = partial(_prepare, here, home)
-        for i, node in enumerate(bucket.accumulators):
-            hook = self.arrivals.hook(bucket.number, len(bucket.params), i, bucket.noted, prepare)
-            self._handles.append(node.register_prehook(hook))
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        """The module's buffers that all ranks get from the first rank."""
-        found = [getattr(owner, key, None) for owner, key in self._buffer_places]
-        return [buffer for buffer in found if buffer is not None]
-
-    def ignore_buffers(self, names: Collection[str]) -> None:
-        """Excludes buffers of these names, so that they stay as they are on each rank."""
-        self._ignored_buffers = frozenset(names)
-        self._look_inside()
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers that are attached and not dropped on this rank."""
-        return [optimizer for optimizer in (ref() for ref in self._optimizers) if optimizer is not None]
-
-    @property
-    def hosts(self) -> list[HostGradients]:
-        """The gradients that the optimizers have in host memory."""
-        return [host for host in (ref() for ref in self._hosts) if host is not None]
-
-    def add_optimizer(self, optimizer: torch.optim.Optimizer, options: Options, host: HostGradients) -> None:
-        """Registers an attached optimizer, with its options and the gradients that it has in host memory."""
-        options.number = len(self._optimizers)
-        self._optimizers.append(weakref.ref(optimizer))
-        self.stepped.add(options)
-        self._hosts.append(weakref.ref(host))
-
-    def remove_optimizer(self, optimizer: torch.optim.Optimizer, host: HostGradients) -> None:
-        """Removes an optimizer."""
-        del self._optimizers[self.number_of(optimizer)]
-        self._hosts = [ref for ref in self._hosts if ref() not in (None, host)]
-
-    def number_of(self, optimizer: torch.optim.Optimizer) -> int:
-        """Returns the number by which all ranks know an optimizer."""
-        return next(i for i, ref in enumerate(self._optimizers) if ref() is optimizer)
-
-    def optimizer_of(self, number: int) -> torch.optim.Optimizer | None:
-        """Returns the optimizer of a number; None: it is not attached on this rank, or was dropped."""
-        return self._optimizers[number]() if number < len(self._optimizers) else None
-
-    def shared_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Returns the optimizers that no rank has dropped, and removes the others. Garbage collection may drop an
-        optimizer at different times on the ranks, so this is a collective."""
-        if self._optimizers:
-            found = [ref() for ref in self._optimizers]
-            kept = torch.tensor([each is not None for each in found], dtype=torch.uint8, device=self.device)
-            everywhere = self.ranks.reduce_over_all(kept, "min").tolist()
-            self._optimizers = [ref for ref, stays in zip(self._optimizers, everywhere, strict=True) if stays]
-        return self.optimizers
-
-    def _look_inside(self) -> None:
-        """Records the module's submodules and parameters, to notice new ones."""
-        self._inside = [m for m in self.module.modules() if not isinstance(m, torch.jit.ScriptModule)]
-        self._dicts: list[dict[str, Any]] = [
-            *(m._parameters for m in self._inside),
-            *(m._modules for m in self._inside),
-        ]
-        # `_dicts` stay referenced, so that no other object gets their addresses.
-        self._members = _C.addresses(self._dicts)
-        self._buffer_places = [
-            (owner, key)
-            for name, owner in self.module.named_modules()
-            for key, _ in owner.named_buffers(recurse=False)
-            if (f"{name}.{key}" if name else key) not in self._ignored_buffers
-        ]
+        self.arrivals.watch(bucket, partial(_prepare, weakref.ref(self), weakref.ref(bucket)))
 
     def timed(self, call: Callable[..., _T], *args: Any) -> _T:
         """Calls ``call(*args)`` and counts its time as communication."""
@@ -533,7 +617,7 @@ class ShardedModel:
     def begin_call(self, unit: Unit, module: nn.Module) -> None:
         """Begins a call of a unit's module: gathers its parameters, and prefetches those of the next unit."""
         recomputing = torch._C._current_graph_task_id() >= 0  # activation checkpointing
-        if self._depth == 0 and not recomputing:
+        if self.calls.depth == 0 and not recomputing:
             self._begin_outermost(module)
         if module is self.module and not recomputing:
             self.begin_forward()
@@ -541,10 +625,10 @@ class ShardedModel:
         if recomputing and grad:  # now, because the first gradient may arrive in a pass inside this one
             unit.recomputed = True
             self.begin_backward()
-        self._calls += 1
+        self.calls.count += 1
         if grad and unit.first_call is None:
-            unit.first_call = self._calls
-        if self._trains and not recomputing:
+            unit.first_call = self.calls.count
+        if self.calls.trains and not recomputing:
             unit.calls[module] += 1
             unit.checkpointed |= not grad
         if self.stage == LAST_STAGE:
@@ -555,7 +639,6 @@ class ShardedModel:
             else:
                 self.timed(unit.gather)
         self._start_packing()  # nothing raises after this; `leave_call` undoes it
-        self._depth += 1
 
     def _check_transformed(self, module: nn.Module) -> None:
         """Raises for views of parameters as arguments of a torch.func transform, because their values stay sharded."""
@@ -573,13 +656,14 @@ class ShardedModel:
     def _begin_outermost(self, module: nn.Module) -> None:
         """Begins a call that is not inside another one: resets the units' records of calls that the last backward
         pass used."""
-        self._trains = torch.is_grad_enabled()
-        if self._trains and self._forgets:
-            self._forgets = False
+        calls = self.calls
+        calls.trains = torch.is_grad_enabled()
+        if calls.trains and calls.used_up:
+            calls.used_up = False
             for unit in self.units:
                 unit.forget_calls()
             if module is not self.module:
-                self._last, self._seen = self._seen, []
+                calls.last, calls.seen = calls.seen, []
 
     def begin_forward(self) -> None:
         """Begins a call of the whole module."""
@@ -591,12 +675,12 @@ class ShardedModel:
                 f"forward: rank {self.ranks.rank} is inside of join for another module that shares its ranks, expected "
                 "that one alone; train this one outside"
             )
-        self._last, self._seen = self._seen or self._last, []
-        if not self.holders:
+        self.calls.last, self.calls.seen = self.calls.seen or self.calls.last, []
+        if not self.gathered.holders:
             self._announce_forward()
 
     def _announce_forward(self) -> None:
-        sends = self.broadcast_buffers and self._sync_buffers and len(self._buffer_places) > 0
+        sends = self.sync.broadcast_buffers and self.sync.buffers_are_due and self.contents.has_buffers
         if sends or self.stage == LAST_STAGE:
             self.ranks.announce("forward")
         if sends:
@@ -607,37 +691,32 @@ class ShardedModel:
     def holding(self) -> Iterator[None]:
         """Inside, unsharded parameters stay unsharded, and forward sends no buffers. Entering sends the buffers that
         the next forward pass would send."""
-        if not self.holders and self.ranks.joining is None:
+        if not self.gathered.holders and self.ranks.joining is None:
             self._announce_forward()
-            self._sync_buffers = False
-        self.holders += 1
-        for bucket in self.buckets:
-            bucket.held = True
+            self.sync.buffers_are_due = False
+        self.gathered.holders += 1
         try:
             yield
         finally:
-            self.holders -= 1
-            for bucket in self.buckets:
-                bucket.held = self.holders > 0
+            self.gathered.holders -= 1
 
     def _gather_ahead(self, unit: Unit) -> None:
-        at = len(self._seen)
-        self._seen.append(unit)
+        following = self.calls.after(unit)
         self.timed(unit.gather)
-        ahead = unit.forward_prefetch
-        if ahead is None:
-            expected = self._last[at : at + 2]
-            ahead = expected[1:] if self.ranks.background and expected[:1] == [unit] else []
-        for each in ahead:
+        if unit.forward_prefetch is not None:
+            following = unit.forward_prefetch
+        elif not self.ranks.background:
+            return
+        for each in following:
             each.start_gather()
 
     def leave_call(self, done: bool) -> None:
         """Ends a call that has returned or raised."""
-        self._depth -= 1
         self._stop_packing()
         if torch._C._current_graph_task_id() < 0:
-            for bucket in self.buckets if not done else [g for g in self.buckets if g.borrowed and self._depth == 0]:
-                self._release(bucket)
+            for bucket in self.unit_of if not done or self.calls.depth == 0 else ():
+                if bucket.borrowed or not done:
+                    self._release(bucket)
 
     def end_call(self, unit: Unit, module: nn.Module) -> int | None:
         """Ends a call that has returned, and frees gathered parameters. Returns the number of the last call that has
@@ -649,32 +728,29 @@ class ShardedModel:
                 self._release(unit)
             if module is self.module:
                 self._end_forward()
-        return self._calls if torch.is_grad_enabled() and (self.stage >= 2 or module is self.module) else None
+        return self.calls.count if torch.is_grad_enabled() and (self.stage >= 2 or module is self.module) else None
 
     def _end_forward(self) -> None:
         """Ends the whole module's forward: frees parameters that were gathered and not used."""
-        trains = self.sync and torch.is_grad_enabled()
+        trains = self.sync.enabled and torch.is_grad_enabled()
         # Ranks may evaluate any number of times inside `whole`.
-        self._sync_buffers = trains or (self._sync_buffers and self.holders > 0)
+        self.sync.buffers_are_due = trains or (self.sync.buffers_are_due and self.gathered.holders > 0)
         for unit in self.units:
             if unit.reshard_after_forward or not torch.is_grad_enabled():
                 self._release(unit)
 
     def _release(self, held: Unit | Bucket) -> None:
-        if not (self.keeps_gathered or self.holders):
+        if not (self.gathered.graph_needs or self.gathered.holders):
             held.release()
 
     # Saved parameters, at stage 3.
 
     def _start_packing(self) -> None:
         """Makes autograd save a reference to a parameter's unit in place of the parameter's memory, which is freed."""
-        if self.stage < LAST_STAGE:
-            return
-        if self._depth == 0:
+        autograd, hooks = torch._C._autograd, None
+        if self.stage == LAST_STAGE and self.calls.depth == 0:
             _calling.flats = [*_calling.flats, self]
-        autograd = torch._C._autograd
-        hooks = None
-        if autograd._saved_tensors_hooks_is_enabled():
+        if self.stage == LAST_STAGE and autograd._saved_tensors_hooks_is_enabled():
             users = autograd._top_saved_tensors_default_hooks(
                 True
             )  # checkpoint's hooks treat saved tensors differently
@@ -682,14 +758,12 @@ class ShardedModel:
                 pack, unpack = users or (_keep, _kept)
                 hooks = torch.autograd.graph.saved_tensors_hooks(_packing(pack), _unpacking(unpack))
                 hooks.__enter__()
-        self._packing.append(hooks)
+        self.calls.packing.append(hooks)
 
     def _stop_packing(self) -> None:
-        if self.stage < LAST_STAGE:
-            return
-        if self._depth == 0:
+        hooks = self.calls.packing.pop()
+        if self.stage == LAST_STAGE and self.calls.depth == 0:
             _calling.flats = [flat for flat in _calling.flats if flat is not self]
-        hooks = self._packing.pop()
         if hooks is not None:
             hooks.__exit__(None, None, None)
 
@@ -698,7 +772,7 @@ class ShardedModel:
         """Gathers the buckets' parameters for the block, even outside forward and backward; a collective. Yields
         whether they stay gathered afterwards, as they do inside a forward or backward pass."""
         backward = torch._C._current_graph_task_id() >= 0
-        stays = backward or self._depth > 0
+        stays = backward or self.calls.depth > 0
         if stays and not backward:
             self._advise(name, call)
         missing = [bucket for bucket in buckets if not bucket.is_unsharded]
@@ -709,23 +783,21 @@ class ShardedModel:
         for bucket in buckets:
             bucket.finish_gather()
             bucket.borrowed |= bucket in missing
-            unit = self._unit_of[bucket]
+            unit = self.unit_of[bucket]
             if unit.first_call is None and torch.is_grad_enabled():
-                self._calls += 1
-                unit.first_call = self._calls
+                self.calls.count += 1
+                unit.first_call = self.calls.count
         self._start_packing()
-        self._depth += 1
         try:
             yield stays
         finally:
-            self._depth -= 1
             self._stop_packing()
             for bucket in missing if not stays else ():
                 bucket.release()
 
     def _advise(self, name: str, call: str) -> None:
-        if not self._advised:
-            self._advised = True
+        if not self.calls.advised:
+            self.calls.advised = True
             warnings.warn(
                 f"forward: rank {self.ranks.rank} read {name} ({call}) outside of its unit's call, so the unit was "
                 "gathered for it; name units so that one holds both, to save the message",
@@ -735,7 +807,7 @@ class ShardedModel:
     def send_buffers(self) -> None:
         """Sends the first rank's buffers to every rank, in one message for each type."""
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-        for buffer in self.buffers:
+        for buffer in self.contents.buffers:
             by_type.setdefault(buffer.dtype, []).append(buffer.detach())
         for buffers in by_type.values():
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
@@ -766,7 +838,7 @@ class ShardedModel:
         """Records that the pass was started by backward, not by torch.autograd.grad."""
         if not self.backward.accumulates:
             self.backward.accumulates = True
-            if self.syncs or self.stage == LAST_STAGE:
+            if self.sync.reduces or self.stage == LAST_STAGE:
                 self.ranks.announce("backward")
 
     def _will_accumulate(self) -> bool:
@@ -779,7 +851,7 @@ class ShardedModel:
         self._see_to_complete()
         if torch.is_grad_enabled():
             self.backward.makes_graph = True
-            self.keeps_gathered = self.stage == LAST_STAGE
+            self.gathered.graph_needs = self.stage == LAST_STAGE
         self._pass(number)
         if unit.first_call is None or unit.first_call > number:  # from a graph older than the last backward pass
             unit.first_call = 0
@@ -788,16 +860,11 @@ class ShardedModel:
             self.backward.reached.append(unit)
         if self.stage == LAST_STAGE and not unit.is_unsharded:
             self.timed(unit.gather)
-            for each in self._before(unit) if unit.backward_prefetch is None else unit.backward_prefetch:
+            before = unit.backward_prefetch
+            if before is None:  # brought while this unit computes
+                before = self.calls.before(unit) if self.ranks.background else []
+            for each in before:
                 each.start_gather()
-
-    def _before(self, unit: Unit) -> list[Unit]:
-        """Returns, in a list, the unit before this one in forward, if it is to be prefetched while this one
-        computes."""
-        if not self.ranks.background:
-            return []
-        at = next((i for i in reversed(range(len(self._seen))) if self._seen[i] is unit), 0)
-        return self._seen[at - 1 : at] if at else []
 
     def _pass(self, number: int) -> None:
         """Finishes units that are done in backward, because all their calls come after call ``number`` in forward."""
@@ -812,7 +879,7 @@ class ShardedModel:
 
     def _is_complete(self, bucket: Bucket) -> bool:
         """Whether all gradients of the bucket have arrived in this pass."""
-        if self.arrivals.adding_elsewhere() == bucket.number:
+        if self.arrivals.native.adding_elsewhere() == bucket.number:
             return False
         arrived = self.backward.arrived.get(bucket, ())
         if len(arrived) == len(bucket.accumulators):
@@ -822,8 +889,8 @@ class ShardedModel:
     def _waits(self, bucket: Bucket) -> bool:
         """Whether a bucket is only reduced at the end of the backward pass, because its gradients may come more than
         once."""
-        unit = self._unit_of[bucket]
-        return unit.repeats or (self._reenters is not False and (unit is self.root or self.stage < 2))
+        unit = self.unit_of[bucket]
+        return unit.repeats or (self.arrivals.nested is not False and (unit is self.root or self.stage < 2))
 
     def prepare(self, bucket: Bucket, i: int) -> None:
         """Called when an unexpected gradient is about to be added to `p.grad`: begins the pass or opens the bucket."""
@@ -833,9 +900,9 @@ class ShardedModel:
             self._accumulate()
             backward = self.backward
         self._see_to_complete()
-        if bucket in backward.launched:
+        if backward.is_launched(bucket):
             # From the next pass on the bucket waits until the end.
-            self._reenters = self._unit_of[bucket].came_twice = True
+            self.arrivals.nested = self.unit_of[bucket].came_twice = True
             raise InvalidArgumentError(
                 f"backward: rank {self.ranks.rank} got a gradient of {bucket.names[i]} after its unit's had been "
                 "reduced, expected one in each backward pass; use non-reentrant activation checkpointing"
@@ -846,33 +913,36 @@ class ShardedModel:
             except RuntimeError:
                 bucket.rebound("backward")  # raises if forward has cast a parameter
                 raise
+            backward.states.setdefault(bucket, BucketState.FILLING)
         task = torch._C._current_graph_task_id()
         if task != backward.task:
-            self._reenters = True  # a reentrant checkpoint
-        self.arrivals.expected = task
+            self.arrivals.nested = True  # a reentrant checkpoint
+        self.arrivals.native.expected = task
 
     def _see_to_complete(self) -> None:
         """If this thread has added the last gradient of a bucket, packs the bucket or starts its reduction."""
-        number = self.arrivals.take_complete()
+        number = self.arrivals.native.take_complete()
         if number < 0:
             return
         bucket = self.buckets[number]
         if self._waits(bucket):
             return
-        if not self.syncs:
-            self._collect(bucket)
+        if not self.sync.reduces:
+            self._pack(bucket)
         elif self.stage < LAST_STAGE:
             self._launch_ready()
 
-    def _collect(self, bucket: Bucket) -> None:
-        bucket.gradient.pack(self.held, self.leaf)
+    def _pack(self, bucket: Bucket) -> None:
+        step = self.sync.step
+        bucket.gradient.pack(step is not None, None if step is None else step.microbatch)
 
     def _launch_ready(self) -> None:
         """Starts the reductions of complete buckets, in the order that is the same on all ranks."""
         while self.backward.next < len(self.order):
             bucket = self.order[self.backward.next]
             arrived = len(self.backward.arrived.get(bucket, ()))
-            if self._waits(bucket) or (bucket not in self.backward.passed and arrived < len(bucket.params)):
+            is_filled = self.backward.state_of(bucket) is BucketState.FILLED or arrived == len(bucket.params)
+            if not is_filled or self._waits(bucket):
                 return
             self.start_reduce(bucket)
 
@@ -880,25 +950,26 @@ class ShardedModel:
         """Starts a bucket's reduction."""
         gradient = bucket.gradient
         while self.stage >= 2 and len(self.backward.in_flight) >= IN_FLIGHT:
-            self._settle()
+            self._finish_first_reduce()
         if gradient.opened:
             gradient.pack()
         else:
             gradient.adopt_user_grads("backward", own=True)  # no gradient has arrived
-        self.backward.launched.add(bucket)
-        while self.backward.next < len(self.order) and self.order[self.backward.next] in self.backward.launched:
+        self.backward.states[bucket] = BucketState.REDUCING
+        while self.backward.next < len(self.order) and self.backward.is_launched(self.order[self.backward.next]):
             self.backward.next += 1
         self.ranks.announce("reduce", bucket.number, gradient.has_reduced)
         self.timed(gradient.start_reduce, bucket.hook)
         self.backward.in_flight.append(bucket)
         # A communication hook's future may communicate from another thread, at different times on the ranks.
         if not self.ranks.background or (bucket.hook is not None and bucket.device.type == "cpu"):
-            self._settle()
+            self._finish_first_reduce()
 
-    def _settle(self) -> None:
+    def _finish_first_reduce(self) -> None:
         bucket = self.backward.in_flight.popleft()
         self.timed(bucket.gradient.finish_reduce)
-        for host in self.hosts:
+        self.backward.states[bucket] = BucketState.REDUCED
+        for host in self.optimizers.hosts:
             host.reduced(bucket)
 
     def flush(self, unit: Unit) -> None:
@@ -906,15 +977,15 @@ class ShardedModel:
         if not self.backward.accumulates:
             return
         for bucket in reversed(unit.buckets):
-            if not bucket.trainable or bucket in self.backward.launched or self._waits(bucket):
+            if not bucket.trainable or self.backward.is_launched(bucket) or self._waits(bucket):
                 continue
-            if not self.syncs:
+            if not self.sync.reduces:
                 if bucket.gradient.opened:
-                    self._collect(bucket)
+                    self._pack(bucket)
             elif self.stage == LAST_STAGE:  # every rank has gathered the same units
                 self.start_reduce(bucket)
             else:  # another rank may not have run this unit
-                self.backward.passed.add(bucket)
+                self.backward.states[bucket] = BucketState.FILLED
                 self._launch_ready()
 
     @eager
@@ -924,9 +995,9 @@ class ShardedModel:
             self._reset()
             return
         try:
-            if self.syncs:
+            if self.sync.reduces:
                 for bucket in self.order:
-                    if bucket not in self.backward.launched:
+                    if not self.backward.is_launched(bucket):
                         self.start_reduce(bucket)
                 self.ranks.announce("used")
             self.conclude()
@@ -936,15 +1007,15 @@ class ShardedModel:
 
     def conclude(self) -> None:
         """Waits for all buckets' reductions and exposes their gradients."""
-        if self.syncs:
+        if self.sync.reduces:
             used = self._start_used_params()  # after all buckets, because some ranks may have started them earlier
             while self.backward.in_flight:
-                self._settle()
+                self._finish_first_reduce()
             self._finish_used_params(used)
         for bucket in self.order:
             if bucket.gradient.opened:
-                self._collect(bucket)
-            elif bucket not in self.backward.launched and bucket not in self.backward.arrived:
+                self._pack(bucket)
+            elif self.backward.state_of(bucket) is BucketState.IDLE:
                 bucket.gradient.reconcile()  # the pass did not reach it, so gradients that were set to None stay None
             try:
                 bucket.gradient.expose_grads()
@@ -956,13 +1027,13 @@ class ShardedModel:
     def _start_used_params(self) -> tuple[bytes, bytearray, torch.Tensor, Any]:
         """Starts the message that has a 1 for every trainable parameter with a gradient on this rank. Returns the
         message, the host memory for the ranks' maximum, the device memory, and the work."""
-        said = self._options_checksum() + (b"\1" if self._reenters else b"\0")
+        said = self.optimizers.checksum() + (b"\1" if self.arrivals.nested else b"\0")
         for bucket in self.order:
             has = bucket.gradient.local.contributed | bucket.gradient.has
             numel = len(bucket.params)
             said += b"\1" * numel if len(has) == numel else bytes(i in has for i in range(numel))
         if self.stage == LAST_STAGE:
-            said += _with_complement(self.ranks.order)
+            said += with_complement(self.ranks.order)
         heard = bytearray(said)
         flags = torch.frombuffer(heard, dtype=torch.uint8).to(self.device)
         if self.ranks.data_world_size == 1:
@@ -986,13 +1057,13 @@ class ShardedModel:
             values = [*heard]
             self._read_header(values)
         else:  # the common case does not wait for a device: it reads the header of the previous backward pass
-            before, self._heard = self._heard, flags[:HEADER_NBYTES].clone()
+            before, self.sync.heard = self.sync.heard, flags[:HEADER_NBYTES].clone()
             if before is not None:
                 self._read_header(before.tolist())
             values = flags.tolist() if missing else []
         if not values:
             return
-        if self.stage == LAST_STAGE and _differ(values[-2 * CHECKSUM_NBYTES :]):
+        if self.stage == LAST_STAGE and differ(values[-2 * CHECKSUM_NBYTES :]):
             self.ranks.order = 0  # on every rank; the results of this pass are dropped
             raise MismatchError(
                 f"backward: rank {self.ranks.rank} ran other units than another rank did, expected the same ones, "
@@ -1003,53 +1074,36 @@ class ShardedModel:
         for bucket in self.order if missing else ():
             bucket.gradient.has |= {i for i in range(len(bucket.params)) if next(users)}
 
-    def _options_checksum(self) -> bytes:
-        """Returns the checksum of the optimizers' options, or zeros on a rank that has joined, whose options follow
-        the other ranks' at each step."""
-        if self.ranks.joining is not None and self.ranks.joining.shadowing:
-            return bytes(2 * CHECKSUM_NBYTES)
-        stepped, self.stepped = self.stepped, set()
-        return _with_complement(sum(options.checksum() for options in stepped) % (1 << 8 * CHECKSUM_NBYTES))
-
     def _read_header(self, values: list[int]) -> None:
         """Records whether the ranks' optimizers have different options, so that their next step raises, and whether
         any rank has reentrant checkpoints."""
         *options, reenters = values[:HEADER_NBYTES]
-        self.options_differ |= _differ(options)
+        self.optimizers.options_differ |= differ(options)
         if reenters:
-            self._reenters = True
+            self.arrivals.nested = True
 
     def _reset(self, done: bool = True) -> None:
         ended, self.backward = self.backward, BackwardPass()
-        self.arrivals.end()
+        self.arrivals.native.end()
         if ended.accumulates and not ended.makes_graph:  # the graph of an earlier pass is used up
-            self.keeps_gathered = False
-        if done and ended.accumulates and self._reenters is None:
-            self._reenters = False
-        self._forgets |= ended.accumulates
-        self._awaits &= not ended.accumulates
+            self.gathered.graph_needs = False
+        if done and ended.accumulates and self.arrivals.nested is None:
+            self.arrivals.nested = False
+        self.calls.used_up |= ended.accumulates
+        self.sync.awaits_backward &= not ended.accumulates
         for unit in self.units:
             unit.in_backward = False
-            if unit.reshard_after_backward and not self.held:
+            if unit.reshard_after_backward and self.sync.step is None:
                 self._release(unit)
 
     def _abandon(self) -> None:
         """Drops a backward pass that failed, and all gradients with it."""
         if self.backward.accumulates:
             self.forget_gradients()
-        self.keeps_gathered = False
+        self.gathered.graph_needs = False
         self._reset(done=False)
 
     # ---- gradients ------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate on this rank; the next one outside reduces the sums."""
-        before, self.sync = self.sync, False
-        try:
-            yield
-        finally:
-            self.sync = before
 
     @contextmanager
     def interleaved(self) -> Iterator[None]:
@@ -1057,24 +1111,24 @@ class ShardedModel:
         Parameters stay unsharded throughout, gradients accumulate, and one reduction comes at the end (none inside
         `no_sync`). Call `begin_part` before each part."""
         self.begin_forward()
-        self._sync_buffers = self.sync and torch.is_grad_enabled()
+        self.sync.buffers_are_due = self.sync.enabled and torch.is_grad_enabled()
         for unit in self.units:
             self.timed(unit.gather)
         for bucket in self.order:
             bucket.gradient.local.begin_step()
-        before, self.sync, self.held = self.sync, False, True
-        self.leaf, self._leaves = None, 0
+        self.sync.step = step = PipelineStep()
         try:
-            yield
+            with self.sync.paused():
+                yield
         except BaseException:
-            self.sync, self.held = before, False
+            self.sync.step = None
             self.backward.accumulates = True
             self._abandon()
             raise
-        self.sync, self.held = before, False
+        self.sync.step = None
         for bucket in self.order:
-            bucket.gradient.end_step(self._leaves)
-        if torch.is_grad_enabled() and self.sync:
+            bucket.gradient.end_step(step.microbatches)
+        if torch.is_grad_enabled() and self.sync.enabled:
             self.backward.accumulates = True
             self._finish()
         else:
@@ -1083,21 +1137,10 @@ class ShardedModel:
     def begin_part(self, microbatch: int | None) -> None:
         """Inside `interleaved`: sets the micro-batch to which the following passes belong; None: each parameter's
         next."""
-        self.leaf = microbatch
-        self._leaves = max(self._leaves, 0 if microbatch is None else microbatch + 1)
-
-    def decide(self) -> None:
-        """Decides, in a forward pass, whether its backward pass reduces. A forward pass inside `no_sync`, or one run
-        again by backward, does not change the decision of an earlier one whose backward pass is still to come."""
-        if torch._C._current_graph_task_id() >= 0:
-            return
-        self._awaits |= self.sync
-        self.decided = self._awaits
-
-    @property
-    def syncs(self) -> bool:
-        """Whether a backward pass now would reduce."""
-        return self.sync if self.decided is None else self.decided
+        step = self.sync.step
+        assert step is not None
+        step.microbatch = microbatch
+        step.microbatches = max(step.microbatches, 0 if microbatch is None else microbatch + 1)
 
     def forget_gradients(self) -> None:
         """Drops the gradients as zero_grad() does."""
@@ -1109,7 +1152,6 @@ class ShardedModel:
     def restage(self, stage: int) -> None:
         """Moves all buckets to another stage, and drops the gradients."""
         self.forget_gradients()
-        self.stage = stage
         for bucket in self.buckets:
             bucket.restage(stage)
         self.find_homes()
@@ -1122,26 +1164,23 @@ class ShardedModel:
             )
         if self.backward.scheduled:  # the last backward pass raised
             self._abandon()
-        if self.unmade is not None:
-            self._check_unmade(self.unmade, "unshard")
+        self.contents.check_made("unshard", self.buckets, self.ranks)
         for unit in self.units:
             unit.release()
 
     def unwrap(self) -> None:
         """Makes the module a plain one; a collective."""
-        self.options_differ = False
+        self.optimizers.options_differ = False
         for unit in self.units:
             unit.unwrap()
         self.detach()
-        self.unwrapped = True
         for unit in self.units:  # so that nothing waits for garbage collection
             del unit.flat
+        self.units.clear()
 
     def detach(self) -> None:
         """Removes all hooks; the parameters stay where they are."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self.arrivals.stop()
         for bucket in self.buckets:
             for p in bucket.params:
                 del p._ringcomm
@@ -1150,7 +1189,7 @@ class ShardedModel:
 
     def _check(self) -> None:
         """Applies changes that were made to the module since it was wrapped, or raises."""
-        new = self._new_parameter()
+        new = self.contents.new_parameter(self.buckets)
         if new:
             raise InvalidArgumentError(
                 f"forward: rank {self.ranks.rank} got the new parameter {new} after the module was wrapped, expected "
@@ -1159,31 +1198,9 @@ class ShardedModel:
         for bucket in self.buckets:
             if bucket.stage < LAST_STAGE:
                 bucket.rebound("forward")
-        if self.unmade is not None:
-            self._check_unmade(self.unmade, "forward")
+        self.contents.check_made("forward", self.buckets, self.ranks)
         self._unfreeze()
-        with torch._C.DisableTorchFunctionSubclass():
-            trained = [*map(_requires_grad, chain.from_iterable(bucket.params for bucket in self.order))]
-        if trained != self._trained:  # reentrant checkpoints are not noticed while all their parameters are frozen
-            self._trained = trained
-            self._reenters = self._reenters or None
-
-    def _check_unmade(self, unmade: Unmade, call: str) -> None:
-        for bucket in self.buckets:
-            bucket.adopt_writes(call)
-        unmade.check(self.ranks, self.module, call)
-        self.unmade = None
-
-    def _new_parameter(self) -> str | None:
-        """Returns the name of a new parameter, or None. Submodules without parameters may be added and removed."""
-        if _C.addresses(self._dicts) == self._members:
-            return None
-        known = {id(p) for bucket in self.buckets for p in bucket.params}
-        named = self.module.named_parameters()
-        new = next((name for name, p in named if id(p) not in known and isinstance(p, nn.Parameter)), None)
-        if new is None:
-            self._look_inside()
-        return new
+        self.arrivals.look_at(self.order)
 
     def _unfreeze(self) -> None:
         """Starts to train frozen buckets in which a parameter now requires a gradient. All ranks must do the same."""
@@ -1195,26 +1212,7 @@ class ShardedModel:
             bucket.thaw()
             self._watch(bucket)
         self._set_order()
-        self.after_thaw(self)
-
-
-def _nothing(flat: ShardedModel) -> None:
-    """Does nothing: no optimizer is attached."""
-
-
-@lru_cache
-def _with_complement(checksum: int) -> bytes:
-    """Returns the checksum's bytes and their complements. The maximum of each over the ranks tells whether all are
-    equal."""
-    some = checksum.to_bytes(CHECKSUM_NBYTES, "little")
-    return some + bytes(255 - byte for byte in some)
-
-
-def _differ(largest: list[int]) -> bool:
-    """Whether ranks had different checksums: then the maxima of a byte and of its complement add up to more than
-    255."""
-    pairs = zip(largest[:CHECKSUM_NBYTES], largest[CHECKSUM_NBYTES:], strict=True)
-    return any(a + b != 255 for a, b in pairs)
+        self.optimizers.after_thaw(self)
 
 
 def will_run(node: Any) -> bool:
@@ -1261,7 +1259,7 @@ class SavedParameter:
             )
         if bucket.is_unsharded:
             return bucket.window(self.window)
-        flat, unit = place.flat, place.flat.unit_of(bucket)
+        flat, unit = place.flat, place.flat.unit_of[bucket]
         if torch._C._current_graph_task_id() >= 0:
             flat.reach(unit, self.number)
             return bucket.window(self.window)
@@ -1276,9 +1274,9 @@ def _packing(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], An
     def packed(x: torch.Tensor) -> Any:
         memory = x.untyped_storage()._cdata
         for flat in _calling.flats:
-            bucket = flat._homes.get(memory)
+            bucket = flat.gathered.homes.get(memory)
             if bucket is not None:
-                return SavedParameter(weakref.ref(bucket), flat._calls, Window.of(x))
+                return SavedParameter(weakref.ref(bucket), flat.calls.count, Window.of(x))
         return pack(x)
 
     return packed

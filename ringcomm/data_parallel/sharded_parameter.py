@@ -216,7 +216,7 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
                 return _view(x.clone(), place, window)
             # Keeps the view's autograd node, because programs look for the parameter's node behind it.
             x.data = x.detach().clone()
-            x.__class__ = ShardedView
+            x.__class__ = ShardedView  # `as_subclass` would put another node before it
             return _note(x, place, window)
 
         return tree_map(shown, result)

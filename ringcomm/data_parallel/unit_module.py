@@ -16,6 +16,7 @@ from torch import nn
 
 from ringcomm.data_parallel.arguments import LAST_STAGE
 from ringcomm.data_parallel.dynamo import skipped
+from ringcomm.data_parallel.module_notes import drop_unit, notes_of, notes_on, without_unit
 from ringcomm.data_parallel.sharded_model import Unit
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 
@@ -30,14 +31,14 @@ class UnitModule:
     @skipped
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module through its unit."""
-        unit: Unit | None = self.__dict__.get("_ringcomm_unit")
+        unit: Unit | None = notes_of(self).unit
         call = super().__call__  # type: ignore[misc]
         return call(*args, **kwargs) if unit is None else unit.call(self, call, args, kwargs)
 
     @skipped
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module through its unit, even if torch.compile or a checkpoint has stored this method."""
-        unit: Unit | None = self.__dict__.get("_ringcomm_unit")
+        unit: Unit | None = notes_of(self).unit
         call = super()._call_impl  # type: ignore[misc]
         return call(*args, **kwargs) if unit is None or unit.calling is self else unit.call(self, call, args, kwargs)
 
@@ -54,7 +55,7 @@ class UnitModule:
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
         """The names that DistributedDataParallel, torch's or ours, reads from a module that it wraps."""
-        if "_ringcomm_unit" not in self.__dict__:
+        if notes_of(self).unit is None:
             raise AttributeError("_ddp_params_and_buffers_to_ignore")
         raise InvalidArgumentError(
             "DistributedDataParallel: got a module that ringcomm.shard or fully_shard has wrapped, expected a plain "
@@ -62,14 +63,14 @@ class UnitModule:
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        unit: Unit | None = self.__dict__.get("_ringcomm_unit")
+        unit: Unit | None = notes_of(self).unit
         if unit is not None and unit.flat.stage == LAST_STAGE:
             raise UnsupportedError(
                 f"copy: rank {unit.flat.ranks.rank} got a {type(self).__name__} of stage 3, whose parameters are in "
                 "the ranks' shards, expected whole ones; copy it at another stage, or load its state_dict() into a "
                 "new module"
             )
-        state = {key: value for key, value in self.__getstate__().items() if key != "_ringcomm_unit"}  # type: ignore[attr-defined]
+        state = without_unit(self.__getstate__())  # type: ignore[attr-defined]
         return _new, (plain_class(type(self)),), state
 
 
@@ -103,12 +104,14 @@ def mix_in(module: nn.Module, unit: Unit, added: type[UnitModule] = UnitModule) 
             bases = (EqualsPlain,) if type(kind) is type else (EqualsPlain, type(kind))
             meta = type("EqualsPlain", bases, {})
             _classes[added, kind] = meta(kind.__name__, (added, kind), {**members, "_ringcomm_plain": kind})
-    module.__dict__["_ringcomm_unit"] = unit
+    notes_on(module).unit = unit
+    # Python looks `__call__` up in the class alone, and the module that its parents and the program hold must stay.
     module.__class__ = _classes[added, kind]
     unit.undo.append(partial(_take_out, module))
 
 
 def _take_out(module: nn.Module) -> None:
     """Gives a module its plain class again."""
-    if module.__dict__.pop("_ringcomm_unit", None) is not None:
-        module.__class__ = plain_class(type(module))
+    if notes_of(module).unit is not None:
+        drop_unit(module)
+        module.__class__ = plain_class(type(module))  # the reverse of `mix_in`

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ringcomm.comm.communicator import Communicator
+from ringcomm.data_parallel.module_notes import notes_of, notes_on
 from ringcomm.data_parallel.shard_spec import copy_part, part_of
 
 ALIGNED = 64  # bytes
@@ -74,7 +75,8 @@ class Room:
 
 def unsplit_of(module: nn.Module) -> Unsplit | None:
     """Returns the form of a meta module before it was split; None: it was not recorded."""
-    return module.__dict__.get("_ringcomm_unsplit")
+    unsplit: Unsplit | None = notes_of(module).unsplit
+    return unsplit
 
 
 def keep_unsplit(module: nn.Module, new: Mapping[int, nn.Module], comm: Communicator) -> None:
@@ -86,7 +88,7 @@ def keep_unsplit(module: nn.Module, new: Mapping[int, nn.Module], comm: Communic
     for each in module.modules():
         now = new.get(id(each), each)
         if any(x.is_meta for x in _own(each).values()):
-            now.__dict__["_ringcomm_unsplit"] = Unsplit(each, comm)
+            notes_on(now).unsplit = Unsplit(each, comm)
         for key, p in each._parameters.items() if now is not each else ():
             if p is not None and p is now._parameters[key]:  # it is not split
                 each._parameters[key] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)

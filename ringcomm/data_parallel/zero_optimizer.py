@@ -39,7 +39,7 @@ _CALL = "ZeroRedundancyOptimizer"
 class _Piece:
     """The piece of a parameter that this rank updates."""
 
-    whole: torch.Tensor  # the parameter
+    unsharded: torch.Tensor  # the parameter
     segment: int
     start: int  # offset in the parameter
     end: int
@@ -50,14 +50,14 @@ class _Piece:
         """Returns the same piece of a tensor with the parameter's shape."""
         return x if self.end - self.start == x.numel() else x.reshape(-1)[self.start : self.end]
 
-    def state(self, whole: State, group: dict[str, Any]) -> State:
+    def state(self, unsharded: State, group: dict[str, Any]) -> State:
         """Returns the piece's state, given the parameter's."""
-        return {key: self._value(key, value, group) for key, value in whole.items()}
+        return {key: self._value(key, value, group) for key, value in unsharded.items()}
 
     def _value(self, key: str, value: Any, group: dict[str, Any]) -> Any:
         if not torch.is_tensor(value):
             return value
-        p = self.whole
+        p = self.unsharded
         if key == "step":
             on_device = group.get("capturable", False) or group.get("fused", False)
             return value.to(dtype=torch.float32, device=p.device, copy=True) if on_device else value.clone()
@@ -101,9 +101,9 @@ class _Buffer:
             p.data = part
         return buffer
 
-    def _part(self, whole: torch.Tensor, i: int) -> torch.Tensor:
+    def _part(self, unsharded: torch.Tensor, i: int) -> torch.Tensor:
         segment = self.layout.segments[i]
-        return whole[segment.offset : segment.end].view(segment.shape)
+        return unsharded[segment.offset : segment.end].view(segment.shape)
 
     def show(self) -> None:
         """Gives the pieces their parameters' memory and gradients."""
@@ -111,7 +111,7 @@ class _Buffer:
         for i, p in enumerate(self.params):
             self._check(p, i)
         for piece in self.pieces:
-            p = piece.whole
+            p = piece.unsharded
             piece.param.data = piece.cut(p.detach())
             piece.param.grad = None if p.grad is None else piece.cut(p.grad.detach())
 
@@ -137,15 +137,15 @@ class _Buffer:
         if self.buffer is not None:
             self.ranks.all_gather(self.buffer[self.start : self.end], self.buffer).wait()
             return
-        whole = self.ranks.take(self.layout.numel, self.layout.dtype, self.device)
-        own = whole[self.start : self.end]
+        unsharded = self.ranks.take(self.layout.numel, self.layout.dtype, self.device)
+        own = unsharded[self.start : self.end]
         for piece in self.pieces:
             own[piece.offset : piece.offset + piece.param.numel()].copy_(piece.param.detach().reshape(-1))
-        self.ranks.all_gather(own, whole).wait()
+        self.ranks.all_gather(own, unsharded).wait()
         for i, (p, segment) in enumerate(zip(self.params, self.layout.segments, strict=True)):
             if segment.offset < self.start or segment.end > self.end:
-                p.detach().copy_(self._part(whole, i))
-        self.ranks.give(whole)
+                p.detach().copy_(self._part(unsharded, i))
+        self.ranks.give(unsharded)
 
     # ---- state ----------------------------------------------------------------------------------------------------
 
@@ -167,10 +167,10 @@ class _Buffer:
                     values = state[piece.param][key]
                     own[piece.offset : piece.offset + values.numel()].copy_(values.reshape(-1))
             comm = self.ranks.comm
-            whole = comm.all_gather(own) if to is None else comm.gather(own, to)
+            unsharded = comm.all_gather(own) if to is None else comm.gather(own, to)
             for i, has in keys.items():
-                if whole is not None and has.get(key) == dtype:
-                    found[i][key] = self._part(whole.reshape(-1), i).clone()
+                if unsharded is not None and has.get(key) == dtype:
+                    found[i][key] = self._part(unsharded.reshape(-1), i).clone()
         return found if to is None or to == self.ranks.rank else None
 
     def _shared(
@@ -267,8 +267,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         for number, group in enumerate(self.optim.param_groups):
             group["params"] = [piece.param for piece in pieces[number]]
             for piece in pieces[number]:
-                if piece.whole in initial:
-                    self.optim.state[piece.param] = piece.state(initial[piece.whole], group)
+                if piece.unsharded in initial:
+                    self.optim.state[piece.param] = piece.state(initial[piece.unsharded], group)
 
     def _deal_out(self, numbers: Iterable[int]) -> dict[int, list[_Piece]]:
         """Makes the buffers for these groups, and returns this rank's pieces of each group."""
@@ -398,7 +398,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         for buffer in self._buffers:
             for piece in buffer.pieces:
                 group = self.param_groups[buffer.groups[piece.segment]]
-                state = piece.state(states[id(piece.whole)], group)
+                state = piece.state(states[id(piece.unsharded)], group)
                 if state:
                     self.optim.state[piece.param] = state
 

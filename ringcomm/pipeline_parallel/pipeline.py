@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.data_parallel.meta import device_of
+from ringcomm.data_parallel.module_notes import notes_on
 from ringcomm.data_parallel.partition import facts_of
 from ringcomm.data_parallel.sharded_model import ShardedModel, sharded_model_of
 from ringcomm.errors import AbortedError, InvalidArgumentError, MismatchError, ShapeError, UnsupportedError
@@ -148,7 +149,7 @@ class Pipeline(nn.Module):
         model = stages.model
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
-        self.__dict__["_ringcomm_parts"] = model.__dict__.setdefault("_ringcomm_parts", {})
+        notes_on(self).parts = notes_on(model).parts
         self.training = model.training
 
     def _refuse_trained_loss(self, loss: Any, model: nn.Module) -> None:
@@ -438,7 +439,7 @@ class _Step:
     def _end(self, output: Any, target: Any, share: Fraction | None) -> torch.Tensor | None:
         """Computes the loss of a micro-batch, from which its backward pass starts."""
         if self.flat is not None:
-            output = self.flat.precision.cast(output, self.flat.precision.output_dtype)
+            output = self.flat.wrapping.precision.cast(output, self.flat.wrapping.precision.output_dtype)
         if not self.train:
             self.outputs.append(output)
         if not self.computes:

@@ -46,9 +46,9 @@ _REPEATS = {torch.repeat_interleave, _Tensor.repeat_interleave, torch.tensor_spl
 
 
 class ShapeOnlyTensor(torch.Tensor):
-    """A tensor that has a shape and a type but no values ("absent").
+    """A tensor that has a shape and a type but no values.
 
-    Results computed from its values are absent too; results computed from its shape are not. If it was made without
+    Results computed from its values are shape-only too; results computed from its shape are not. If it was made without
     values, its memory holds NaN, or zero for integers. Code whose control flow depends on its values raises.
     """
 
@@ -103,7 +103,7 @@ class ShapeOnlyTensor(torch.Tensor):
 
 
 class _Numbers(TorchDispatchMode):
-    """Inside, a function that uses an absent tensor as a number, such as a length, raises: torch would read its
+    """Inside, a function that uses a shape-only tensor as a number, such as a length, raises: torch would read its
     value."""
 
     def __init__(self, func: Any) -> None:
@@ -117,8 +117,8 @@ class _Numbers(TorchDispatchMode):
 
 
 class Reads(TorchFunctionMode):
-    """Inside, a function whose only absent arguments are used as numbers raises too: torch does not call an argument's
-    class then, but reads its value.
+    """Inside, a function whose only shape-only arguments are used as numbers raises too: torch does not call an
+    argument's class then, but reads its value.
 
     Args:
         before: called with each function and its arguments, before the function.
@@ -139,7 +139,7 @@ class Reads(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         self.before(func, args, kwargs or {})
         if ShapeOnlyTensor not in types:
-            found = _absent_in((args, kwargs or {}))
+            found = _shape_only_in((args, kwargs or {}))
             if found:
                 raise _read(func, found)
         return self.call(func, args, kwargs or {})
@@ -147,7 +147,7 @@ class Reads(TorchFunctionMode):
     @staticmethod
     @contextmanager
     def left() -> Iterator[None]:
-        """Disables the mode for a while, in code that has no absent tensors."""
+        """Disables the mode for a while, in code that has no shape-only tensors."""
         modes = _get_current_function_mode_stack()
         mode = next((each for each in modes if isinstance(each, Reads) and not each.is_left), None)
         if mode is None:
@@ -164,26 +164,26 @@ class Reads(TorchFunctionMode):
             mode.is_left = False
 
 
-def _absent_in(nest: Any) -> list[ShapeOnlyTensor]:
-    """Returns the absent tensors among the arguments, also in slices."""
+def _shape_only_in(nest: Any) -> list[ShapeOnlyTensor]:
+    """Returns the shape-only tensors among the arguments, also in slices."""
     if isinstance(nest, ShapeOnlyTensor):
         return [nest]
     if isinstance(nest, (tuple, list)):
-        return [x for each in nest for x in _absent_in(each)]
+        return [x for each in nest for x in _shape_only_in(each)]
     if isinstance(nest, dict):
-        return [x for each in nest.values() for x in _absent_in(each)]
-    return _absent_in([nest.start, nest.stop, nest.step]) if isinstance(nest, slice) else []
+        return [x for each in nest.values() for x in _shape_only_in(each)]
+    return _shape_only_in([nest.start, nest.stop, nest.step]) if isinstance(nest, slice) else []
 
 
 def _has_number(func: Any, args: Any, kwargs: Any) -> bool:
-    """Returns whether an absent argument has a single element. Indices are ignored, but not slices: they determine a
+    """Returns whether a shape-only argument has a single element. Indices are ignored, but not slices: they determine a
     length."""
     nest: Any = (args, kwargs)
     if func in (_Tensor.__getitem__, _Tensor.__setitem__):
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         nest = [each for each in index if isinstance(each, slice)]
     with torch._C.DisableTorchFunctionSubclass():
-        return any(x.numel() == 1 for x in _absent_in(nest))
+        return any(x.numel() == 1 for x in _shape_only_in(nest))
 
 
 class _Filled(torch.autograd.Function):
@@ -200,14 +200,14 @@ class _Filled(torch.autograd.Function):
 
 
 def _apart(x: Any) -> Any:
-    """Returns an absent view as a tensor that is no view, so that it can be filled; anything else as it is."""
+    """Returns a shape-only view as a tensor that is no view, so that it can be filled; anything else as it is."""
     with torch._C.DisableTorchFunctionSubclass():
         return _turned(x.data) if isinstance(x, ShapeOnlyTensor) and x._is_view() else x
 
 
 def _turned(x: torch.Tensor) -> ShapeOnlyTensor:
-    """Makes the same object an absent tensor. `as_subclass` would make a view, and autograd treats a write into a view
-    as a write into its base."""
+    """Makes the same object a shape-only tensor."""
+    # `as_subclass` would make a view, and autograd treats a write into a view as a write into its base.
     x.__class__ = ShapeOnlyTensor
     return cast(ShapeOnlyTensor, x)
 
@@ -310,14 +310,14 @@ def _is_repeated(x: torch.Tensor) -> bool:
 
 
 def _spread(func: Any, args: Any, kwargs: Any, origin: str) -> None:
-    """Makes each plain tensor absent that an absent value is written into."""
+    """Makes each plain tensor shape-only that a shape-only value is written into."""
     written = [args[0]] if args and _writes(func) else []
     for x in written + tree_leaves(kwargs.get("out")):
         lose(x, origin)
 
 
 def lose(x: Any, origin: str) -> list[torch.Tensor]:
-    """Makes a plain tensor, and the tensor that it is a view of, absent from now on; returns those that were plain
+    """Makes a plain tensor, and the tensor that it is a view of, shape-only from now on; returns those that were plain
     before.
 
     Args:
@@ -326,24 +326,23 @@ def lose(x: Any, origin: str) -> list[torch.Tensor]:
     with torch._C.DisableTorchFunctionSubclass():
         found = [each for each in (x, getattr(x, "_base", None)) if type(each) is torch.Tensor]
         for each in found:
-            each.__class__ = ShapeOnlyTensor
-            each.__dict__["origin"] = origin
+            _turned(each).__dict__["origin"] = origin
     return found
 
 
 def find(x: torch.Tensor) -> None:
-    """Makes an absent tensor a plain one again, where it has values or none will be read."""
+    """Makes a shape-only tensor a plain one again, where it has values or none will be read."""
     if isinstance(x, ShapeOnlyTensor):
-        x.__class__ = torch.Tensor
+        x.__class__ = torch.Tensor  # the model holds this object
 
 
 def any_shape_only(tree: Any) -> bool:
-    """Returns whether a nest contains an absent tensor."""
+    """Returns whether a nest contains a shape-only tensor."""
     return any(isinstance(x, ShapeOnlyTensor) for x in tree_leaves(tree))
 
 
 class Maker:
-    """Makes absent tensors; those of the same floating-point type share memory."""
+    """Makes shape-only tensors; those of the same floating-point type share memory."""
 
     def __init__(self) -> None:
         self._memory: dict[torch.dtype, torch.Tensor] = {}
@@ -351,7 +350,7 @@ class Maker:
     def make(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, origin: str = ""
     ) -> ShapeOnlyTensor:
-        """Returns an absent tensor of a shape. ``origin``: the module whose result it replaces."""
+        """Returns a shape-only tensor of a shape. ``origin``: the module whose result it replaces."""
         made = _turned(self._tensor(shape, dtype, device))
         made.origin = origin
         return made

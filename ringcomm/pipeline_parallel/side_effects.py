@@ -20,10 +20,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from ringcomm.data_parallel.module_notes import NAME
 from ringcomm.errors import InvalidArgumentError
 
 # Attributes that every module has, and those in which torch's recurrent layers keep their parameters a second time.
-_OWN = {*vars(nn.Module()), "_ringcomm_elsewhere", "_flat_weights", "_flat_weight_refs"}
+_OWN = {*vars(nn.Module()), NAME, "_flat_weights", "_flat_weight_refs"}
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _FOREIGN = ("torch", "ringcomm", "logging", "threading", "multiprocessing", "concurrent", "asyncio")
 """Packages whose objects are not inspected, since what they record is not a result of the model."""

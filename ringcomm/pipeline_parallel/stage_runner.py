@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
 
+from ringcomm.data_parallel.module_notes import notes_on
 from ringcomm.data_parallel.shard_spec import note
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.pipeline_parallel.buffers import Buffers
@@ -174,7 +175,7 @@ class StageRunner:
         self.stages, self.model, self.rank, self._device = stages, stages.model, rank, device
         self.running: _Run | None = None
         self._grads: dict[int, set[int]] = {}  # by stage: indices of named arguments to send to the next one
-        self._absent = Maker()
+        self._placeholders = Maker()
         self._inside = {name: _named(name, self.model.get_submodule(name)) for name in stages.stage_of}
         of_stages = {id(each) for inside in self._inside.values() for each in inside.values()}
         self._containers = {name: each for name, each in self.model.named_modules() if id(each) not in of_stages}
@@ -246,7 +247,7 @@ class StageRunner:
         Args:
             args, kwargs: the arguments of the model, as far as this rank has them.
             received, about: the tensors and metadata from the stage before. The received values are put into the
-                model's absent tensors.
+                model's shape-only tensors.
         Returns: the tensors for the next stage, and their metadata; for the last stage the model's output and None.
         """
         if about is not None:
@@ -288,7 +289,7 @@ class StageRunner:
             raise self._wrong(stage, "ended", f"a call of {self.stages.first[stage + 1]}")
         if not run.entered:
             raise self._wrong(stage, "ended", f"a call of {self.stages.first[stage]}")
-        self._refuse_absent(run, "the end", output)
+        self._refuse_shape_only(run, "the end", output)
         return output, None
 
     def _called(self, run: _Run, func: Any, args: Any, kwargs: Any) -> Any:
@@ -331,11 +332,11 @@ class StageRunner:
             if type(x) is Lost:
                 x.refuse(name)
 
-    def _refuse_absent(self, run: _Run, name: str, tree: Any) -> None:
-        absent = next((x for x in tensors_inside(tree) if isinstance(x, ShapeOnlyTensor)), None)
-        if absent is not None:
-            of = f"a result of {absent.origin}" if absent.origin else "the model's inputs, or a result or weight of "
-            of += "" if absent.origin else "another stage"
+    def _refuse_shape_only(self, run: _Run, name: str, tree: Any) -> None:
+        found = next((x for x in tensors_inside(tree) if isinstance(x, ShapeOnlyTensor)), None)
+        if found is not None:
+            of = f"a result of {found.origin}" if found.origin else "the model's inputs, or a result or weight of "
+            of += "" if found.origin else "another stage"
             raise InvalidArgumentError(
                 f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward comes to {name} with what depends on "
                 f"{of} that has not been handed on, expected values; pass the inputs on every rank, hand the rest on "
@@ -377,7 +378,7 @@ class StageRunner:
                     raise self._wrong(
                         run.stage, f"called {name}", first[run.stage + 1] if run.entered else first[run.stage]
                     )
-                self._refuse_absent(run, name, (args, kwargs))
+                self._refuse_shape_only(run, name, (args, kwargs))
                 self._refuse_no_grad(run, name, tree_leaves((args, kwargs)))
                 raise _StageBoundary(args, kwargs)
             if not run.entered:
@@ -396,7 +397,7 @@ class StageRunner:
                 run.entered = True
                 for x in run.carried:
                     _clear_hooks(x)
-            self._refuse_absent(run, name, (args, kwargs))
+            self._refuse_shape_only(run, name, (args, kwargs))
             self._refuse_lost(name, (args, kwargs))
             last = run.stage == len(self.stages) - 1  # no later stage needs a record
             with Reads.left():
@@ -465,8 +466,8 @@ class StageRunner:
                 )
 
     def _refuse_written_parameters(self, run: _Run, written: Sequence[torch.Tensor]) -> None:
-        """Raises where an absent value would be written into a parameter, for instance into a running mean of another
-        stage's results."""
+        """Raises where a shape-only value would be written into a parameter, for instance into a running mean of
+        another stage's results."""
         for name, p in self.model.named_parameters():
             if not isinstance(p, ShapeOnlyTensor) and any(_shares(p, x) for x in written):
                 raise InvalidArgumentError(
@@ -533,7 +534,7 @@ class StageRunner:
         def each(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
                 return x if is_plain(x) else _stand(x, name, given)
-            self._refuse_absent(run, f"what {name} leaves", x)
+            self._refuse_shape_only(run, f"what {name} leaves", x)
             known = next((i for i, other in enumerate(run.carried) if other is x), None)
             if known is None:
                 run.carried.append(x)
@@ -595,7 +596,7 @@ class StageRunner:
             if isinstance(x, Carried):
                 assert run is not None
                 return run.carried[x.number]
-            return self._absent.make(x.shape, x.dtype, device, origin) if isinstance(x, Shape) else x
+            return self._placeholders.make(x.shape, x.dtype, device, origin) if isinstance(x, Shape) else x
 
         return map_nest(each, tree)
 
@@ -676,7 +677,8 @@ class StageRunner:
             )
 
     def _is_place_of(self, own: Any, x: torch.Tensor) -> bool:
-        """Returns whether the model's own tensor in the place of a received one is absent, or has the same values."""
+        """Returns whether the model's own tensor in the place of a received one is shape-only, or has the same
+        values."""
         alike = torch.is_tensor(own) and (own.shape, own.dtype) == (x.shape, x.dtype)
         return alike and (isinstance(own, ShapeOnlyTensor) or _checksum(own) == _checksum(x))
 
@@ -840,8 +842,8 @@ def _first_members(name: str, module: nn.Module) -> set[str]:
 
 
 def _empty(module: nn.Module, device: torch.device, seen: set[int]) -> list[tuple[nn.Module, dict[str, torch.Tensor]]]:
-    """Removes a module's parameters and buffers. Absent tensors replace them, also in what is computed from them; those
-    of tensors on meta are on ``device``.
+    """Removes a module's parameters and buffers. Shape-only tensors replace them, also in what is computed from them;
+    those of tensors on meta are on ``device``.
 
     Args:
         seen: ids of parameters that the model has at another place.
@@ -849,7 +851,7 @@ def _empty(module: nn.Module, device: torch.device, seen: set[int]) -> list[tupl
     """
     stand: list[tuple[nn.Module, dict[str, torch.Tensor]]] = []
     for each in module.modules():
-        each.__dict__["_ringcomm_elsewhere"] = True
+        notes_on(each).elsewhere = True
         stand.append((each, {}))
         for held in (each._parameters, each._buffers):
             for key, tensor in [*held.items()]:
@@ -887,6 +889,7 @@ def _guard(module: nn.Module, call: Callable[..., Any]) -> None:
         )
 
     members = {"__call__": guarded, "__reduce_ex__": reduced, "__module__": kind.__module__, "_ringcomm_staged": True}
+    # Python looks `__call__` up in the class alone, and the module that the program holds must stay.
     module.__class__ = type(kind.__name__, (kind,), members)
 
 

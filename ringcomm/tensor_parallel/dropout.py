@@ -33,9 +33,9 @@ class ShardedDropout(nn.Module):
         if self.p == 1:
             return x * 0
         dim = self.dim % x.dim()
-        whole = (*x.shape[:dim], x.shape[dim] * self.world_size, *x.shape[dim + 1 :])
+        unsharded = (*x.shape[:dim], x.shape[dim] * self.world_size, *x.shape[dim + 1 :])
         layout = sorted(range(x.dim()), key=lambda d: -x.stride(d))  # elements are drawn in the order of memory
-        kept = torch.empty_permuted(whole, layout, dtype=x.dtype, device=x.device)
+        kept = torch.empty_permuted(unsharded, layout, dtype=x.dtype, device=x.device)
         kept.bernoulli_(1 - self.p).div_(1 - self.p)
         return x * kept.narrow(dim, self.rank * x.shape[dim], x.shape[dim])
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from ringcomm.data_parallel.module_notes import attributes_of
 from ringcomm.data_parallel.shard_spec import renew_parts
 from ringcomm.errors import UnsupportedError
 from ringcomm.tensor_parallel.group import TensorParallelGroup, f, f_bar
@@ -35,7 +36,7 @@ def cut_experts(found: nn.Module, group: TensorParallelGroup, name: str, style: 
     form = _form_of(found, group, name, style)
     p = dict(found.named_parameters())
     made = copy.copy(found)
-    made.__dict__ = {key: copy.copy(x) if isinstance(x, dict) else x for key, x in vars(found).items()}
+    made.__dict__ = attributes_of(found)
     outputs, inputs = f"parallelize: outputs of {name}.{form.inner}", f"parallelize: inputs of {name}.{form.outer}"
     part = cut([form.features] * form.parts if form.apart else [form.features * form.parts], group, outputs)
     own_part(made, form.inner, p[form.inner], part, 2 if form.turned else 1)
@@ -61,10 +62,10 @@ def _forward(
     args, kwargs = tree_map(
         lambda x: f(x, group.comm) if torch.is_tensor(x) and x.is_floating_point() else x, (args, kwargs)
     )
-    whole = module._parameters.get(bias)
-    if whole is None:
+    full = module._parameters.get(bias)
+    if full is None:
         return f_bar(forward(*args, **kwargs), group.comm)
-    share = whole.detach() / group.world_size + (whole - whole.detach())  # with the gradient of the undivided bias
+    share = full.detach() / group.world_size + (full - full.detach())  # with the gradient of the undivided bias
     vars(module)[bias] = share  # attribute lookup finds it before the parameter
     try:
         return f_bar(forward(*args, **kwargs), group.comm)

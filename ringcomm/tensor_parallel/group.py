@@ -116,10 +116,10 @@ class TensorParallelGroup:
         dim %= x.dim()
         self.count("all_gather", x.numel() * self.world_size)
         behind = math.prod(x.shape[:dim]) == 1  # the parts are contiguous in the result
-        whole = x.new_empty(*x.shape[:dim], self.world_size * x.shape[dim], *x.shape[dim + 1 :]) if behind else None
-        parts = x.new_empty(self.world_size, *x.shape) if whole is None else whole.view(self.world_size, *x.shape)
+        gathered = x.new_empty(*x.shape[:dim], self.world_size * x.shape[dim], *x.shape[dim + 1 :]) if behind else None
+        parts = x.new_empty(self.world_size, *x.shape) if gathered is None else gathered.view(self.world_size, *x.shape)
         self.comm.all_gather(x.contiguous(), out=parts)
-        return parts.movedim(0, dim).flatten(dim, dim + 1) if whole is None else whole
+        return parts.movedim(0, dim).flatten(dim, dim + 1) if gathered is None else gathered
 
     def reduce_scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Returns this rank's part along ``dim`` of the sum of ``x`` over all ranks."""

@@ -55,7 +55,9 @@ def cut(
     return ShardSpec(0, offset, tuple(pieces))
 
 
-def own_part(module: nn.Module, key: str, whole: torch.Tensor, part: ShardSpec, dim: int = 0, length: int = 0) -> None:
+def own_part(
+    module: nn.Module, key: str, unsharded: torch.Tensor, part: ShardSpec, dim: int = 0, length: int = 0
+) -> None:
     """Gives a module this rank's shard, along ``dim``, of an unsharded parameter.
 
     Args:
@@ -63,7 +65,7 @@ def own_part(module: nn.Module, key: str, whole: torch.Tensor, part: ShardSpec, 
     """
     part = replace(part, dim=dim)
     length = length or sum(count for _, count in part.pieces)
-    setattr(module, key, nn.Parameter(take(whole.detach(), part, length), whole.requires_grad))
+    setattr(module, key, nn.Parameter(take(unsharded.detach(), part, length), unsharded.requires_grad))
     note(module, key, **vars(part))
 
 
@@ -375,8 +377,8 @@ class VocabParallelEmbedding(_Parallel):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        whole = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
-        self._take(whole, _region(comm, "VocabParallelEmbedding"), sequence_dim)
+        unsharded = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        self._take(unsharded, _region(comm, "VocabParallelEmbedding"), sequence_dim)
         self.embed_scale = None
 
     @classmethod
@@ -405,14 +407,14 @@ class VocabParallelEmbedding(_Parallel):
             made.embed_scale = scale
         return made
 
-    def _take(self, whole: Any, group: TensorParallelGroup, sequence_dim: int | None) -> None:
+    def _take(self, unsharded: Any, group: TensorParallelGroup, sequence_dim: int | None) -> None:
         self.group, self.sequence_dim = group, sequence_dim
-        self.num_embeddings, self.embedding_dim = whole.weight.shape
+        self.num_embeddings, self.embedding_dim = unsharded.weight.shape
         part = cut([self.num_embeddings], group, "VocabParallelEmbedding: rows", pad=True)
         self.rows = -(-self.num_embeddings // group.world_size)
         self.first, self.count = part.pieces[0]
-        own_part(self, "weight", whole.weight, part, 0, self.rows)
-        self.padding_idx = whole.padding_idx
+        own_part(self, "weight", unsharded.weight, part, 0, self.rows)
+        self.padding_idx = unsharded.padding_idx
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Looks up rows: integers (...) -> (..., embedding_dim), or this rank's part of it along ``sequence_dim``."""

@@ -33,7 +33,7 @@ class CutOutputs:
     Attributes:
         name: the layer's name.
         extents: this rank's outputs of each part.
-        whole: the number of outputs on all ranks.
+        total: the number of outputs on all ranks.
         divided: the numbers of heads of the modules around the layer, as this rank computes with them.
         width: the width of a head; 1: unknown.
         done: whether the first output was checked.
@@ -42,7 +42,7 @@ class CutOutputs:
     name: str
     rank: int
     extents: tuple[int, ...]
-    whole: int
+    total: int
     divided: frozenset[int]
     width: int = 1
     done: bool = False
@@ -59,7 +59,7 @@ class CutOutputs:
         if type(y) is not torch.Tensor or torch.compiler.is_compiling():
             return y
         watched = y.as_subclass(_Watched)
-        watched._ringcomm_cut = self
+        watched._cut = self
         return watched
 
     # ---- what is refused -----------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class CutOutputs:
     def refuse_mixed(self, function: str, does: str = "goes over all of them") -> None:
         """Refuses a function over all outputs, since it would only see this rank's."""
         raise InvalidArgumentError(
-            f"parallelize: rank {self.rank} got {self.name}, whose {self.whole} outputs are cut, here "
+            f"parallelize: rank {self.rank} got {self.name}, whose {self.total} outputs are cut, here "
             f"{sum(self.extents)}, but {function} {does}, expected functions of each output or within a head; cut it "
             "as 'colwise_gather_output', with 'rowwise_split_input' for the layer behind, or leave both out of the plan"
         )
@@ -111,7 +111,7 @@ class CutOutputs:
             else "its style is Colwise(parts=...), with the number or the extents of the fused outputs, or"
         )
         raise InvalidArgumentError(
-            f"parallelize: rank {self.rank} got {self.name}, whose {self.whole} outputs are cut as {how}, but {saw}, "
+            f"parallelize: rank {self.rank} got {self.name}, whose {self.total} outputs are cut as {how}, but {saw}, "
             f"expected {expected}; {advice} 'colwise_gather_output' with 'rowwise_split_input' for the layer behind"
         )
 
@@ -119,20 +119,22 @@ class CutOutputs:
 class _Watched(torch.Tensor):
     """The outputs of a layer, sharded along their last dimension, until another tensor is computed from them."""
 
+    _cut: CutOutputs | None = None
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
         x: Any = args[0] if args else given.get("input", given.get("tensors"))
-        cut, name = getattr(x, "_ringcomm_cut", None), getattr(func, "__name__", "")
+        cut, name = _cut_of(x), getattr(func, "__name__", "")
         if cut is not None and name in _PARTED:
             ends, step = _PARTED[name](x, *args[1:], **{key: each for key, each in given.items() if key != "input"})
             cut.check_ends(name.strip("_"), ends, step)
         if cut is not None and name in _MIXES and _mixes_last(name, x, args[1:], given):
             cut.refuse_mixed(name.removeprefix("linalg_"))
         if name in _JOINS and _is_last(x[0], given.get("dim", args[1] if len(args) > 1 else 0)):
-            joined = next((each for each in (getattr(y, "_ringcomm_cut", None) for y in x) if each is not None), None)
+            joined = next((each for each in map(_cut_of, x) if each is not None), None)
             if joined is not None:  # the next layer is sharded as if all inputs were concatenated before
                 joined.refuse_mixed(name, "lays others beside them")
         with torch._C.DisableTorchFunctionSubclass():
@@ -145,6 +147,11 @@ class _Watched(torch.Tensor):
                 cut.check_factors(name, asked)
             return cut.watch(made) if len(asked) == 1 and made.dim() <= x.dim() else made
         return cut.watch(made) if name in KEEPS and made.shape == x.shape else made
+
+
+def _cut_of(x: Any) -> CutOutputs | None:
+    """Returns how a watched tensor is sharded; None for anything else."""
+    return x._cut if isinstance(x, _Watched) else None
 
 
 def unwatched(x: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.data_parallel.arguments import MODULE, matches
+from ringcomm.data_parallel.module_notes import attributes_of
 from ringcomm.data_parallel.shard_spec import ShardSpec, copy_part, part_of
 from ringcomm.data_parallel.unsplit import keep_unsplit
 from ringcomm.errors import InvalidArgumentError, MismatchError, RingcommError, UnsupportedError, shown
@@ -510,7 +511,7 @@ def _whole_owners(sites: Sequence[_Site]) -> list[tuple[nn.Module, dict[str, Any
     for site in sites:
         if site.key and site.found._parameters[site.key].is_meta:
             keys.setdefault(site.found, []).append(site.key)
-    whole = [(found, _attributes(found)) for found in keys]
+    whole = [(found, attributes_of(found)) for found in keys]
     for found, before in whole:
         for key in keys[found]:  # the parameter object itself becomes this rank's shard
             p = found._parameters[key]
@@ -518,15 +519,11 @@ def _whole_owners(sites: Sequence[_Site]) -> list[tuple[nn.Module, dict[str, Any
     return whole
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {key: copy.copy(x) if isinstance(x, dict) else x for key, x in vars(module).items()}
-
-
 def _stand_in(module: nn.Module, found: nn.Module, before: dict[str, Any], comm: Communicator) -> None:
     """Replaces a module whose parameter is sharded by another of its class. The original gets its unsharded attributes
     back, so that it can be initialised."""
     made = copy.copy(found)
-    made.__dict__ = _attributes(found)
+    made.__dict__ = attributes_of(found)
     for name, each in [*module.named_modules(remove_duplicate=False)]:
         if each is found:
             parent, _, key = name.rpartition(".")

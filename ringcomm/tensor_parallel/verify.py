@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path
 
+from ringcomm.data_parallel.module_notes import notes_of
 from ringcomm.data_parallel.partition import blocks_of
 from ringcomm.data_parallel.shard_spec import part_of, renew_parts
 from ringcomm.data_parallel.sharded_model import sharded_model_of
@@ -200,7 +201,7 @@ class _Block:
 
     def _compare(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.handle.remove()
-        elsewhere = any(getattr(each, "_ringcomm_elsewhere", False) for each in block.modules())
+        elsewhere = any(notes_of(each).elsewhere for each in block.modules())
         if elsewhere or not all(type(x) is torch.Tensor for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)):
             return  # a pipeline's block that was not reached, or that has a part on this rank only
         modes = [(each, each.training) for each in (*block.modules(), *self.before.modules())]
@@ -234,7 +235,7 @@ class _Block:
         part, comm = part_of(p), self.verifier.group.comm
         if part.dim is None:
             return p.detach().clone()
-        found, at = p.new_zeros(part.whole_shape(p.shape)), 0
+        found, at = p.new_zeros(part.unsharded_shape(p.shape)), 0
         for start, length in part.pieces:
             found.narrow(part.dim, start, length).copy_(p.detach().narrow(part.dim, at, length))
             at += length

@@ -96,7 +96,7 @@ def passes_added_in_another_order(right: Function) -> Function:
     return lambda *args, **kwargs: right(*args, **{**kwargs, "tree": True})
 
 
-@fault(ShardedModel, "_collect", "accumulate.no_sync")
+@fault(ShardedModel, "_pack", "accumulate.no_sync")
 def local_sums_that_are_lost(right: Function) -> Function:
     def wrong(flat: ShardedModel, bucket: Bucket) -> None:
         right(flat, bucket)
@@ -165,7 +165,7 @@ def memory_of_kept_gradients_used_again(right: Function) -> Function:
 def buffers_that_no_graph_may_have_saved(right: Function) -> Function:
     def wrong(flat: ShardedModel) -> None:
         right(flat)
-        for buffer in flat.buffers:
+        for buffer in flat.contents.buffers:
             torch.autograd.graph.increment_version(buffer)
 
     return wrong

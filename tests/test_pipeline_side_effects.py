@@ -1100,7 +1100,7 @@ def test_a_tensor_that_gets_its_values_late_takes_hooks() -> None:
     assert x.grad.unique().tolist() == [1.0]
 
 
-def test_what_is_made_of_an_absent_tensor_is_no_view_of_it() -> None:
+def test_what_is_made_of_a_shape_only_tensor_is_no_view_of_it() -> None:
     absent = Maker().make((2, 3, 4), torch.float32, torch.device("cpu"))
     for made in (absent.transpose(1, 2), absent[0], absent.view(6, 4), *absent.split(1), *absent.unbind(2)):
         assert isinstance(made, ShapeOnlyTensor)
