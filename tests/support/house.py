@@ -1,7 +1,7 @@
 """Reads the source tree (imports, includes, classes, lines) and counts how much of it a reader meets.
 
     python -m tests.support.house                       # this working tree
-    python -m tests.support.house f018633 .             # a column for each commit or folder
+    python -m tests.support.house HEAD~20 .             # a column for each commit or folder
 
 tests/test_floors.py uses the same functions. "Files between loss.backward() and a peer's memory" are, in Python, those
 that run in a backward pass at stage 2, which needs a folder with built modules; and, in C++, those that docs/design.md
