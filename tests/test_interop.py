@@ -469,6 +469,7 @@ def _writes(comm: Communicator) -> dict[str, tuple[Callable[[], Any], torch.Tens
         "pack": (lambda: comm.pack([kept], x), x, kept),
         "pack column": (lambda: comm.pack([kept], column), wide, kept),
         "unpack": (lambda: comm.unpack(y, parts), parts[1], y),
+        "unpack of two libraries": (lambda: comm.unpack(y, [np.ones(4, np.float32), x]), x, y),
         "unpack column": (lambda: comm.unpack(y, [x, column]), wide, y),
     }
 

@@ -413,7 +413,8 @@ PyObject* pack_plain(PyObject* self, PyObject* const* args, Py_ssize_t num_args)
     Packing packing;
     if (!prepare(engine, args, list.ptr(), bucket, arrays, packing)) Py_RETURN_FALSE;
     const bool unpacks = args[3] == Py_True;
-    const bool tensors = unpacks ? arrays[0].has_exchange() : bucket.has_exchange();
+    const auto has_exchange = [](const PlainArray& array) { return array.has_exchange(); };
+    const bool tensors = unpacks ? std::any_of(arrays.begin(), arrays.end(), has_exchange) : bucket.has_exchange();
     if (tensors && !(unpacks ? raise_versions(list.ptr()) : raise_version(args[1]))) return nullptr;
     {
       const py::gil_scoped_release release;
