@@ -127,7 +127,8 @@ def test_what_a_call_says() -> None:
         assert (args["dtype"], args["count"], args["reduce_op"]) == ("float32", 96, "sum")
         assert (args["algorithm"], args["world_size"], args["bytes"], args["number"]) == ("ring", 3, 384, 0)
         assert args["site"].endswith(f"test_trace.py:{line}")
-    assert len({call["args"]["group"] for call in calls}) == 1
+    (group,) = {call["args"]["group"] for call in calls}
+    assert int(group, 16) > 0  # a text: readers of JSON may round integers above 2^53
 
 
 def test_threads_are_named_by_rank() -> None:

@@ -300,7 +300,7 @@ void message_orders(Engine& engine) {
     run(engine, call);
     call.tag = 9;
     call.count = 32;
-    throws(ErrorCode::kMismatch, {"expected 256 bytes with tag 9", "sent 128"}, "a wrong size",
+    throws(ErrorCode::kMismatch, {"expected 256 bytes of float32 with tag 9", "sent 128 bytes"}, "a wrong size",
            [&] { run(engine, call); });
     call.count = 64;
     call.tag = 10;
@@ -318,7 +318,7 @@ void message_orders(Engine& engine) {
   for (int source : {1, 2}) {
     call.root = source;
     call.tag = 9;
-    throws(ErrorCode::kMismatch, {"expected 256 bytes with tag 9", "sent 128"}, "a wrong size",
+    throws(ErrorCode::kMismatch, {"expected 256 bytes of float32 with tag 9", "sent 128 bytes"}, "a wrong size",
            [&] { run(engine, call); });
     call.tag = 10;
     run(engine, call);

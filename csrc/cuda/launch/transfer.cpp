@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/signature.h"
 #include "cuda/launch/context.h"
 #include "cuda/launch/grid.h"
 
@@ -79,9 +80,10 @@ std::shared_ptr<PendingCall> Matcher::post(Context& context, Call call, cudaStre
 // Called by the side that comes later, on its stream.
 void Matcher::copy(Message& message, Message& other) {
   const Message &from = message.sends() ? message : other, &to = message.sends() ? other : message;
-  if (from.nbytes != to.nbytes)
-    fail(ErrorCode::kMismatch, "recv: rank ", to.rank, " expected ", to.nbytes, " bytes with tag ", to.call.tag,
-         ", rank ", from.rank, " sent ", from.nbytes, "; pass tensors of equal size to send and recv");
+  if (from.nbytes != to.nbytes || from.call.dtype != to.call.dtype)
+    fail(ErrorCode::kMismatch, "recv: rank ", to.rank, " expected ", message_text(to.nbytes, to.call.dtype),
+         " with tag ", to.call.tag, ", rank ", from.rank, " sent ", message_text(from.nbytes, from.call.dtype),
+         "; pass tensors of equal size and dtype to send and recv");
   if (from.capture != to.capture)
     fail(ErrorCode::kInvalid, "recv: rank ", to.rank, " expected the send of rank ", from.rank,
          " in the same graph capture, got one outside of it; capture both from one thread, on streams forked from one");
