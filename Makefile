@@ -39,7 +39,7 @@ train: setup
 
 # For two cores: one of these processes runs the tests that mostly wait (tests/conftest.py).
 WORKERS ?= 3
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 test: setup
 	$(PYTEST)
 

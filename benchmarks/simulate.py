@@ -222,7 +222,7 @@ def beside_published() -> list[str]:
 
 def winners() -> list[str]:
     lines = [
-        "bfloat16; of what a communicator can do: flat walks over all ranks are left out.",
+        "bfloat16; of what a communicator can do: flat schedules over all ranks are left out.",
         "",
         "| cluster | collective | the fastest, from which message on |",
         "|---|---|---|",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -65,6 +66,9 @@ _SHOWN = 80
 def shown(value: object) -> str:
     """Formats a wrong argument for a message: short, and without running the argument's own code, which may fail or
     hang."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and type(value).__module__ == "numpy" and isinstance(value, numpy.generic):
+        value = value.item()
     if type(value) is int and value.bit_length() > 256:
         return f"a number of {value.bit_length()} bits"
     if type(value) in (list, tuple):

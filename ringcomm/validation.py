@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterable
 from functools import wraps
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from ringcomm.errors import InvalidArgumentError, shown
@@ -65,10 +66,28 @@ def one_of(*known: str) -> Wanted:
     return that(f"one of {', '.join(map(repr, known))}", lambda value: isinstance(value, str) and value in known)
 
 
+def as_int(value: Any) -> int | None:
+    """Returns Python's form of an integer of any library; None for any other value, and for True and False."""
+    if type(value) is int:
+        return value
+    try:
+        is_truth = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
+        return None if is_truth else operator.index(value)
+    except Exception:  # raised by the value's own code
+        return None
+
+
 def validate_int(least: int = 0, most: int = (1 << 63) - 1, said: str = "") -> Wanted:
-    """Requires an integer within these bounds, of Python or NumPy; the call gets Python's."""
+    """Requires an integer within these bounds, of any library; the call gets Python's."""
     said = said or f"a whole number from {least} to {most}"
-    return that(said, lambda value: _is_a(value, Integral) and least <= value <= most, int)
+
+    def taken(value: Any) -> int:
+        number = as_int(value)
+        if number is None or not least <= number <= most:
+            raise ValueError(said)
+        return number
+
+    return Wanted(said, taken)
 
 
 def number(least: float = -sys.float_info.max, most: float = sys.float_info.max, said: str = "a number") -> Wanted:
@@ -91,7 +110,7 @@ FLAG = a("True or False", bool)
 TEXT = a("a text", str)
 FUNCTION = that("a function", callable)
 PATH = that("a path", lambda value: isinstance(value, (str, os.PathLike)) and "\0" not in str(value))
-INTEGER = that("a whole number", lambda value: _is_a(value, Integral), int)
+INTEGER = that("a whole number", lambda value: as_int(value) is not None, as_int)
 NOT_NEGATIVE = number(0, said="a number from 0 on")
 POSITIVE = that("a number above 0", lambda value: _is_a(value, Real) and 0 < float(value) < math.inf, _plain)
 

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,6 @@ def without_a_part(cases: list[tuple[object, ...]]) -> list[bool]:
     return [i not in kept for i in range(len(cases))]
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what `make test` leaves out of the product of several parametrizations: it runs what meets every value, of
     three every pair."""
@@ -64,11 +64,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for (item, _), spare in zip(product, without_a_part(cases), strict=True):
             if spare:
                 item.add_marker("slow")
-    for item in items:
-        name = item.path.stem.removeprefix("test_")
-        item.add_marker(pytest.mark.xdist_group("waiting" if name in WAITING else name))
     order = {name: i - len(WAITING) - len(LONG) for i, name in enumerate((*WAITING, *LONG))}
     items.sort(key=lambda item: order.get(item.path.stem.removeprefix("test_"), 0))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Runs the tests of a file in one process, and those of all files that wait.
+
+    pytest-xdist's own groups (--dist loadgroup) are without effect since pytest 9.2 (its issue 1386).
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            name = Path(nodeid.partition("::")[0]).stem.removeprefix("test_")
+            return "waiting" if name in WAITING else name
+
+    return ByFile(config, log)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -381,7 +381,7 @@ def _eager(fake: Any, device: Any) -> Log:
 def test_a_bound_device_connects_at_once(process: Pool) -> None:
     log = process.apply(in_group, (_eager,))
     lent = [line.removeprefix("lend ") for line in log if line.startswith("lend ")]
-    assert len(lent) == 5  # collectives, and a lane for each direction, this rank and any
+    assert len(lent) == 5  # collectives, and a side stream for each direction, this rank and any
     assert log[5:] == ["timeout 3000", "close", *(f"take back {stream}" for stream in lent)]
 
 

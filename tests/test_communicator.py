@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -388,3 +389,191 @@ def every_method(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_the_same_methods_over_a_process_group(tmp_path: Path) -> None:
     assert ringcomm.run_ranks(over_a_process_group, 3, str(tmp_path), ranks="processes", timeout=30) == [[]] * 3
+
+
+# ---- what a call must not do silently ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+@pytest.mark.parametrize("hosts", [None, [1, 1]])
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("count", [2, 300_000])
+def test_a_message_of_another_dtype_is_refused(count: int, early: bool, hosts: list[int] | None, ranks: str) -> None:
+    ringcomm.run_ranks(_other_dtype, 2, count, early, ranks=ranks, hosts=hosts, timeout=30)
+
+
+def _other_dtype(comm: Communicator, count: int, early: bool) -> None:
+    """``early``: the message has arrived before its receive."""
+    if comm.rank == 0:
+        works = [comm.isend(torch.ones(count), 1, 1), comm.isend(torch.full((3,), 7.0), 1, 2)]
+        for work in works:
+            work.wait()
+        return
+    x, y = torch.zeros(count, dtype=torch.int32), torch.zeros(3)
+    if early:
+        comm.recv(y, 0, 2)
+    with pytest.raises(errors.MismatchError, match=f"{4 * count} bytes of int32 .*{4 * count} bytes of float32"):
+        comm.recv(x, 0, 1)
+    assert not x.any()
+    if not early:
+        comm.recv(y, 0, 2)  # the communicator stays usable
+    assert y.tolist() == [7.0] * 3
+
+
+def test_two_outputs_that_share_memory_are_refused() -> None:
+    def fn(comm: Communicator) -> None:
+        x, other = torch.ones(4), torch.ones(4)
+        mine = torch.ones(2)
+        for outputs in ([x[:2], x[:2]], [x[:2], x[1:3]], [x[::2], x[:2]], [x[:3:2], x[2:]]):
+            for call in (
+                lambda: comm.all_gather_list(outputs, mine),  # noqa: B023
+                lambda: comm.all_to_all_list(outputs, [mine, mine]),  # noqa: B023
+                lambda: comm.gather_list(outputs, mine, comm.rank),  # noqa: B023
+                lambda: comm.all_reduce_coalesced([other, *outputs]),  # noqa: B023
+            ):
+                with pytest.raises(errors.InvalidArgumentError, match="two outputs that share memory"):
+                    call()
+        both = np.zeros((2, 2), np.float32)
+        comm.all_gather_list([both[:, 0], both[:, 1]], np.full(2, comm.rank, np.float32))  # columns share no element
+        assert both.tolist() == [[0, 1], [0, 1]]
+        pairs = np.zeros(3, [("a", "f4"), ("b", "f4")])
+        comm.all_gather_list([pairs["a"], pairs["b"]], np.full(3, 1 + comm.rank, np.float32))
+        assert pairs.tolist() == [(1, 2)] * 3
+        assert bool((x == 1).all())
+
+    ringcomm.run_ranks(fn, 2, timeout=30)
+
+
+class _Index:
+    """A whole number of another library."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __index__(self) -> int:
+        return self.number
+
+
+@pytest.mark.parametrize("whole", [np.int64, np.uint8, np.array, torch.tensor, _Index])
+def test_whole_numbers_of_any_library(whole: Any) -> None:
+    def fn(comm: Communicator) -> None:
+        rank, x = comm.rank, torch.full((2,), float(comm.rank))
+        assert comm.broadcast(x.clone(), whole(1)).tolist() == [1, 1]
+        assert (comm.reduce(x.clone(), whole(1)) is None) == (rank == 0)
+        assert (comm.gather(x, whole(1)) is None) == (rank == 0)
+        assert comm.scatter(torch.arange(2.0) if rank == 1 else None, whole(1), out=torch.zeros(1)).tolist() == [rank]
+        assert (comm.gather_list([x.clone(), x.clone()] if rank else None, x, whole(1)) is None) == (rank == 0)
+        comm.scatter_list(x.clone(), [x, x] if rank else None, whole(1))
+        if rank == 0:
+            comm.send(x, whole(1), whole(5))
+        else:
+            assert comm.recv(x.clone(), whole(0), whole(5)) == 0
+        out = comm.all_to_all(torch.arange(3.0), send_counts=[whole(1), whole(2)])
+        assert out.tolist() == ([0, 0] if rank == 0 else [1, 2, 1, 2])
+        part = comm.split(whole(3), whole(2 - rank))
+        assert part is not None
+        assert part.rank == 1 - rank
+        assert comm.subgroup([whole(1), whole(0)]) is not None
+        assert comm.empty(whole(3)).numel() == comm.empty((whole(3),)).numel() == 3
+        for wrong in (True, np.bool_(True), torch.tensor(True), 1.0, np.float64(1), "1"):
+            with pytest.raises(errors.InvalidArgumentError, match="root"):
+                comm.broadcast(x, wrong)  # type: ignore[arg-type]
+        with pytest.raises(errors.InvalidArgumentError, match=r"got root=7, expected 0 to 1"):
+            comm.broadcast(x, np.int64(7))  # type: ignore[arg-type]
+        with pytest.raises(errors.InvalidArgumentError, match=r"got root=0\.5, expected 0 to 1"):
+            comm.broadcast(x, np.float32(0.5))  # type: ignore[arg-type]
+
+    ringcomm.run_ranks(fn, 2, timeout=30)
+
+
+# ---- a send and a receive at once ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+@pytest.mark.parametrize("count", [0, 1, 3_000_000])
+def test_sendrecv_round_a_ring(count: int, ranks: str) -> None:
+    ringcomm.run_ranks(_round_a_ring, 3, count, ranks=ranks, timeout=60)
+
+
+def test_sendrecv_between_hosts() -> None:
+    ringcomm.run_ranks(_round_a_ring, 3, 300_000, hosts=[2, 1], timeout=60)
+
+
+def _round_a_ring(comm: Communicator, count: int) -> None:
+    following, previous = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    sent = torch.full((count,), comm.rank + 1.0)
+    for source in (previous, None) if len(comm.hosts) == 1 else (previous,):
+        x = torch.zeros(count)
+        assert comm.sendrecv(sent, following, x, source, 4) == previous
+        assert bool((x == previous + 1).all())
+    group = comm.sendrecv(sent, following, x.zero_(), previous, 5, async_op=True)
+    assert group.wait() == [None, previous]
+    assert bool((x == previous + 1).all())
+    with comm.coalesce() as block:
+        comm.sendrecv(sent, following, x.zero_(), previous)
+    assert block.wait() == [None, previous]
+    both = sent.clone()
+    comm.sendrecv(both, following, both, previous, timeout=30)  # what is sent is what it was before
+    assert bool((both == previous + 1).all())
+    wide = torch.zeros(count, 2)
+    wide[:, 0] = comm.rank + 1
+    comm.sendrecv(wide[:, 0], following, wide[:, 1], previous)
+    assert bool((wide[:, 1] == previous + 1).all())
+    numbers = np.zeros(count, np.int64)  # of another type
+    if comm.rank == 0:
+        comm.sendrecv(sent, following, numbers, previous, 6, recv_tag=7)
+        assert bool((numbers == 9).all())
+    elif comm.rank == 1:
+        comm.recv(x, previous, 6)
+        assert bool((x == 1).all())
+    else:
+        comm.send(np.full(count, 9), following, 7)
+
+
+def test_sendrecv_over_a_process_group(tmp_path: Path) -> None:
+    from tests.support import torch_ranks
+
+    torch_ranks.run(_over_gloo, world_size=3, backend="gloo", timeout_s=60)
+
+
+def _over_gloo() -> None:
+    with Communicator.from_process_group() as comm:
+        following, previous = (comm.rank + 1) % 3, (comm.rank - 1) % 3
+        for count in (3, 300_000):
+            x = torch.zeros(count)
+            assert comm.sendrecv(torch.full((count,), comm.rank + 1.0), following, x, previous, 4) == previous
+            assert bool((x == previous + 1).all())
+            group = comm.sendrecv(x.clone(), following, x, previous, async_op=True)
+            assert group.wait() == [None, previous]
+            assert bool((x == (previous - 1) % 3 + 1).all())
+
+
+# ---- done ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_is_done_when_the_callers_array_is_written() -> None:
+    def fn(comm: Communicator) -> None:
+        for columns in (2, 5):
+            x = torch.ones(4, columns)
+            view = x.t()[1:]  # not contiguous: the result is written back
+            work = comm.all_reduce(view, async_op=True)
+            deadline = time.monotonic() + 20
+            while not work.done:
+                assert time.monotonic() < deadline
+                time.sleep(0)
+            assert bool((view == 4).all())
+            x.zero_()
+            assert work.wait() is view
+            assert not x.any()  # it is written once
+        work = comm.irecv(torch.ones(2), (comm.rank + 1) % 4)
+        assert not work.done
+        comm.barrier()
+        comm.abort("it is done with an error too")
+        deadline = time.monotonic() + 20
+        while not work.done:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        with pytest.raises(errors.AbortedError):
+            work.wait()
+
+    four(fn)

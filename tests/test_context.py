@@ -254,18 +254,18 @@ def test_the_fused_kernel_of_cuda_agrees_with_the_plain_one(causal: bool) -> Non
 @contextmanager
 def counted(comm: ringcomm.Communicator, sent: Counter[int]) -> Iterator[None]:
     """Counts the bytes of messages by tag."""
-    isend = comm.isend
+    sendrecv = comm.sendrecv
 
-    def send(x: torch.Tensor, dst: int, tag: int = 0) -> Any:
+    def send(x: torch.Tensor, dst: int, received: torch.Tensor, src: int, tag: int, **options: Any) -> Any:
         assert dst == (comm.rank + 1) % comm.world_size
         sent[tag] += x.nbytes
-        return isend(x, dst, tag)
+        return sendrecv(x, dst, received, src, tag, **options)
 
-    comm.isend = send  # type: ignore[method-assign]
+    comm.sendrecv = send  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del comm.isend
+        del comm.sendrecv
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -39,29 +39,29 @@ FAULTS = {  # what is planted: (file, from, to, what the lint must say[, of whic
     "acquire dropped": ("core/sync.h", '"ld.acquire.sys', '"ld.relaxed.sys', "no wait acquires"),
     "poll with an acquire": ("core/sync.h", '"ld.relaxed.sys', '"ld.acquire.sys', "acquires at every look"),
     "flags at gpu scope": ("core/sync.h", '"ld.relaxed.sys', '"ld.relaxed.gpu', "scope narrower"),
-    "read-only data loads": ("cuda/device.h", '"ld.global.v4', '"ld.global.nc.v4', "read-only cache"),
+    "read-only data loads": ("cuda/device/intrinsics.h", '"ld.global.v4', '"ld.global.nc.v4', "read-only cache"),
     "a copy of the arguments": (
-        "cuda/direct.h",
+        "cuda/device/direct.h",
         "direct(const __grid_constant__ CallArgs args) {",
         "direct(const __grid_constant__ CallArgs given) {\n  const CallArgs args = given;",
         "local memory",
     ),
     "the workers at the barrier of the block": (
-        "cuda/link_ends.h",
+        "cuda/device/link_ends.h",
         "agree_at<kWorkersBarrier>(",
         "agree_at<0>(",
         "barrier of the wrong threads",
         "transfer.cu",
     ),
     "the workers' barrier for the whole block": (
-        "cuda/device.h",
+        "cuda/device/intrinsics.h",
         "everyone, %2, %3, mine;",
         "everyone, %2, mine;",
         "barrier of the wrong threads",
         "transfer.cu",
     ),
     "the workers wait for the posting warp": (
-        "cuda/link_ends.h",
+        "cuda/device/link_ends.h",
         "if (!works()) return false;",
         "return all_ready() && works();",
         "no barrier of the workers alone",
@@ -159,7 +159,7 @@ def compile_one(csrc: Path, out: Path, source: str = "direct_wide_float.cu") -> 
     """The direct sum of float32, and the waits that all kernels have; or the one kernel of another file."""
     only = ["-DRINGCOMM_ONLY_DTYPE=kFloat32", "-DRINGCOMM_ONLY_OP=kSum"]
     words = [nvcc(), "-std=c++17", "-O3", "-DNDEBUG", "-fmad=false", "-arch=sm_90", f"-I{csrc}", *only, "-cubin"]
-    words += ["-x", "cu", str(csrc / "cuda" / source), "-o", str(out)]
+    words += ["-x", "cu", str(csrc / "cuda" / "device" / source), "-o", str(out)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     (kernel,) = sass_lint.disassemble(out, "sm_90")

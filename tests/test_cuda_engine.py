@@ -99,6 +99,16 @@ def test_lists(world_size: int) -> None:
     run("lists", world_size)
 
 
+@pytest.mark.parametrize(("kind", "devices", "device"), KINDS)
+def test_a_send_and_a_receive_at_once(kind: str, devices: int, device: str) -> None:
+    run("sendrecv", kind, device, devices=devices)
+
+
+@pytest.mark.parametrize(("kind", "devices", "device"), KINDS)
+def test_a_message_of_another_dtype_is_refused(kind: str, devices: int, device: str) -> None:
+    run("other_dtypes", kind, device, devices=devices)
+
+
 def test_buckets() -> None:
     run("buckets")
 

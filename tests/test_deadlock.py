@@ -115,6 +115,31 @@ def test_a_circle_inside_one_communicator(ranks: str) -> None:
     assert not any("another communicator" in text for _, text, _ in outcomes)
 
 
+SENDERS = "a long send waits for its receive: use sendrecv, or isend, or make the calls inside coalesce()"
+
+
+def long_sends(comm: Communicator, limit_s: float | None) -> Any:
+    """All send round the ring before they receive."""
+    x = torch.ones(1_000_000)
+    return told(lambda: comm.send(x, (comm.rank + 1) % comm.world_size, timeout=limit_s))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_long_sends_round_a_ring_are_told_what_to_do(world_size: int, ranks: str) -> None:
+    for kind, text, seconds in run_ranks(long_sends, world_size, None, ranks=ranks, timeout=60):
+        assert issubclass(kind, MismatchError), (kind, text)
+        assert seconds < 8
+        assert SENDERS in text
+        assert ADVICE not in text
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_long_sends_with_a_time_limit_are_told_what_to_do(ranks: str) -> None:
+    outcomes = run_ranks(long_sends, 3, 0.5, ranks=ranks, timeout=60)
+    assert any(issubclass(kind, CollectiveTimeoutError) and SENDERS in text for kind, text, _ in outcomes), outcomes
+
+
 # ---- the training layer --------------------------------------------------------------------------------------------
 
 

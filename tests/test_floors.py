@@ -1,15 +1,16 @@
 """Who may use whom: reads #include and import lines, those inside functions and for type checkers too.
 
-csrc/, by folder:
+csrc/: a folder includes what stands before it in NATIVE_FLOORS, without what FORBIDDEN_INCLUDES names:
 
-| floor | holds | may use |
-|---|---|---|
-| 0 | csrc/core | the C++ standard library |
-| 1 | csrc/runtime | floor 0, the operating system |
-| 2 | csrc/cpu: kernels/, group/, collectives/; csrc/cuda | floors 0 and 1; and the CUDA runtime |
-| 3 | csrc/hierarchy | floors 0 and 1: it composes an engine and a transport, whatever they are |
-| 3 | csrc/hierarchy/nccl | the interface of transports; the CUDA runtime (cuda/runtime.h) |
-| 4 | csrc/bind/module; csrc/bind/c10d | floors 0 to 3 and pybind11; interfaces and torch |
+| folder | may use |
+|---|---|
+| core | the C++ standard library |
+| runtime | core, the operating system |
+| cpu: kernels, group, collectives | core, runtime |
+| cuda: device, memory, launch | core, runtime, the CUDA runtime; kernels (device): core alone |
+| hierarchy | core, runtime: it composes an engine and a transport, whatever they are |
+| hierarchy/nccl | the interface of transports; the CUDA runtime (cuda/runtime.h) |
+| bind: module; c10d | core, runtime, hierarchy, pybind11; interfaces and torch |
 
 tests/support/emulator takes the CUDA runtime's place: it may use the C++ standard library and the operating system.
 
@@ -22,13 +23,24 @@ import ast
 import re
 import subprocess
 import sys
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
-from tests.support.house import circles, imported, imports_of, includes, modules_of, name_of, path_changes, tree_of
+from tests.support.house import (
+    circles,
+    imported,
+    imports_of,
+    includes,
+    modules_of,
+    mutual,
+    name_of,
+    path_changes,
+    tree_of,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
 NATIVE = [
     path
     for folder in ("csrc", "tests/support/emulator")
@@ -37,7 +49,15 @@ NATIVE = [
 ]
 PYTHON = sorted((ROOT / "ringcomm").rglob("*.py"))
 
+NATIVE_FLOORS = (
+    *("core", "runtime", "cpu/kernels", "cpu/group", "cpu/collectives", "cpu"),
+    *("cuda/runtime", "cuda/device", "cuda/memory", "cuda/launch", "cuda"),
+    *("hierarchy", "hierarchy/nccl", "bind", "bind/module", "bind/c10d"),
+)
+"""Folders of csrc/, bottom first; of one that holds folders, the files beside them. cuda/runtime is such files, .h and
+.cpp, which all folders of cuda/ use."""
 FOREIGN = r"cuda|nccl|pybind11|torch|c10|ATen|Python\.h"
+FOREIGN_TO_CUDA = r"cooperative_groups|cub/|thrust/|nccl|pybind11|torch|c10|ATen|Python\.h"
 FORBIDDEN_INCLUDES = {
     "core": rf"{FOREIGN}|(runtime|cpu|hierarchy|bind)/|sys/|unistd|fcntl|pthread|time\.h",
     "runtime": rf"{FOREIGN}|(cpu|hierarchy|bind)/",
@@ -46,7 +66,8 @@ FORBIDDEN_INCLUDES = {
     "cpu": rf"{FOREIGN}|(hierarchy|bind)/",
     "hierarchy": rf"{FOREIGN}|(cpu|bind)/|hierarchy/nccl/",
     "hierarchy/nccl": r"pybind11|torch|c10|ATen|Python\.h|(cpu|bind)/|hierarchy/(?!nccl|transport)|cuda/(?!runtime\.h)",
-    "cuda": r"cooperative_groups|cub/|thrust/|nccl|pybind11|torch|c10|ATen|Python\.h|(cpu|hierarchy|bind)/",
+    "cuda/device": rf"{FOREIGN_TO_CUDA}|(runtime|cpu|hierarchy|bind)/|cuda/runtime\.h",
+    "cuda": rf"{FOREIGN_TO_CUDA}|(cpu|hierarchy|bind)/",
     "bind": r"torch|c10|ATen|cpu/|cuda",
     "bind/module": r"torch|c10|ATen|cpu/|cuda|bind/c10d/",
     "bind/c10d": r"cpu/|cuda/|cuda_runtime|bind/module/",
@@ -73,12 +94,34 @@ TORCH_AT_IMPORT = {"backend"}
 MODULES = modules_of(ROOT / "ringcomm")
 
 
+def native_floor(name: str) -> str:
+    """Of a file below csrc/."""
+    path = PurePosixPath(name).with_suffix("")
+    return next(each.as_posix() for each in (path, *path.parents) if each.as_posix() in NATIVE_FLOORS)
+
+
 @pytest.mark.parametrize("path", NATIVE, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_native_files_include_only_what_lies_below(path: Path) -> None:
     folders = [folder.as_posix().removeprefix("csrc/") for folder in path.relative_to(ROOT).parents]
-    floor = next(folder for folder in folders if folder in FORBIDDEN_INCLUDES)
-    breaches = [name for name in includes(path) if re.match(FORBIDDEN_INCLUDES[floor], name)]
-    assert not breaches, f"{path.relative_to(ROOT)} includes {breaches}, which its floor must not know"
+    folder = next(folder for folder in folders if folder in FORBIDDEN_INCLUDES)
+    breaches = {name for name in includes(path) if re.match(FORBIDDEN_INCLUDES[folder], name)}
+    if path.is_relative_to(CSRC):
+        floor = NATIVE_FLOORS.index(native_floor(path.relative_to(CSRC).as_posix()))
+        ours = [name for name in includes(path) if (CSRC / name).is_file()]
+        breaches |= {name for name in ours if NATIVE_FLOORS.index(native_floor(name)) > floor}
+    assert not breaches, f"{path.relative_to(ROOT)} includes {sorted(breaches)}, which its folder must not know"
+
+
+def test_every_native_folder_has_a_floor() -> None:
+    files = [path.relative_to(CSRC) for path in NATIVE if path.is_relative_to(CSRC)]
+    assert {path.parent.as_posix() for path in files} <= {*NATIVE_FLOORS}
+    assert {native_floor(path.as_posix()) for path in files} == {*NATIVE_FLOORS}
+
+
+def test_no_native_files_include_one_another() -> None:
+    files = {path.relative_to(CSRC).as_posix(): path for path in NATIVE if path.is_relative_to(CSRC)}
+    found = mutual({name: {*includes(path)} & files.keys() for name, path in files.items()})
+    assert [sorted(circle) for circle in found] == []
 
 
 def is_primitive(path: Path) -> bool:

@@ -147,6 +147,10 @@ MESSAGES: dict[str, tuple[Right, dict[str, str]]] = {  # which need another rank
     ),
 }
 MESSAGES |= {f"i{name}": what for name, what in MESSAGES.items()}
+MESSAGES["sendrecv"] = (
+    lambda c: {"send": FOUR, "dst": _other(c), "recv": torch.ones(4), "src": _other(c)},
+    {"send": "read", "dst": "peer", "recv": "written", "src": "peer", "tag": "whole", "recv_tag": "whole", **OPTIONS},
+)
 NOT_CALLED = {
     "abort": "is meant to end the communicator; any reason serves",
     "close": "has no argument",

@@ -187,7 +187,7 @@ def test_an_exception_on_one_host_ends_the_waits_on_all(waiting: str) -> None:
 def test_a_message_of_another_length_is_refused_and_no_process_ends(sent: int, received: int) -> None:
     *others, (name, text, _) = torch_ranks.run(shorter, sent, received, world_size=4, backend="", timeout_s=40)
     assert name == "MismatchError"
-    assert f"expected {4 * received} bytes with tag 5 from rank 0, got {4 * sent}" in text
+    assert f"expected {4 * received} bytes of float32 with tag 5 from rank 0, got {4 * sent} bytes of float32" in text
     assert [each[0] for each in others] == ["nothing"] * 3
 
 
@@ -201,7 +201,7 @@ def test_messages_of_a_tag_stay_in_order_whatever_their_length() -> None:
         x = torch.empty(4)
         comm.recv(x, 0, tag=2)  # the first one is put aside
         assert (x == 4).all()
-        with pytest.raises(MismatchError, match="expected 24 bytes with tag 1 from rank 0, got 20"):
+        with pytest.raises(MismatchError, match="expected 24 bytes of float32 with tag 1 from rank 0, got 20"):
             comm.recv(torch.empty(6), 0, tag=1)
         y = torch.empty(6)
         comm.recv(y, 0, tag=1)

@@ -419,3 +419,120 @@ def test_tensors_in_the_bucket_are_packed_as_if_they_were_apart() -> None:
                         assert bucket.tolist() == expected.tolist()
 
     ringcomm.run_ranks(both_ways, 1)
+
+
+# ---- autograd ------------------------------------------------------------------------------------------------------
+
+
+def _writes(comm: Communicator) -> dict[str, tuple[Callable[[], Any], torch.Tensor | None, torch.Tensor]]:
+    """Every way to write to a tensor: (call, the tensor that it writes to on this rank, one that it only reads)."""
+    x, y, kept, wide = torch.ones(4), torch.ones(8), torch.ones(4), torch.ones(4, 2)
+    parts, column, other = [torch.ones(4) for _ in range(2)], wide[:, 0], 1 - comm.rank
+
+    def receive(later: bool) -> None:
+        work = comm.isend(kept, other)
+        if later:
+            comm.irecv(x, other).wait()
+        else:
+            comm.recv(x, other)
+        work.wait()
+
+    first = comm.rank == 0
+    here: torch.Tensor | None = x if first else None
+    return {
+        "all_reduce": (lambda: comm.all_reduce(x), x, kept),
+        "all_reduce async": (lambda: comm.all_reduce(x, async_op=True).wait(), x, kept),
+        "all_reduce column": (lambda: comm.all_reduce(column), wide, kept),
+        "all_reduce column async": (lambda: comm.all_reduce(column, async_op=True).wait(), wide, kept),
+        "all_reduce ring": (lambda: comm.all_reduce(x, algorithm="ring"), x, kept),
+        "all_reduce out": (lambda: comm.all_reduce(kept, out=x), x, kept),
+        "all_reduce premul_sum": (lambda: comm.all_reduce(kept, "premul_sum", factor=2.0, out=x), x, kept),
+        "all_reduce_coalesced": (lambda: comm.all_reduce_coalesced([x, y]), y, kept),
+        "all_reduce_coalesced async": (lambda: comm.all_reduce_coalesced([x, y], async_op=True).wait(), y, kept),
+        "reduce": (lambda: comm.reduce(x, 0), here, kept if first else x),
+        "reduce_scatter": (lambda: comm.reduce_scatter(y, out=x), x, y),
+        "reduce_scatter_list": (lambda: comm.reduce_scatter_list(x, parts), x, parts[0]),
+        "all_gather": (lambda: comm.all_gather(kept, out=y), y, kept),
+        "all_gather async": (lambda: comm.all_gather(kept, out=y, async_op=True).wait(), y, kept),
+        "all_gather_list": (lambda: comm.all_gather_list(parts, kept), parts[1], kept),
+        "all_to_all": (lambda: comm.all_to_all(torch.ones(8), out=y), y, kept),
+        "all_to_all_list": (lambda: comm.all_to_all_list(parts, [kept] * 2), parts[0], kept),
+        "broadcast": (lambda: comm.broadcast(x, 1), here, kept if first else x),
+        "broadcast column": (lambda: comm.broadcast(column, 1), wide if first else None, kept if first else wide),
+        "gather": (lambda: comm.gather(kept, 0, out=y if first else None), y if first else None, kept),
+        "gather_list": (lambda: comm.gather_list(parts if first else None, kept, 0), parts[0] if first else None, kept),
+        "scatter": (lambda: comm.scatter(y, 1, out=x), x, y),
+        "scatter_list": (lambda: comm.scatter_list(x, parts, 1), x, parts[0]),
+        "recv": (lambda: receive(False), x, kept),
+        "irecv": (lambda: receive(True), x, kept),
+        "sendrecv": (lambda: comm.sendrecv(kept, other, x, other), x, kept),
+        "pack": (lambda: comm.pack([kept], x), x, kept),
+        "pack column": (lambda: comm.pack([kept], column), wide, kept),
+        "unpack": (lambda: comm.unpack(y, parts), parts[1], y),
+        "unpack of two libraries": (lambda: comm.unpack(y, [np.ones(4, np.float32), x]), x, y),
+        "unpack column": (lambda: comm.unpack(y, [x, column]), wide, y),
+    }
+
+
+def _counted_writes(comm: Communicator, inference: bool) -> None:
+    for name in _writes(comm):
+        with torch.inference_mode(inference):
+            call, written, read = _writes(comm)[name]
+            before = [0, 0] if inference else [-1 if written is None else written._version, read._version]
+            call()
+        if not inference:  # such tensors have no counter
+            assert written is None or written._version > before[0], name
+            assert read._version == before[1], name
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_every_write_to_a_tensor_counts_as_one(inference: bool) -> None:
+    ringcomm.run_ranks(_counted_writes, 2, inference, timeout=60)
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_backward_refuses_values_that_a_collective_has_replaced(grad: bool, later: bool) -> None:
+    def fn(comm: Communicator) -> None:
+        x = torch.ones(3, requires_grad=True)
+        y = x.exp()
+        z = (y * y).sum()
+        with torch.set_grad_enabled(grad):
+            work = comm.all_reduce(y, async_op=later)
+        if later:
+            work.wait()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            z.backward()
+        leaf = torch.ones(3, requires_grad=True)
+        comm.all_reduce(leaf)  # as torch.distributed, with grad mode on too
+        assert leaf.tolist() == [2.0] * 3
+        (leaf * leaf).sum().backward()
+        assert leaf.grad is not None
+        assert leaf.grad.tolist() == [4.0] * 3
+        inside = torch.ones(2)
+        with torch.inference_mode():
+            comm.all_reduce(inside)  # an ordinary tensor, which has a counter
+            made = torch.ones(2)
+        comm.all_reduce(made)  # an inference tensor, which has none
+        assert inside.tolist() == made.tolist() == [2.0] * 2
+
+    ringcomm.run_ranks(fn, 2, timeout=30)
+
+
+def test_masked_arrays_are_refused() -> None:
+    def fn(comm: Communicator) -> None:
+        x = np.ma.masked_array(np.ones(4, np.float32), [True, False, False, False])
+        plain = np.ones(4, np.float32)
+        for call in (
+            lambda: comm.all_reduce(x),
+            lambda: comm.all_reduce(np.ma.masked_array(plain)),  # without a mask too, or ranks would differ
+            lambda: comm.all_gather(x),
+            lambda: comm.all_gather(plain, out=np.ma.masked_array(np.ones(8, np.float32))),
+            lambda: comm.send(x, 1 - comm.rank),
+            lambda: comm.pack([x], plain),
+        ):
+            with pytest.raises(ringcomm.InvalidArgumentError, match=r"masked array.*pass x\.filled\(value\)"):
+                call()
+        assert comm.all_reduce(x.filled(3)).tolist() == [6, 2, 2, 2]
+
+    ringcomm.run_ranks(fn, 2, timeout=30)

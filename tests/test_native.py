@@ -127,8 +127,9 @@ def test_planted_faults_are_found(fault: tuple[str, str, str, str]) -> None:
 
 def test_the_list_of_faults_is_the_faults_that_are_planted() -> None:
     planted = set()
-    for path in (ROOT / "csrc" / "cuda").glob("*"):
+    cuda = ROOT / "csrc" / "cuda"
+    for path in cuda.rglob("*"):
         if path.suffix in (".h", ".cu", ".cpp"):
             planted |= set(re.findall(r"RINGCOMM_FAULT [!=]= Fault::(\w+)", path.read_text()))
-    named = set(re.findall(r"^  X\((\w+)\)", (ROOT / "csrc" / "cuda" / "faults.h").read_text(), re.MULTILINE))
+    named = set(re.findall(r"^  X\((\w+)\)", (cuda / "device" / "faults.h").read_text(), re.MULTILINE))
     assert planted == named - {"kNone"} == {name for name, *_ in faults()}

@@ -162,13 +162,27 @@ def test_a_dump_can_be_repeated(tmp_path: Path) -> None:
     assert sorted((tmp_path / "new").iterdir()) == sorted(first)
 
 
-GOOD = json.loads(json.dumps({"ringcomm_record": 1, **made(0, made_call(1)).__dict__}, default=lambda o: o.__dict__))
+GOOD = json.loads(
+    json.dumps(
+        {"ringcomm_record": 2, **made(0, made_call(1)).__dict__, "group": "ab"}, default=lambda each: each.__dict__
+    )
+)
 
 
 @pytest.mark.parametrize(
     "document",
     [
-        *(None, [], {}, {**GOOD, "ringcomm_record": 2}, {**GOOD, "calls": 3}, {**GOOD, "calls": [3]}, {**GOOD, "x": 1}),
+        *(
+            None,
+            [],
+            {},
+            {**GOOD, "ringcomm_record": 1},
+            {**GOOD, "group": 171},
+            {**GOOD, "group": "x"},
+            {**GOOD, "calls": 3},
+            {**GOOD, "calls": [3]},
+            {**GOOD, "x": 1},
+        ),
         *({**GOOD, "rank": "0"}, {**GOOD, "rank": True}, {**GOOD, "rank": 3}, {**GOOD, "world_size": 10**12}),
         *({**GOOD, "taken_ns": 10**400}, {**GOOD, "calls": [{**GOOD["calls"][0], "count": 1.5}]}),
     ],

@@ -59,8 +59,8 @@ def test_the_cost_model_counts_steps_and_bytes() -> None:
 
 
 @pytest.mark.parametrize(("rank", "world_size", "step"), [(2, 2, 0), (-1, 2, 0), (0, 0, 0), (0, 4, 7)])
-def test_a_step_off_the_walk_is_refused(rank: int, world_size: int, step: int) -> None:
-    with pytest.raises(errors.InvalidArgumentError, match="is not on the walk"):
+def test_a_step_outside_the_schedule_is_refused(rank: int, world_size: int, step: int) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match="is not in the schedule of the ring"):
         schedule.ring_step(rank, world_size, step)
 
 

@@ -358,7 +358,7 @@ def test_compare_knows_all_and_crossovers_are_where_the_best_changes() -> None:
 
 
 def test_what_no_communicator_does_never_wins() -> None:
-    """Over slow links inside a host, a walk that mostly passes them by would."""
+    """Over slow links inside a host, a schedule that mostly passes them by would."""
     cluster = Cluster(2, 4, LinkClass(1000.0, 0.001), LinkClass(1.0, 1000.0))
     found = simulate.compare("all_reduce", NBYTES, cluster)
     assert found["flat_direct"].time_us < 0.6 * min(found[name].time_us for name in ("ring", "butterfly", "direct"))

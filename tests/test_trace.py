@@ -103,14 +103,15 @@ def test_a_ring_all_reduce_is_the_steps_of_the_schedule(world_size: int) -> None
     check_nesting(spans)
 
 
-def test_every_window_walks_the_ring() -> None:
+def test_every_window_takes_all_steps_of_the_ring() -> None:
     windows = 3
     chunk = 256 * 1024 // 4
     spans = spans_of(record(ring_all_reduce, 3, windows * 3 * chunk))
     for rank in range(3):
         assert steps_of(spans, rank) == windows * expected_steps(rank, 3)
     written = [span["args"]["bytes"] for span in spans if span["name"] == "write slot"]
-    # Copied into a slot are the first chunk of the walk, and those that are passed on; sums are written there at once.
+    # Copied into a slot are the chunk that a rank sends first, and those that it passes on; sums are written there at
+    # once.
     assert written == [chunk * 4] * (3 * windows * 2)
     check_nesting(spans)
 
@@ -126,7 +127,8 @@ def test_what_a_call_says() -> None:
         assert (args["dtype"], args["count"], args["reduce_op"]) == ("float32", 96, "sum")
         assert (args["algorithm"], args["world_size"], args["bytes"], args["number"]) == ("ring", 3, 384, 0)
         assert args["site"].endswith(f"test_trace.py:{line}")
-    assert len({call["args"]["group"] for call in calls}) == 1
+    (group,) = {call["args"]["group"] for call in calls}
+    assert int(group, 16) > 0  # a text: readers of JSON may round integers above 2^53
 
 
 def test_threads_are_named_by_rank() -> None:

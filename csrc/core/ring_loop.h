@@ -21,13 +21,13 @@ struct Outgoing {
   std::uint64_t ticket;
 };
 
-RINGCOMM_HD constexpr std::uint64_t ring_tickets(Walk walk, int world_size, std::size_t windows) {
-  return windows * static_cast<std::uint64_t>(last_step(walk, world_size) - first_step(walk, world_size));
+RINGCOMM_HD constexpr std::uint64_t ring_tickets(RingOp op, int world_size, std::size_t windows) {
+  return windows * static_cast<std::uint64_t>(last_step(op, world_size) - first_step(op, world_size));
 }
 
-// The step of the walk that ticket t belongs to.
-RINGCOMM_HD constexpr int ring_step_of(Walk walk, int world_size, std::uint64_t ticket) {
-  return first_step(walk, world_size) + static_cast<int>(ticket % ring_tickets(walk, world_size, 1));
+// The step that ticket t belongs to.
+RINGCOMM_HD constexpr int ring_step_of(RingOp op, int world_size, std::uint64_t ticket) {
+  return first_step(op, world_size) + static_cast<int>(ticket % ring_tickets(op, world_size, 1));
 }
 
 template <typename Executor>
@@ -55,15 +55,15 @@ RINGCOMM_HD bool ring_hop(std::uint64_t in, int chunk, std::size_t window, bool 
 
 // all_reduce, reduce_scatter or all_gather; W >= 2. Chunk c is combined in rank order c+1, c+2, ..., c.
 template <typename Executor>
-RINGCOMM_HD bool ring_walk(Walk walk, int rank, int world_size, std::size_t windows, Executor& ex) {
-  const int first = first_step(walk, world_size), last = last_step(walk, world_size);
+RINGCOMM_HD bool ring_loop(RingOp op, int rank, int world_size, std::size_t windows, Executor& ex) {
+  const int first = first_step(op, world_size), last = last_step(op, world_size);
   std::uint64_t ticket = 0;
   for (std::size_t window = 0; window < windows; ++window)
     for (int step = first; step < last; ++step, ++ticket) {
       const RingStep s = ring_step(rank, world_size, step);
       if (step == first) {
         if (!ring_start(ticket, s.send_chunk, window, ex)) return false;
-        if (walk == Walk::kAllGather) ex.keep(s.send_chunk, window);
+        if (op == RingOp::kAllGather) ex.keep(s.send_chunk, window);
       }
       const Outgoing out{step + 1 < last, ticket + 1};
       if (!ring_hop(ticket, s.recv_chunk, window, s.reduce, step + 2 == world_size, out, ex)) return false;

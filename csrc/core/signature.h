@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/engine.h"
+#include "core/error.h"
 #include "core/link.h"
 
 namespace ringcomm {
@@ -19,6 +20,9 @@ inline constexpr const char* kSameCalls = "; every rank must make the same calls
 // Returns a text such as "all_reduce(1024 x float32, sum, auto)"; the signature of a message has the tag as its root.
 std::string describe(const Signature& signature);
 std::string describe(const Call& call, int world_size);
+
+// Returns a text such as "12 bytes of float32", for the errors of messages.
+inline std::string message_text(std::size_t nbytes, DType dtype) { return concat(nbytes, " bytes of ", name(dtype)); }
 
 // One rank's signature in a call that differs.
 struct Caller {

@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include "core/error.h"
-#include "core/simulate_walk.h"
+#include "core/simulate_exchange.h"
 
 namespace ringcomm::simulation {
 
@@ -77,7 +77,7 @@ class Simulation {
         num_messages(InterHostSchedule::kDirect, rails_, inside) + num_messages(question_.between, hosts_, between);
     return even || ranks * each * waves > kFullMessages;
   }
-  // ---- the walks of each collective ---------------------------------------------------------------------------------
+  // ---- the exchanges of each collective -----------------------------------------------------------------------------
 
   void flat() {
     const int all = hosts_ * rails_;
@@ -123,7 +123,7 @@ class Simulation {
     e.but_host = but_host;
     e.reduces = reduces && first_half;
     if (e.reduces && hosts_ > 1) e.element_bytes[0] = question_.partial_bytes;  // widened before they are summed
-    walk(e);
+    run_exchange(e);
   }
 
   void rails() {
@@ -141,7 +141,7 @@ class Simulation {
 
   std::size_t rail_count(int rail) const { return shard_of(count_, rails_, rail, align()).count; }
 
-  // Selects the rounds of a walk that the collective consists of, and runs them.
+  // Selects the rounds of an exchange that the collective consists of, and runs them.
   void take_part(Exchange& e) {
     switch (question_.collective) {
       case Collective::kReduceScatter:
@@ -155,7 +155,7 @@ class Simulation {
         break;
     }
     e.reduces = e.first_round < e.half();
-    walk(e);
+    run_exchange(e);
   }
 
   // Sends every part directly to its destination: first to the other hosts, one part for each of their ranks, then
@@ -179,7 +179,7 @@ class Simulation {
     e.cuts = {cut(count_, 1, cluster_.inside)};
     e.last_round = e.half();
     e.reduces = e.whole = true;
-    walk(e);
+    run_exchange(e);
   }
 
   // The root's host scatters and gathers, every rail is a chain of hosts, and the other hosts gather. With one host: a
@@ -205,7 +205,7 @@ class Simulation {
     return cut_between(count, chunks, {link.slice_bytes, least, link.slots}, question_.element_bytes, align());
   }
 
-  // ---- a walk ------------------------------------------------------------------------------------------------------
+  // ---- an exchange -------------------------------------------------------------------------------------------------
 
   int group_of(const Exchange& e, int id) const {
     return e.among == Among::kHost ? id / rails_ : e.among == Among::kRail ? id - id / rails_ * rails_ : 0;
@@ -237,10 +237,10 @@ class Simulation {
     return elements(e, group, hop, window) * e.element_bytes[round >= e.half()];
   }
 
-  void walk(const Exchange& e) {
+  void run_exchange(const Exchange& e) {
     const int hops = num_hops(e.kind, e.members), slots = e.timing.slots;
     const std::size_t windows = e.windows();
-    const std::vector<int> ids = walkers(e);
+    const std::vector<int> ids = participants(e);
     const double messages = 1.0 * windows * (e.last_round - e.first_round) * hops * ids.size();
     if (events_ + messages > kMostMessages || 1.0 * ranks_ * hops > kMostInRound)
       fail(ErrorCode::kInvalid, "simulate: got about ", events_ + messages, " messages to look at, expected at most ",
@@ -375,7 +375,7 @@ class Simulation {
   // ---- equal rails --------------------------------------------------------------------------------------------------
 
   // Returns the ranks to simulate: a rail whose times all equal another rail's is left out.
-  std::vector<int> walkers(const Exchange& e) {
+  std::vector<int> participants(const Exchange& e) {
     twin_.assign(rails_, -1);
     if (e.among == Among::kRail && !folded_ && !cluster_.shared_nic)
       for (int rail = 1; rail < rails_; ++rail)
@@ -383,7 +383,7 @@ class Simulation {
           if (twin_[like] < 0 && alike(e, rail, like)) twin_[rail] = like;
     std::vector<int> ids;
     for (int id = 0; id < ranks_; ++id)
-      if (e.walks(id / rails_) && (e.among != Among::kRail || twin_[group_of(e, id)] < 0)) ids.push_back(id);
+      if (e.takes_part(id / rails_) && (e.among != Among::kRail || twin_[group_of(e, id)] < 0)) ids.push_back(id);
     order_ = ids;
     return ids;
   }

@@ -3,7 +3,7 @@
 // message queues on two links.
 //
 //   a message of n bytes   leaves when its rank has reached it and its sender's link is free, and in the first round of
-//                          a walk not before the receiver has reached it too; it is on the wire for `latency`, and
+//                          a schedule not before the receiver has reached it too; it is on the wire for `latency`, and
 //                          takes n / bandwidth of both links (on the receiver's at the rate of the slower one)
 //   a combine of n bytes   takes n / reduce bandwidth of its rank's time
 //
@@ -54,7 +54,7 @@ struct Question {
   Collective collective = Collective::kAllReduce;
   InterHostSchedule between = InterHostSchedule::kRing;
   Inside inside = Inside::kDirect;
-  // One walk over all ranks by `between`, regardless of hosts; else three walks: inside, between, inside.
+  // One schedule over all ranks by `between`, regardless of hosts; else three: inside, between, inside.
   bool flat = false;
   int root_host = 0;  // broadcast: the root is its first rank
   // Elements of the complete message: the input of a reduce_scatter, the output of an all_gather, the elements that one

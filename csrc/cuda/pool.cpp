@@ -13,7 +13,7 @@
 #include "core/error.h"
 #include "core/pieces.h"
 #include "core/types.h"
-#include "cuda/launch.h"
+#include "cuda/launch/streams.h"
 #include "cuda/runtime.h"
 
 namespace ringcomm {
@@ -41,7 +41,7 @@ class Pool {
     closed_ = has_said_ = false;
     pieces_ = std::make_unique<Pieces>(nbytes);
     in_graphs_.clear();
-    marks_ = std::make_shared<Marks>(device);
+    events_ = std::make_shared<StreamEvents>(device);
   }
 
   void close() {
@@ -56,7 +56,7 @@ class Pool {
     const DeviceGuard guard(device_, rank_);
     reclaim();
     if (!pieces_->taken().empty()) return nullptr;
-    marks_.reset();
+    events_.reset();
     engine_->release(data_);
     return std::exchange(engine_, nullptr);
   } catch (const std::exception&) {
@@ -78,14 +78,14 @@ class Pool {
           return data_ + *offset;
         }
         if (freed_.empty()) break;
-        const MarkPtr mark = freed_.front().mark;
-        const std::shared_ptr<Marks> marks = marks_;
+        const StreamEventPtr event = freed_.front().event;
+        const std::shared_ptr<StreamEvents> events = events_;
         const int rank = rank_;
         // The stream may wait for a rank whose thread comes to this pool first, in give_back_pools.
         lock.unlock();
-        check(cudaEventSynchronize(mark->event), "cudaEventSynchronize", rank);
+        check(cudaEventSynchronize(event->handle), "cudaEventSynchronize", rank);
         lock.lock();
-        if (!usable() || closed_ || marks_ != marks) return nullptr;
+        if (!usable() || closed_ || events_ != events) return nullptr;
       }
     }
     std::size_t used = 0;
@@ -108,7 +108,7 @@ class Pool {
     const DeviceGuard guard(device_, rank_);
     // A graph uses the piece at every launch, on any stream: such a piece stays taken.
     if (in_graphs_.count(offset) || capture_of(stream, rank_)) return;
-    freed_.push_back({offset, marks_->record(stream, 0, rank_)});
+    freed_.push_back({offset, events_->record(stream, 0, rank_)});
   } catch (const std::exception& error) {
     say(error.what());
   }
@@ -116,7 +116,7 @@ class Pool {
  private:
   struct Freed {
     std::size_t offset;
-    MarkPtr mark;
+    StreamEventPtr event;
   };
 
   // A forked child has neither the device nor the memory.
@@ -125,7 +125,7 @@ class Pool {
   void reclaim() {
     for (auto freed = freed_.begin(); freed != freed_.end();) {
       const auto here = freed++;
-      if (!reached(*here->mark, rank_)) continue;
+      if (!reached(*here->event, rank_)) continue;
       pieces_->give_back(here->offset);
       freed_.erase(here);
     }
@@ -149,7 +149,7 @@ class Pool {
   bool closed_ = false, has_said_ = false;
   std::unique_ptr<Pieces> pieces_;
   std::set<std::size_t> in_graphs_;  // pieces that were allocated while their stream was captured
-  std::shared_ptr<Marks> marks_;
+  std::shared_ptr<StreamEvents> events_;
   std::list<Freed> freed_;  // taken still: the device may have to do with them
 };
 

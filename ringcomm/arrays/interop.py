@@ -117,6 +117,11 @@ def _from_torch(torch: Any, x: Any, call: str, rank: int, served: Device | None)
 
 def _from_numpy(source: Any, data: Any, call: str, rank: int, served: Device | None) -> Array:
     _check_device(CPU, served, call, rank)
+    if hasattr(data, "mask") and isinstance(data, sys.modules["numpy"].ma.MaskedArray):
+        raise InvalidArgumentError(
+            f"{call}: rank {rank} got a masked array, whose mask cannot travel, expected a plain one; pass "
+            "x.filled(value), or x.data and the mask x.mask as arrays of their own"
+        )
     if data.dtype.hasobject:
         raise DtypeError(f"{call}: rank {rank} got dtype {data.dtype}, objects cannot travel; pass numbers")
     return Array(source, data, Numpy)

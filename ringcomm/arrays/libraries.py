@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ringcomm import _C
 from ringcomm.arrays.devices import CPU, Device
 from ringcomm.errors import DeviceError, DtypeError, InvalidArgumentError, UnsupportedError, shown
+from ringcomm.validation import as_int
 
 
 class Dtype(NamedTuple):
@@ -28,6 +29,7 @@ def named_dtype(name: str, nbytes: int) -> Dtype:
     return Dtype(name, _C.DTYPES.get(name), nbytes)
 
 
+_MOST_WORK = 100_000  # of NumPy's search for an element that two arrays have in common
 _torch_dtypes: dict[Any, Dtype] = {}
 _numpy_dtypes: dict[Any, Dtype] = {}
 
@@ -103,6 +105,48 @@ class Array:
         """Whether two contiguous arrays share memory."""
         return self.address < other.address + other.nbytes and other.address < self.address + self.nbytes
 
+    @property
+    def extent(self) -> tuple[int, int]:
+        """The first address of an array with elements, and the one behind its last."""
+        reach = [stride * (length - 1) for stride, length in zip(self._byte_strides, self.shape, strict=True)]
+        behind = self.address + sum(max(each, 0) for each in reach) + self.dtype.nbytes
+        return self.address + sum(min(each, 0) for each in reach), behind
+
+    def reaches_into(self, other: Array) -> bool:
+        """Whether the extents of two arrays overlap."""
+        (first, behind), (others_first, others_behind) = self.extent, other.extent
+        return bool(self.count and other.count) and first < others_behind and others_first < behind
+
+    @property
+    def _byte_strides(self) -> tuple[int, ...]:
+        if self.library is Torch:
+            return tuple(stride * self.dtype.nbytes for stride in self.strides)
+        return tuple(self.data.strides)
+
+    def shares_elements(self, other: Array) -> bool:
+        """Whether two arrays whose extents overlap have an element in common, as interleaved columns do not."""
+        if self.contiguous and other.contiguous:
+            return True
+        import numpy as np
+
+        try:
+            return bool(np.shares_memory(self._outline(), other._outline(), max_work=_MOST_WORK))  # type: ignore[arg-type]
+        except np.exceptions.TooHardError:  # then they are taken for separate
+            return False
+
+    def _outline(self) -> Any:
+        """Returns a NumPy array over the same addresses, which must not be read."""
+        import numpy as np
+
+        interface = {
+            "shape": tuple(self.shape),
+            "typestr": f"|V{self.dtype.nbytes}",
+            "data": (self.address, True),
+            "strides": self._byte_strides,
+            "version": 3,
+        }
+        return np.asarray(type("Outline", (), {"__array_interface__": interface})())
+
 
 # ---- the libraries -----------------------------------------------------------------------------------------------
 
@@ -131,6 +175,10 @@ class Numpy:
     @staticmethod
     def assign(target: Any, values: Any) -> None:
         target[...] = values
+
+    @staticmethod
+    def note_write(data: Any) -> None:
+        """Tells the library that a call writes to ``data``, if it keeps account of that."""
 
     @staticmethod
     def stream(data: Any) -> int:
@@ -174,6 +222,11 @@ class Torch(Numpy):
     @staticmethod
     def assign(target: Any, values: Any) -> None:
         target.copy_(values)
+
+    @staticmethod
+    def note_write(data: Any) -> None:
+        # As torch's own in-place operations: a backward pass that needs the old values then raises an error.
+        sys.modules["torch"]._C._increment_version((data,))
 
     @staticmethod
     def stream(data: Any) -> int:
@@ -277,12 +330,13 @@ def stream_number(stream: Any, call: str, rank: int) -> int:
         return int((described() if callable(described) else described)[1])
     for attribute in ("cuda_stream", "ptr"):
         stream = getattr(stream, attribute, stream)
-    if not isinstance(stream, int) or stream < 0:
+    address = as_int(stream)
+    if address is None or address < 0:
         raise InvalidArgumentError(
             f"{call}: rank {rank} got stream={shown(stream)}, expected a stream of torch or CuPy, one with "
             "__cuda_stream__, or its address; pass one of these, or none"
         )
-    return stream
+    return address
 
 
 def usual_stream(device: Device) -> int:

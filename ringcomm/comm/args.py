@@ -18,6 +18,7 @@ from ringcomm.arrays.devices import CPU, EMULATED, Device
 from ringcomm.arrays.interop import Array, Dtype, as_array, wire_type
 from ringcomm.arrays.libraries import stream_number, usual_stream
 from ringcomm.errors import DtypeError, InvalidArgumentError, ShapeError, shown
+from ringcomm.validation import as_int
 
 _Key = TypeVar("_Key", bound=str)
 
@@ -77,7 +78,7 @@ class CollectiveArgs:
     __slots__ = (
         *("algorithm", "count", "device", "factor", "first", "input", "input_parts", "op", "output", "output_parts"),
         *("rank", "reduce_op", "result", "root", "stream", "stream_given", "tag", "timeout_ms", "wire", "world_size"),
-        "writebacks",
+        *("writebacks", "written"),
     )
 
     def __init__(self, op: str, rank: int, world_size: int, device: Device | None, stream: Any = None) -> None:
@@ -101,6 +102,7 @@ class CollectiveArgs:
         self.count = 0
         self.wire = (_C.DTYPES["uint8"], 1)
         self.writebacks: list[tuple[Array, Array]] = []
+        self.written: list[Array] = []
         self.result: Any = None
 
     # ---- options -------------------------------------------------------------------------------------------------
@@ -144,13 +146,14 @@ class CollectiveArgs:
         return found
 
     def integer(self, what: str, value: int, bits: int) -> int:
-        """Returns ``value`` after checking that it is an integer that fits in ``bits`` bits, sign included."""
-        if isinstance(value, bool) or not isinstance(value, int) or not -1 << bits - 1 <= value < 1 << bits - 1:
+        """Returns ``value`` as Python's int after checking that it fits in ``bits`` bits, sign included."""
+        number = as_int(value)
+        if number is None or not -1 << bits - 1 <= number < 1 << bits - 1:
             raise InvalidArgumentError(
                 f"{self.op}: rank {self.rank} got {what}={shown(value)}, expected a whole number of {bits} bits; "
                 "pass one"
             )
-        return value
+        return number
 
     def number(self, what: str, value: float) -> float:
         """Returns ``value`` after checking that it is a number."""
@@ -161,13 +164,14 @@ class CollectiveArgs:
         return float(value)
 
     def peer(self, what: str, value: int) -> int:
-        """Returns ``value`` after checking that it is a rank of this communicator."""
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < self.world_size:
+        """Returns ``value`` as Python's int after checking that it is a rank of this communicator."""
+        number = as_int(value)
+        if number is None or not 0 <= number < self.world_size:
             raise InvalidArgumentError(
                 f"{self.op}: rank {self.rank} got {what}={shown(value)}, expected 0 to {self.world_size - 1}; pass a "
                 "rank of this communicator"
             )
-        return value
+        return number
 
     # ---- streams -------------------------------------------------------------------------------------------------
 
@@ -263,6 +267,7 @@ class CollectiveArgs:
                 f"{self.op}: rank {self.rank} got an output of shape {array.shape} with strides {array.strides}, whose "
                 "elements share memory; pass a contiguous copy"
             )
+        self.written.append(array)
         return array
 
     def _write_back(self, array: Array, temporary: Array) -> Array:
@@ -334,7 +339,25 @@ class CollectiveArgs:
         )
         return self.copy(source) if clash else source
 
+    def separate_outputs(self) -> None:
+        """Raises if two of the arrays to write to so far share an element."""
+        arrays = sorted((array for array in self.written if array.count), key=lambda array: array.extent[0])
+        open_: list[Array] = []  # those that reach into the next one's extent
+        for array in arrays:
+            open_ = [other for other in open_ if other.extent[1] > array.extent[0]]
+            if any(array.shares_elements(other) for other in open_):
+                raise InvalidArgumentError(
+                    f"{self.op}: rank {self.rank} got two outputs that share memory, expected memory of its own for "
+                    "each; pass other arrays"
+                )
+            open_.append(array)
+
     # ---- ready ---------------------------------------------------------------------------------------------------
+
+    def note_writes(self) -> None:
+        """Tells the libraries of the outputs, just before the call begins, that it writes to them."""
+        for array in self.written:
+            array.library.note_write(array.data)
 
     def validate(self, count: int, dtype: Dtype) -> CollectiveArgs:
         """Makes the last check: whether the operation supports the element type. ``count`` is in the caller's

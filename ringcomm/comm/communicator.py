@@ -2,9 +2,10 @@
 
 All methods share these rules. Arrays are torch tensors, NumPy and CuPy arrays, buffers or anything with ``__dlpack__``
 or ``__cuda_array_interface__``, on the communicator's device. An array that is not contiguous goes through a contiguous
-copy and is written back. Every rank makes the same calls in the same order with the same counts and element types.
-``timeout`` is in seconds (or a timedelta); None means the communicator's. With ``async_op=True`` a method returns a
-Work at once, whose ``wait()`` returns the result.
+copy and is written back. Writing to a torch tensor raises its version counter, as torch's in-place operations do, so
+that a backward pass which needs the old values raises an error. Every rank makes the same calls in the same order with
+the same counts and element types. ``timeout`` is in seconds (or a timedelta); None means the communicator's. With
+``async_op=True`` a method returns a Work at once, whose ``wait()`` returns the result.
 
 On a device a method returns once the call is enqueued on a stream: ``stream`` (a stream of torch or CuPy, or its
 address), else the stream on which the library of the first array currently works. ``barrier`` and ``synchronize`` wait,
@@ -34,6 +35,7 @@ from ringcomm.comm.args import CollectiveArgs, Pairs, Piece, Timeout, millisecon
 from ringcomm.comm.engine import MOST_BYTES, Engine
 from ringcomm.comm.work import DeviceWork, Group, PlainWork, Request, Work
 from ringcomm.errors import ClosedError, DtypeError, InvalidArgumentError, MismatchError, ShapeError, rank_list, shown
+from ringcomm.validation import as_int
 
 _CASTABLE = ("float32", "float64", "float16", "bfloat16")
 
@@ -124,14 +126,18 @@ class Communicator:
         return call
 
     def _launch(self, call: CollectiveArgs, async_op: bool) -> Any:
-        group = self._group
-        if not call.flag("async_op", async_op) and group is None:
+        waits = not call.flag("async_op", async_op) and self._group is None
+        call.note_writes()
+        if waits:
             return call.finish(self._open.run(call))
-        request = self._open.submit(call)
+        return self._work(self._open.submit(call), call)
+
+    def _work(self, request: Request, call: CollectiveArgs) -> Work:
+        """Returns the handle of a call that has begun."""
         self._keep(request, call)
         work = (DeviceWork if call.on_device and not call.waits else Work)(request, call)
-        if group is not None:
-            group.works.append(work)
+        if self._group is not None:
+            self._group.works.append(work)
         return work
 
     def _keep(self, request: Request, arrays: CollectiveArgs | Work) -> None:
@@ -273,7 +279,7 @@ class Communicator:
         call = self._begin("reduce", timeout, stream)
         call.root = call.peer("root", root)
         call.reduces(op, factor)
-        at_root = self.rank == root
+        at_root = self.rank == call.root
         if at_root and out is None:
             call.input = call.output = call.update(x)
             call.result = x
@@ -370,7 +376,7 @@ class Communicator:
         call = self._begin("broadcast", timeout, stream)
         call.root = call.peer("root", root)
         call.algorithm = call.one_of("algorithm", algorithm, _C.ALGORITHMS)
-        if self.rank == root:
+        if self.rank == call.root:
             call.input = call.read(x)
             call.output = call.input
         else:
@@ -397,7 +403,7 @@ class Communicator:
         call = self._begin("gather", timeout, stream)
         call.root = call.peer("root", root)
         call.input = call.read(x)
-        if self.rank == root:
+        if self.rank == call.root:
             call.output = call.output_like(call.input, out, *call.gathered(call.input))
             call.input = call.separate(call.input, call.output, None)
         return self._launch(call.validate(call.input.count, call.input.dtype), async_op)
@@ -423,7 +429,7 @@ class Communicator:
         """
         call = self._begin("scatter", timeout, stream)
         call.root = call.peer("root", root)
-        if self.rank == root:
+        if self.rank == call.root:
             source = call.read(x)
             part = call.divisible(source)
             shapes = [part] if source.shape[0] != self.world_size else [part, source.shape[1:]]
@@ -486,28 +492,30 @@ class Communicator:
     ) -> CollectiveArgs:
         if send_counts is None:
             send_counts = [call.divisible(source)[0]] * self.world_size
-        self._check_counts(call, "send_counts", send_counts)
+        send_counts = self._checked_counts(call, "send_counts", send_counts)
         if not source.shape or sum(send_counts) != source.shape[0]:
             raise ShapeError(
                 f"all_to_all: rank {self.rank} got shape {source.shape} and send_counts that sum to "
                 f"{sum(send_counts)}; make them sum to the first dimension"
             )
         if recv_counts is None:
-            recv_counts = self._swap_counts(list(send_counts), call.timeout_ms)
-        self._check_counts(call, "recv_counts", recv_counts)
+            recv_counts = self._swap_counts(send_counts, call.timeout_ms)
+        recv_counts = self._checked_counts(call, "recv_counts", recv_counts)
         call.output = call.output_like(source, out, (sum(recv_counts), *source.shape[1:]))
         call.input = call.separate(source, call.output, None)
         call.input_parts = rows(call.input, send_counts)
         call.output_parts = rows(call.output, recv_counts)
         return call.validate(0, source.dtype)
 
-    def _check_counts(self, call: CollectiveArgs, what: str, counts: Sequence[int]) -> None:
+    def _checked_counts(self, call: CollectiveArgs, what: str, counts: Sequence[int]) -> list[int]:
         listed = isinstance(counts, (list, tuple, range)) and len(counts) == self.world_size
-        if not listed or any(not isinstance(n, int) or not 0 <= n < 1 << 62 for n in counts):
+        numbers = [number for number in map(as_int, counts) if number is not None] if listed else []
+        if len(numbers) != self.world_size or any(not 0 <= number < 1 << 62 for number in numbers):
             raise ShapeError(
                 f"{call.op}: rank {self.rank} got {what}={shown(counts)}, expected {self.world_size} whole numbers; "
                 "pass one number of rows for each rank"
             )
+        return numbers
 
     def _swap_counts(self, counts: list[int], timeout_ms: int) -> list[int]:
         if self._device is not None and self._device.kind != "cpu":  # the counts are in host memory
@@ -551,30 +559,79 @@ class Communicator:
         """Like ``recv``, but returns a Work at once; its ``wait()`` returns the sender's rank."""
         return self._launch_recv(x, src, tag, timeout, stream, async_op=True)
 
+    def sendrecv(
+        self,
+        send: Any,
+        dst: int,
+        recv: Any,
+        src: int | None = None,
+        tag: int = 0,
+        *,
+        recv_tag: int | None = None,
+        timeout: Timeout = None,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Sends ``send`` to rank ``dst`` and receives into ``recv`` from rank ``src``, both at once.
+
+        Ranks that send round a ring, or to each other, do not wait for each other's receives, whatever the messages'
+        sizes. The other side may be a `sendrecv`, or any send or receive.
+
+        Args:
+            src: None: the first rank that sends.
+            recv_tag: the tag of the message to receive; None: ``tag``.
+        Shapes:  any; each receiver must pass the same number of elements as its sender. The two may overlap.
+        Dtypes:  all; the two may differ.
+        Returns: the sender's rank; with ``async_op=True`` the Group of the send and the receive.
+        """
+        call = self._begin("sendrecv")
+        call.flag("async_op", async_op)
+        sending = self._prepare_send(self._begin("sendrecv", timeout, stream), send, dst, tag)
+        recv_tag = tag if recv_tag is None else recv_tag
+        receiving = self._prepare_recv(self._begin("sendrecv", timeout, stream), recv, src, recv_tag, "recv_tag")
+        source, target = sending.input, receiving.written[0]
+        if source is not None and source.reaches_into(target):
+            sending.input = sending.copy(source)
+        sending.op, receiving.op = "send", "recv"
+        receiving.note_writes()
+        if not async_op and self._group is None:
+            return receiving.finish(self._open.run_pair(sending, receiving))
+        requests = self._open.submit_pair(sending, receiving)
+        group = Group()
+        group.works.extend(map(self._work, requests, (sending, receiving)))
+        return group
+
     def _launch_send(self, x: Any, dst: int, tag: int, timeout: Timeout, stream: Any, async_op: bool) -> Any:
-        call = self._begin("send", timeout, stream)
+        return self._launch(self._prepare_send(self._begin("send", timeout, stream), x, dst, tag), async_op)
+
+    def _launch_recv(self, x: Any, src: int | None, tag: int, timeout: Timeout, stream: Any, async_op: bool) -> Any:
+        return self._launch(self._prepare_recv(self._begin("recv", timeout, stream), x, src, tag), async_op)
+
+    def _prepare_send(self, call: CollectiveArgs, x: Any, dst: int, tag: int) -> CollectiveArgs:
         call.root = self._other("dst", dst, call)
         call.tag = call.integer("tag", tag, 32)
         call.input = call.read(x)
-        return self._launch(call.validate(call.input.count, call.input.dtype), async_op)
+        return call.validate(call.input.count, call.input.dtype)
 
-    def _launch_recv(self, x: Any, src: int | None, tag: int, timeout: Timeout, stream: Any, async_op: bool) -> Any:
-        call = self._begin("recv", timeout, stream)
+    def _prepare_recv(
+        self, call: CollectiveArgs, x: Any, src: int | None, tag: int, tag_name: str = "tag"
+    ) -> CollectiveArgs:
         call.root = -1 if src is None else self._other("src", src, call)
         if self.world_size == 1:
             raise InvalidArgumentError(
-                f"recv: rank {self.rank} is alone, expected another rank that can send; leave the call out"
+                f"{call.op}: rank {self.rank} is alone, expected another rank that can send; leave the call out"
             )
-        call.tag = call.integer("tag", tag, 32)
+        call.tag = call.integer(tag_name, tag, 32)
         call.output = call.write(x)
-        return self._launch(call.validate(call.output.count, call.output.dtype), async_op)
+        return call.validate(call.output.count, call.output.dtype)
 
     def _other(self, what: str, value: int, call: CollectiveArgs) -> int:
-        if call.peer(what, value) == self.rank:
+        rank = call.peer(what, value)
+        if rank == self.rank:
             raise InvalidArgumentError(
                 f"{call.op}: rank {self.rank} got itself as {what}, expected another rank; copy the array instead"
             )
-        return value
+        return rank
 
     def barrier(self, *, timeout: Timeout = None, stream: Any = None, async_op: bool = False) -> Any:
         """Returns when every rank has called it, and on a device when all earlier calls have run.
@@ -612,11 +669,15 @@ class Communicator:
         Returns: ``list(xs)``; with ``async_op=True`` the Group of calls.
         """
         calls = []
-        for x in self._begin("all_reduce_coalesced").list_of("xs", xs):
+        together = self._begin("all_reduce_coalesced")
+        for x in together.list_of("xs", xs):
             call = self._begin("all_reduce", timeout, stream)
             call.flag("async_op", async_op)
             calls.append(self._prepare_all_reduce(call, x, op, None, factor, algorithm))
+            together.written += call.written
+        together.separate_outputs()
         if not async_op and self._group is None:
+            together.note_writes()
             for _, alike in groupby(calls, key=lambda call: (call.wire, call.stream)):
                 self._open.run_list(list(alike))
             return [call.finish(-1) for call in calls]
@@ -710,12 +771,12 @@ class Communicator:
         call.root = call.peer("root", root)
         source = call.read(x)
         written = [Piece(source, 0, 0)] * self.world_size
-        if self.rank == root:
+        if self.rank == call.root:
             written = self._written(call, outputs, source)
             call.same_count(f"x, for outputs[{self.rank}]", written[self.rank].count, source.count)
             source = call.separate_pieces(source, written)
             call.result = list(outputs or ())
-        read = [Piece(source, 0, source.count if p == root else 0) for p in range(self.world_size)]
+        read = [Piece(source, 0, source.count if p == call.root else 0) for p in range(self.world_size)]
         return self._finish_list(call, source, input_parts=read, output_parts=written, count=0, async_op=async_op)
 
     def scatter_list(
@@ -738,10 +799,10 @@ class Communicator:
         target = call.write(out)
         call.result = out
         read = [Piece(target, 0, 0)] * self.world_size
-        if self.rank == root:
+        if self.rank == call.root:
             read = self._read(call, inputs, target)
             call.same_count(f"out, for inputs[{self.rank}]", read[self.rank].count, target.count)
-        written = [Piece(target, 0, target.count if p == root else 0) for p in range(self.world_size)]
+        written = [Piece(target, 0, target.count if p == call.root else 0) for p in range(self.world_size)]
         return self._finish_list(call, target, input_parts=read, output_parts=written, count=0, async_op=async_op)
 
     def _finish_list(
@@ -760,6 +821,7 @@ class Communicator:
     def _written(self, call: CollectiveArgs, outputs: Sequence[Any] | None, like: Array) -> list[Piece]:
         arrays = [call.write(x) for x in call.list_of("outputs", outputs, self.world_size)]
         call.same_dtype(like.dtype, *arrays)
+        call.separate_outputs()
         return [Piece.of(array) for array in arrays]
 
     def _read(self, call: CollectiveArgs, inputs: Sequence[Any] | None, target: Array) -> list[Piece]:
@@ -830,6 +892,7 @@ class Communicator:
                 f"{call.op}: rank {self.rank} got {before.name} to {after.name} times {scale:g}, expected "
                 f"{', '.join(_CASTABLE)} where there is a cast or a scale; convert first"
             )
+        call.note_writes()
         self._open.pack(call, [_apart(call, *pair) for pair in pairs], scale)
         call.finish(-1)
 
@@ -908,13 +971,14 @@ class Communicator:
         return self._open.mem_pool(nbytes)
 
     def _extents(self, shape: Any) -> tuple[int, ...]:
-        extents = (shape,) if isinstance(shape, int) else tuple(shape) if isinstance(shape, (tuple, list)) else None
-        if extents is None or any(not hasattr(type(extent), "__index__") or extent < 0 for extent in extents):
+        listed = shape if isinstance(shape, (tuple, list)) else (shape,)
+        extents = [extent for extent in map(as_int, listed) if extent is not None]
+        if len(extents) != len(listed) or any(extent < 0 for extent in extents):
             raise ShapeError(
                 f"empty: rank {self.rank} got shape {shown(shape)}, expected a number or a sequence of numbers, no "
                 "negative extent; pass a shape"
             )
-        return tuple(int(extent) for extent in extents)
+        return tuple(extents)
 
     # ---- more communicators --------------------------------------------------------------------------------------
 
@@ -950,11 +1014,10 @@ class Communicator:
                 f"subgroup: rank {self.rank} got {shown(ranks)}, expected a list of at most {self.world_size} ranks; "
                 "name each rank once"
             )
-        for rank in ranks:
-            call.peer("ranks", rank)
+        ranks = [call.peer("ranks", rank) for rank in ranks]
         if len(set(ranks)) != len(ranks):
-            raise InvalidArgumentError(f"subgroup: rank {self.rank} got {shown(list(ranks))}; name each rank once")
-        everybody = [json.loads(each) for each in self._open.exchange(json.dumps([int(r) for r in ranks]).encode())]
+            raise InvalidArgumentError(f"subgroup: rank {self.rank} got {shown(ranks)}; name each rank once")
+        everybody = [json.loads(each) for each in self._open.exchange(json.dumps(ranks).encode())]
         if any(theirs != everybody[0] for theirs in everybody):
             who = {str(named): [r for r, theirs in enumerate(everybody) if theirs == named] for named in everybody}
             listed = ", ".join(f"{rank_list(those)} {named}" for named, those in who.items())
@@ -963,7 +1026,7 @@ class Communicator:
                 "also on those that stay outside, or cut all of the communicator with split(color)"
             )
         member = self.rank in ranks
-        return self.split(0 if member else None, list(ranks).index(self.rank) if member else 0)
+        return self.split(0 if member else None, ranks.index(self.rank) if member else 0)
 
     def dup(self) -> Communicator:
         """Returns a second communicator of the same ranks, whose calls do not wait for those of this one; a

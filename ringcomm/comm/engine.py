@@ -87,6 +87,18 @@ class Engine(ABC):
         for call in calls:
             self.run(call)
 
+    def run_pair(self, sending: CollectiveArgs, receiving: CollectiveArgs) -> int:
+        """Runs a send and a receive, of which neither waits for the other; returns the source of the receive."""
+        request = self.submit(sending)
+        try:
+            return self.run(receiving)
+        finally:
+            request.wait()  # also after an error of the receive, because the message is in the caller's memory
+
+    def submit_pair(self, sending: CollectiveArgs, receiving: CollectiveArgs) -> tuple[Request, Request]:
+        """Starts a send and a receive, of which neither waits for the other."""
+        return self.submit(sending), self.submit(receiving)
+
     def run_plain(self, op: str, reduce_op: str, root: int | None, tag: int, x: Any, out: Any, /) -> int | None:
         """Runs a call on plain arrays with default options; returns None, with nothing done, if the call needs
         preparation."""
@@ -328,6 +340,13 @@ class NativeEngine(Engine):
         with profiling.named(calls[0].op):
             self.explaining(self.native.run_list, [call.to_native() for call in calls])
             self._wait_for(calls[0])
+
+    def run_pair(self, sending: CollectiveArgs, receiving: CollectiveArgs) -> int:
+        """Runs a send and a receive, of which neither waits for the other; returns the source of the receive."""
+        if self._beside is self.native or receiving.root < 0:
+            return super().run_pair(sending, receiving)
+        self.run_list([sending, receiving])  # one launch: on one stream the second would wait for the first
+        return receiving.root
 
     def pack(self, call: CollectiveArgs, pairs: Pairs, scale: float) -> None:
         """Copies pairs of pieces that were already checked."""

@@ -23,6 +23,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.engine import NativeEngine
 from ringcomm.comm.hosts import Hosts, Network, check_network, client_store, memory_store, server_store
 from ringcomm.errors import AbortedError, InvalidArgumentError, RankFailedError, RankLostError, one_line, shown
+from ringcomm.validation import as_int
 
 _UNGUARDED = (
     "call run_ranks under `if __name__ == '__main__':` in a script that is a file, since every process imports the "
@@ -83,10 +84,12 @@ def run_ranks(
     """
     if not isinstance(ranks, str) or ranks not in ("threads", "processes"):
         raise InvalidArgumentError(f"run_ranks: got ranks={shown(ranks)}; pass 'threads' or 'processes'")
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= _MOST_RANKS:
+    number = as_int(world_size)
+    if number is None or not 1 <= number <= _MOST_RANKS:
         raise InvalidArgumentError(
             f"run_ranks: got world_size={shown(world_size)}, expected 1 to {_MOST_RANKS}; pass a whole number above 0"
         )
+    world_size = number
     if not callable(fn):
         raise InvalidArgumentError(f"run_ranks: got fn={shown(fn)}, expected a function; pass one")
     wire_dtype = check_network(None, wire_dtype, "run_ranks")

@@ -31,7 +31,7 @@ class TorchRequest:
 
     @property
     def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
+        """Whether ``wait`` would return without waiting for another rank."""
         return all(work.is_completed() for work in self._works)
 
     def wait(self, timeout_ms: int = 0) -> None:
@@ -129,6 +129,35 @@ class ProcessGroupEngine(Engine):
         """Starts a call."""
         start = getattr(self, f"_{call.engine_op}")
         return TorchRequest(call, start(call), call.timeout_ms or self._limit_ms)
+
+    def run_pair(self, sending: CollectiveArgs, receiving: CollectiveArgs) -> int:
+        """Runs a send and a receive, of which neither waits for the other; returns the source of the receive."""
+        requests = self.submit_pair(sending, receiving)
+        for request in requests:
+            request.wait()
+        return requests[1].source
+
+    def submit_pair(self, sending: CollectiveArgs, receiving: CollectiveArgs) -> tuple[TorchRequest, TorchRequest]:
+        """Starts a send and a receive, of which neither waits for the other. NCCL needs both in one batch, which must
+        name the source."""
+        if receiving.root < 0:
+            return self.submit(sending), self.submit(receiving)
+        import torch.distributed as dist
+
+        source, target = flat(piece_of(sending.input)), flat(piece_of(receiving.output))
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, source, group=self.pg, tag=sending.tag, group_peer=sending.root),
+                dist.P2POp(dist.irecv, target, group=self.pg, tag=receiving.tag, group_peer=receiving.root),
+            ]
+        )
+        # One handle for both where the group runs them as one.
+        sent, received = (works[:1], works[1:]) if len(works) == 2 else (works, works)
+        limit_ms = sending.timeout_ms or self._limit_ms
+        return (
+            TorchRequest(sending, (sent, nothing), limit_ms),
+            TorchRequest(receiving, (received, nothing), limit_ms),
+        )
 
     def pack(self, call: CollectiveArgs, pairs: Pairs, scale: float) -> None:
         """Copies pairs of pieces that were already checked, with torch."""

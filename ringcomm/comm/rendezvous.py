@@ -20,6 +20,7 @@ from ringcomm.comm.engine import NativeEngine
 from ringcomm.comm.hosts import Hosts, Network, check_network, identity
 from ringcomm.comm.store import add_checksum, generation, strip_checksum
 from ringcomm.errors import CollectiveTimeoutError, EngineError, InvalidArgumentError, shown
+from ringcomm.validation import as_int
 
 if TYPE_CHECKING:
     import torch
@@ -134,8 +135,9 @@ def _place(rank: int | None, world_size: int | None, joined: Any) -> tuple[int, 
     if joined is not None and rank is None and world_size is None:
         return joined.get_rank(), joined.get_world_size()
     for name, given in (("rank", rank), ("world_size", world_size)):
-        if given is not None and (isinstance(given, bool) or not isinstance(given, int)):
+        if given is not None and as_int(given) is None:
             raise InvalidArgumentError(f"init: got {name}={shown(given)}, expected a whole number; pass one")
+    rank, world_size = as_int(rank), as_int(world_size)
     if world_size is None:
         world_size = _number("WORLD_SIZE")
     if world_size is None and rank is None and _number("RANK") is None:

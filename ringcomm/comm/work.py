@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -53,6 +55,9 @@ def wait_for(request: Any, engine: Explainer, method: Callable[[int], None], arg
         raise (engine.explained(error) if request.done else error) from None
 
 
+_ending = threading.RLock()  # so that of threads that ask for one call, the first writes to the caller's arrays
+
+
 class Work:
     """One asynchronous call. It keeps its arrays alive until it is done; their values are valid after ``wait``."""
 
@@ -66,8 +71,13 @@ class Work:
 
     @property
     def done(self) -> bool:
-        """Whether the call has ended, so that ``wait`` would return at once."""
-        return bool(self._request.done)
+        """Whether the call has ended, so that ``wait`` returns at once, and the caller's arrays have their values."""
+        if not self._request.done:
+            return False
+        if self._call is not None:
+            with suppress(RingcommError):  # which `wait` raises
+                self._end()
+        return True
 
     def is_completed(self) -> bool:
         """Same as ``done``, under torch's name."""
@@ -85,14 +95,21 @@ class Work:
 
     def synchronize(self, timeout: float | timedelta | None = None) -> Any:
         """Blocks the host until the call is done; otherwise same as ``wait``."""
-        self._request.wait(milliseconds(timeout, "wait", self._rank))
-        call, self._call = self._call, None
-        if call is not None:
-            self._result = call.finish(self._request.source)
+        return self._end(milliseconds(timeout, "wait", self._rank))
+
+    def _end(self, timeout_ms: int = 0) -> Any:
+        """Waits for the engine, and the first time finishes the call."""
+        self._request.wait(timeout_ms)
+        if self._call is not None:
+            with _ending:
+                call = self._call
+                if call is not None:
+                    self._result = call.finish(self._request.source)
+                    self._call = None
         return self._result
 
     def __repr__(self) -> str:
-        return f"<Work {'done' if self.done else 'in flight'}>"
+        return f"<Work {'done' if self._request.done else 'in flight'}>"
 
 
 class DeviceWork(Work):
@@ -125,9 +142,12 @@ class DeviceWork(Work):
 
     def synchronize(self, timeout: float | timedelta | None = None) -> Any:
         """Blocks the host until the call is done; raises its error."""
+        return self._end(milliseconds(timeout, "wait", self._rank))
+
+    def _end(self, timeout_ms: int = 0) -> Any:
         if self._finished:
             self._call = None  # drops the arrays; only the request is left to wait for
-        return super().synchronize(timeout)
+        return super()._end(timeout_ms)
 
 
 class PlainWork(Work):

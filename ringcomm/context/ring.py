@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.work import Work
+from ringcomm.comm.work import Group, Work
 from ringcomm.errors import MismatchError, UnsupportedError
 
 FACTS, KEYS, GRADS = 0x52494E47, 0x52494E48, 0x52494E49  # tags that only these messages use
@@ -56,22 +56,12 @@ class Link:
         self.next, self.prev = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
 
     def start(self, tag: int, sent: torch.Tensor, received: torch.Tensor) -> list[Work]:
-        """Sends to the next rank and receives from the previous one.
-
-        Odd ranks receive first, so that it also works where calls block.
-        """
-
-        def send() -> Work:
-            return self.comm.isend(sent, self.next, tag)
-
-        def receive() -> Work:
-            return self.comm.irecv(received, self.prev, tag)
-
-        works = [begin() for begin in ((send, receive) if self.rank % 2 == 0 else (receive, send))]
+        """Sends to the next rank and receives from the previous one."""
         if not self.overlap:
-            finish(works)
+            self.comm.sendrecv(sent, self.next, received, self.prev, tag)
             return []
-        return works
+        started: Group = self.comm.sendrecv(sent, self.next, received, self.prev, tag, async_op=True)
+        return started.works
 
     def compare(self, facts: str, device: torch.device) -> Callable[[], None]:
         """Starts to send the facts of this rank's call to the next rank; the returned function raises if the previous

@@ -9,6 +9,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +50,12 @@ class OwnMemory:
     cuts: weakref.WeakKeyDictionary[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
+
+
+def unversioned(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """Inside the block, a collective that writes to ``x`` does not count as a change of it: autograd would refuse a
+    backward pass for which the layer gathers the same parameters again."""
+    return nullcontext() if x.is_inference() else torch.autograd._unsafe_preserve_version_counter(x)
 
 
 class _Done:
@@ -217,17 +224,20 @@ class DataParallelGroup:
     def all_reduce(self, x: torch.Tensor, op: str = "avg") -> Any:
         """Starts to reduce all ranks' ``x``, in place."""
         self.count("all_reduce", x.nbytes)
-        return self._started(self.comm.all_reduce(x, op, async_op=self.background))
+        with unversioned(x):
+            return self._started(self.comm.all_reduce(x, op, async_op=self.background))
 
     def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor, op: str = "avg") -> Any:
         """Starts to reduce all ranks' ``x``; this rank gets its shard."""
         self.count("reduce_scatter", x.nbytes)
-        return self._started(self.comm.reduce_scatter(x, op, out=out, async_op=self.background))
+        with unversioned(out):
+            return self._started(self.comm.reduce_scatter(x, op, out=out, async_op=self.background))
 
     def all_gather(self, shard: torch.Tensor, unsharded: torch.Tensor) -> Any:
         """Starts to gather every rank's shard."""
         self.count("all_gather", unsharded.nbytes)
-        return self._started(self.comm.all_gather(shard, out=unsharded, async_op=self.background))
+        with unversioned(unsharded):
+            return self._started(self.comm.all_gather(shard, out=unsharded, async_op=self.background))
 
     def _started(self, result: Any) -> Any:
         return result if self.background else DONE
@@ -241,14 +251,16 @@ class DataParallelGroup:
         """Averages over the ranks that hold the same shard, in place."""
         if self.replicas is not None:
             self.count("replicas all_reduce", x.nbytes)
-            self.replicas.all_reduce(x, "avg")
+            with unversioned(x):
+                self.replicas.all_reduce(x, "avg")
 
     def broadcast(self, x: torch.Tensor) -> None:
         """Sends the first rank's ``x`` to every rank, in place."""
         self.count("broadcast", x.nbytes)
-        if self.replicas is not None:
-            self.replicas.broadcast(x, 0)
-        self.comm.broadcast(x, self.root)
+        with unversioned(x):
+            if self.replicas is not None:
+                self.replicas.broadcast(x, 0)
+            self.comm.broadcast(x, self.root)
 
     def reduce_over_all(self, x: torch.Tensor, op: str, everywhere: bool = False) -> torch.Tensor:
         """Reduces ``x`` over all ranks and replicas, in place, and waits.

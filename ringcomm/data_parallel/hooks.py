@@ -26,6 +26,7 @@ from ringcomm.arrays.devices import Device
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import beside
 from ringcomm.data_parallel.arguments import MODULE
+from ringcomm.data_parallel.group import unversioned
 from ringcomm.errors import DeviceError, InvalidArgumentError, UnsupportedError
 from ringcomm.validation import COMMUNICATOR, expects
 
@@ -142,7 +143,8 @@ class AllGather(_Hook, _fsdp_api.AllGather):
         Raises:  InvalidArgumentError: ``group`` has other ranks than the communicator.
         """
         self._check("all_gather", group)
-        work = self.comm.all_gather(input_tensor, out=output_tensor, async_op=async_op)
+        with unversioned(output_tensor):
+            work = self.comm.all_gather(input_tensor, out=output_tensor, async_op=async_op)
         return _Work(work) if async_op else None
 
 
@@ -173,7 +175,8 @@ class ReduceScatter(_Hook, _fsdp_api.ReduceScatter):
         """
         self._check("reduce_scatter", group)
         kind, factor = self._reduction(op)
-        work = self.comm.reduce_scatter(input_tensor, kind, out=output_tensor, factor=factor, async_op=async_op)
+        with unversioned(output_tensor):
+            work = self.comm.reduce_scatter(input_tensor, kind, out=output_tensor, factor=factor, async_op=async_op)
         return _Work(work) if async_op else None
 
     def _reduction(self, op: Any) -> tuple[str, float | None]:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ringcomm.data_parallel.bucket import Bucket, ViewData, Window
+from ringcomm.data_parallel.group import unversioned
 from ringcomm.data_parallel.sharded_model import Place, ShardedModel
 from ringcomm.errors import InvalidArgumentError
 
@@ -290,7 +291,8 @@ def _unsharded_of(bucket: Bucket, i: int, data: ViewData) -> torch.Tensor:
         start, end = layout.shard_range(ranks.rank)
         owned, data.unsharded = data.piece.new_zeros(layout.shard_numel), data.piece.new_empty(layout.numel)
         layout.piece(owned, start, i)[0].copy_(data.piece)
-        ranks.comm.all_gather(owned, out=data.unsharded)
+        with unversioned(data.unsharded):
+            ranks.comm.all_gather(owned, out=data.unsharded)
         data.piece = layout.piece(data.unsharded[start:end], start, i)[0]
     return data.unsharded
 

@@ -32,7 +32,7 @@ _LINK = f"/memfd:{_C.RECORD_NAME} "
 _MOST_BYTES = 1 << 28  # of one memory file: more than the longest record needs
 _PART = 2  # state of the record of an engine that is a part of another
 _MOST_RANKS = 1 << 20
-_FORMAT = 1  # version of the files
+_FORMAT = 2  # version of the files
 _TYPES = {"int": int, "str": str, "bool": bool, "tuple[Call, ...]": tuple}
 _BEYOND = 1 << 63  # records hold smaller integers
 _SEARCH_S = 2.0  # time to search this machine's processes for the note on an error
@@ -249,7 +249,7 @@ def dump(folder: str | os.PathLike[str]) -> list[Path]:
         host = re.sub(r"[^\w.-]", "_", each.host)
         path = place / f"ringcomm-{host}-{each.pid}-{each.group:x}-rank{each.rank}.json"
         beside = path.with_suffix(f".{threading.get_ident()}")
-        beside.write_text(json.dumps({"ringcomm_record": _FORMAT, **asdict(each)}), encoding="utf-8")
+        beside.write_text(json.dumps({"ringcomm_record": _FORMAT, **_plain(each)}), encoding="utf-8")
         beside.replace(path)  # atomic, so that a reader gets the old or the new file
         paths.append(path)
     return paths
@@ -269,12 +269,20 @@ def _load(path: Path) -> Record:
         document = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(document, dict) or document.pop("ringcomm_record", None) != _FORMAT:
             raise ValueError("it is not one")
-        return _record(document)
+        group = document.get("group")
+        if not isinstance(group, str):
+            raise ValueError(f"group is {group!r:.40}")
+        return _record({**document, "group": int(group, 16)})
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidArgumentError(
             f"record: expected a file of ringcomm.record.dump of this version, got {str(path)!r}: "
             f"{one_line(error)}; pass the files that {FOLDER} collects"
         ) from None
+
+
+def _plain(each: Record) -> dict[str, Any]:
+    """Returns a record as values for JSON, whose readers may round integers above 2^53."""
+    return {**asdict(each), "group": f"{each.group:x}"}
 
 
 def _record(document: dict[str, Any]) -> Record:
@@ -509,9 +517,9 @@ class View:
     def plain(self, calls: int) -> dict[str, Any]:
         """Returns the view as values that JSON can represent."""
         ranks = [
-            {**asdict(each), "calls": [asdict(call) for call in _last(each.calls, calls)]} for each in self.records
+            {**_plain(each), "calls": [asdict(call) for call in _last(each.calls, calls)]} for each in self.records
         ]
-        facts = {"group": self.group, "engine": self.engine, "world_size": self.world_size}
+        facts = {"group": f"{self.group:x}", "engine": self.engine, "world_size": self.world_size}
         return {**facts, "summary": self.summary(), "differences": self.differences(), "ranks": ranks}
 
 

@@ -103,6 +103,7 @@ def _timeline(threads: Sequence[tuple[int, str, list[Any]]], dropped: int) -> Ti
         events.append(_label("thread_sort_index", pid, tid, sort_index=rank))
         for title, category, begin, end, args in spans:
             span = {"ph": "X", "name": title, "cat": category, "pid": pid, "tid": tid}
+            args["group"] = f"{args['group']:x}"  # readers of JSON may round integers above 2^53
             events.append({**span, "ts": begin / 1000, "dur": (end - begin) / 1000, "args": args})
     process = {"pid": pid, "host": host, "epoch_us": epoch_us, "dropped": dropped}
     return {"traceEvents": events, "displayTimeUnit": "ns", "ringcomm": [process]}

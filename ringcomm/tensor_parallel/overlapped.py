@@ -10,7 +10,6 @@ them to the type that travels.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 
 from ringcomm.comm import schedule
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.work import Group
 from ringcomm.tensor_parallel.group import TensorParallelGroup, multiplied_in
 
 TAG = 0x7470  # the tag of these messages
@@ -156,10 +156,9 @@ def _around(group: TensorParallelGroup, own: torch.Tensor, use: Callable[[int, t
     for number in range(world_size - 1, schedule.num_steps(world_size)):
         step = schedule.ring_step(rank, world_size, number)
         coming = torch.empty_like(own)
-        works = _exchange(comm, held, coming)
+        started = _exchange(comm, held, coming)
         use(step.send_chunk, held)
-        for work in works:
-            work.wait()
+        started.wait()
         held = coming
     use(
         schedule.ring_step(rank, world_size, schedule.num_steps(world_size) - 1).recv_chunk if world_size > 1 else 0,
@@ -178,17 +177,15 @@ def _summed(group: TensorParallelGroup, make: Callable[[int], torch.Tensor]) -> 
     for number in range(world_size - 1):
         step = schedule.ring_step(rank, world_size, number)
         coming = torch.empty_like(total)
-        works = _exchange(comm, total, coming)
+        started = _exchange(comm, total, coming)
         mine = make(step.recv_chunk)
-        for work in works:
-            work.wait()
+        started.wait()
         total = coming.add_(mine)
     return total
 
 
-def _exchange(comm: Communicator, going: torch.Tensor, coming: torch.Tensor) -> list[Any]:
-    """Sends to the next rank and receives from the previous one. Odd ranks receive first, so that it also works where
-    calls block."""
+def _exchange(comm: Communicator, going: torch.Tensor, coming: torch.Tensor) -> Group:
+    """Starts to send to the next rank and to receive from the previous one."""
     following, previous = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
-    starts = [partial(comm.isend, going, following, TAG), partial(comm.irecv, coming, previous, TAG)]
-    return [start() for start in (starts if comm.rank % 2 == 0 else starts[::-1])]
+    started: Group = comm.sendrecv(going, following, coming, previous, TAG, async_op=True)
+    return started

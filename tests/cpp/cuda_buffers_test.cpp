@@ -4,7 +4,7 @@
 #include <optional>
 #include <set>
 
-#include "cuda/buffers.h"
+#include "cuda/memory/buffers.h"
 #include "cuda_engine_tools.h"
 #include "cuda_groups.h"
 
@@ -367,13 +367,13 @@ void expandable(Engine& engine) {
           concat("what is gone is closed, in windows too: ", before, " mappings before, now ", mappings()));
 }
 
-void expandable_teams(Engine& engine) {
+void expandable_pairs(Engine& engine) {
   const Segment from(2), to(2);
   const std::size_t all = kCount * engine.world_size();
   Memory input(from.at(kChunkBytes - 40000), all), output(to.at(kChunkBytes - 100032), all);
   for (int round = 0; round < 4; ++round)
-    for (const Op op : kOps) check_call(engine, op, input, output, round, "virtual memory of teams");
-  expect_visible(engine, 4, "virtual memory of teams");
+    for (const Op op : kOps) check_call(engine, op, input, output, round, "virtual memory of ranks in pairs");
+  expect_visible(engine, 4, "virtual memory of ranks in pairs");
 }
 
 // Chunks go, and others come to their addresses; and a segment grows at its end.
@@ -480,14 +480,14 @@ void death() {
 
 // In the largest communicator, too, memory is visible once the last of the peers has opened it, and not before.
 void all_peers_answer() {
-  using cuda::Mail, cuda::Mailbox;
+  using cuda::ControlMessage, cuda::ControlSocket;
   require(cudaSetDevice(0) == cudaSuccess, "device 0");
   for (const int rank : {0, 17, cuda::kMaxRanks - 1}) {
-    std::vector<std::unique_ptr<Mailbox>> mailboxes;
+    std::vector<std::unique_ptr<ControlSocket>> sockets;
     std::vector<cuda::Buffers::Peer> peers;
     for (int p = 0; p < cuda::kMaxRanks; ++p) {
-      mailboxes.push_back(std::make_unique<Mailbox>());
-      peers.push_back({mailboxes.back()->address()});
+      sockets.push_back(std::make_unique<ControlSocket>());
+      peers.push_back({sockets.back()->address()});
     }
     cuda::Buffers buffers(rank, 0, peers, [](int, int, char*) {});
     std::optional<Memory> memory(std::in_place, kCount);
@@ -495,28 +495,28 @@ void all_peers_answer() {
       return buffers.locate(memory->data(), kCount * sizeof(float), false, "test").visible != 0;
     };
     const auto call = [&] {
-      buffers.attend(*mailboxes[rank], "test");
+      buffers.attend(*sockets[rank], "test");
       buffers.called();
     };
-    // Each peer answers the letter that it has got; after all answers but the last, `before` still holds.
-    const auto answer = [&](Mail::Kind got, Mail::Kind with, const std::function<bool()>& before) {
+    // Each peer answers the message that it has got; after all answers but the last, `before` still holds.
+    const auto answer = [&](ControlMessage::Kind got, ControlMessage::Kind with, const std::function<bool()>& before) {
       call();
       int left = cuda::kMaxRanks - 1;
       for (int p = 0; p < cuda::kMaxRanks; ++p) {
         if (p == rank) continue;
-        Mail letter, reply;
-        require(mailboxes[p]->receive(1000) && mailboxes[p]->take(got, rank, nullptr, letter),
-                concat("a letter of rank ", rank, " for rank ", p));
+        ControlMessage message, reply;
+        require(sockets[p]->receive(1000) && sockets[p]->take(got, rank, nullptr, message),
+                concat("a message of rank ", rank, " for rank ", p));
         reply.kind = with;
         reply.from = p;
-        reply.subject = letter.subject;
-        require(mailboxes[p]->send(peers[rank].mailbox, reply) == Mailbox::Sent::kYes, "an answer");
+        reply.subject = message.subject;
+        require(sockets[p]->send(peers[rank].control, reply) == ControlSocket::SendResult::kSent, "an answer");
         call();
         require(before() == (--left > 0), concat("rank ", rank, " with ", left, " answers to come"));
       }
     };
     require(!is_visible(), "nobody has been told");
-    answer(Mail::kOffer, Mail::kTaken, [&] { return !is_visible(); });
+    answer(ControlMessage::kOffer, ControlMessage::kTaken, [&] { return !is_visible(); });
     memory.reset();  // looked for in every 64th call
     for (int i = 0; i < 64 && buffers.num_visible() > 0; ++i) call();
     require(buffers.num_visible() == 0, "freed memory is withdrawn");
@@ -527,7 +527,7 @@ const std::vector<Section> kSections = {
     {"all_peers_answer", all_peers_answer, {}},
     {"devices", devices, {{"RINGCOMM_EMULATED_DEVICES", "3"}}},
     {"visible", ranks({1, 1, 1}, become_visible), {}, true},
-    {"teams", ranks({2, 2}, become_visible), {}, true},
+    {"pairs", ranks({2, 2}, become_visible), {}, true},
     {"mixed", ranks({1, 1, 1}, mixed), {}, true},
     {"refused", ranks({1, 1, 1}, refused), {}, true},
     {"reused", ranks({1, 1}, reused), {}, true},
@@ -536,7 +536,7 @@ const std::vector<Section> kSections = {
     {"captured", ranks({1, 1}, captured), {}, true},
     {"death", death, {}, true},
     {"expandable", ranks({1, 1, 1}, expandable), {}, true},
-    {"expandable_teams", ranks({2, 2}, expandable_teams), {}, true},
+    {"expandable_pairs", ranks({2, 2}, expandable_pairs), {}, true},
     {"chunks_change", ranks({1, 1}, chunks_change), {}, true},
     {"symmetric", ranks({1, 1, 1}, symmetric), {}, true},
     {"unexportable", ranks({1, 1}, unexportable), {}, true},

@@ -351,7 +351,7 @@ void other_algorithm(Engine& engine) {
   gather(engine, in.get(), out.get(), 1000, 0);
   Call call = gather_of(in.get(), out.get(), 1000);
   if (engine.rank() == 1) {
-    usleep(100000);  // the letter of rank 0 has come
+    usleep(100000);  // the message of rank 0 has come
     call.algorithm = Algorithm::kDirect;
   }
   try {
@@ -425,7 +425,7 @@ void abort_of_waits(Engine& engine) {
 }
 
 // Who waits for an answer on the host hears of an abort, and of a process that has ended.
-void abort_of_letters(Engine& engine) {
+void abort_of_messages(Engine& engine) {
   const OwnStream own;
   const Memory in(engine, 1000, From::kEngine), out(engine, 2000, From::kEngine);
   if (engine.rank() == 1) {
@@ -454,7 +454,7 @@ void death(bool in_stream) {
         }
         const auto call = [&] { run(engine, gather_of(in.get(), out.get(), 1000)); };
         if (in_stream)
-          throws(ErrorCode::kTimeout, {"expected the stream of rank 1"}, "a rank that died after its letter", call);
+          throws(ErrorCode::kTimeout, {"expected the stream of rank 1"}, "a rank that died after its message", call);
         else
           throws(ErrorCode::kRankLost, {"rank 0 expected rank 1 (process", "has exited"}, "a rank that died", call);
       },
@@ -481,7 +481,7 @@ std::vector<Section> sections() {
       {"tuned", tuned, none},
       {"team_graph", team_graph, none},
       {"two_devices", [] { on_two_devices(1, [](Engine& e) { becomes_visible(e); }); }, none},
-      {"two_teams",
+      {"two_pairs",
        [] {
          on_two_devices(2, [](Engine& e) {
            results(e, From::kMalloc);
@@ -506,7 +506,7 @@ std::vector<Section> sections() {
       {"absent", processes(2, absent, 500), none, true},
       {"late_stream", processes(2, late_stream, 500), none, true},
       {"abort_of_waits", processes(2, abort_of_waits), none, true},
-      {"abort_of_letters", processes(2, abort_of_letters), none, true},
+      {"abort_of_messages", processes(2, abort_of_messages), none, true},
       {"death", [] { death(false); }, none, true},
       {"death_in_stream", [] { death(true); }, none, true},
   };

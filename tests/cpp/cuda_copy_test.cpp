@@ -225,7 +225,7 @@ std::string barriers(std::uint64_t seed) {
     if (world.failure(r) == Failure::kNone) return "rank " + text(r) + " came out alone";
     const cuda::Status& status = world.status(r);
     if (world.failure(r) == Failure::kTimeout && status.peer != form.absent) return "another rank is blamed";
-    if (static_cast<WaitKind>(status.wait) != WaitKind::kAnnouncement) return "an odd kind of wait";
+    if (static_cast<WaitKind>(status.wait) != WaitKind::kPublished) return "an odd kind of wait";
   }
   return "";
 }
@@ -259,7 +259,7 @@ std::string uneven_sizes_differ(std::uint64_t seed) {
 
 // ---- send and recv ----------------------------------------------------------------------------------------
 
-struct Letter {
+struct Message {
   int from, to, tag, channels;
   Memory sent, received;
   Location source, target;
@@ -267,17 +267,17 @@ struct Letter {
 };
 
 // Random messages between random pairs; each rank posts its own in the order in which they were made.
-class Letters {
+class Messages {
  public:
-  Letters(World& world, Random& random, int number) : world_(world) {
+  Messages(World& world, Random& random, int number) : world_(world) {
     for (int i = 0; i < number; ++i) {
       const int from = static_cast<int>(random.below(world.world_size())), to = other(random, from);
       Memory sent = noise(random.count(6000) & ~std::uint64_t{3}, random);
       Memory received(sent.nbytes(), random.one_in(3) ? random.below(16) : 0);
       const Location source = place(random, from, to, i, sent), target = place(random, to, from, number + i, received);
       std::vector<char> text(sent.data(), sent.data() + sent.nbytes());
-      letters_.push_back({from, to, random.between(0, 3), random.between(1, world.layout().p2p_channels),
-                          std::move(sent), std::move(received), source, target, std::move(text)});
+      messages_.push_back({from, to, random.between(0, 3), random.between(1, world.layout().p2p_channels),
+                           std::move(sent), std::move(received), source, target, std::move(text)});
     }
     for (int r = 0; r < world.world_size(); ++r) launches_.push_back(args_of(r));
   }
@@ -291,9 +291,9 @@ class Letters {
     return world_.run_each(kernel, launches_, most, form);
   }
   std::string wrong() const {
-    for (std::size_t i = 0; i < letters_.size(); ++i)
-      if (!std::equal(letters_[i].text.begin(), letters_[i].text.end(), letters_[i].received.data()))
-        return "letter " + text(i) + " from rank " + text(letters_[i].from) + " to rank " + text(letters_[i].to);
+    for (std::size_t i = 0; i < messages_.size(); ++i)
+      if (!std::equal(messages_[i].text.begin(), messages_[i].text.end(), messages_[i].received.data()))
+        return "message " + text(i) + " from rank " + text(messages_[i].from) + " to rank " + text(messages_[i].to);
     return "";
   }
 
@@ -319,18 +319,18 @@ class Letters {
     TransferArgs args{};
     args.layout = world_.layout();
     args.rank = world_.rank_args(rank);
-    for (const Letter& letter : letters_) {
-      if (letter.from != rank && letter.to != rank) continue;
-      const bool sends = letter.from == rank;
-      const Memory& memory = sends ? letter.sent : letter.received;
+    for (const Message& message : messages_) {
+      if (message.from != rank && message.to != rank) continue;
+      const bool sends = message.from == rank;
+      const Memory& memory = sends ? message.sent : message.received;
       Transfer& transfer = args.transfers[args.num_transfers++];
       transfer.data = memory.data();
       transfer.nbytes = memory.nbytes();
       transfer.count = memory.nbytes() / 4;
-      transfer.at = sends ? letter.source : letter.target;
-      transfer.channels = static_cast<std::int8_t>(letter.channels);
-      transfer.peer = static_cast<std::int16_t>(sends ? letter.to : letter.from);
-      transfer.tag = letter.tag;
+      transfer.at = sends ? message.source : message.target;
+      transfer.channels = static_cast<std::int8_t>(message.channels);
+      transfer.peer = static_cast<std::int16_t>(sends ? message.to : message.from);
+      transfer.tag = message.tag;
       transfer.sends = sends;
       transfer.dtype = DType::kFloat32;
     }
@@ -338,15 +338,15 @@ class Letters {
   }
 
   World& world_;
-  std::vector<Letter> letters_;
+  std::vector<Message> messages_;
   std::vector<TransferArgs> launches_;
 };
 
-std::string letters(std::uint64_t seed) {
+std::string messages(std::uint64_t seed) {
   Random random(seed);
   World world(small_layout(random.between(2, 5), 1, random));
   for (int rounds = random.between(1, 3); rounds > 0; --rounds) {
-    Letters some(world, random, random.between(1, 10));
+    Messages some(world, random, random.between(1, 10));
     if (!some.run(random_form(random, 1))) return world.error;
     if (const std::string who = who_gave_up(world); !who.empty()) return who;
     if (const std::string wrong = some.wrong(); !wrong.empty()) return wrong;
@@ -370,23 +370,23 @@ void send_and_spend(TransferArgs args) {
          at += blockDim.x)
       cuda::store_one(args.transfers[i].data + at, '!');
 }
-std::string spent_letters(std::uint64_t seed) {
+std::string spent_messages(std::uint64_t seed) {
   Random random(seed);
   cuda::Layout layout = small_layout(random.between(2, 4), 1, random);
   layout.p2p_channels = 1;  // what the other blocks still read is not known in a kernel
   layout.p2p_slot_bytes = kLineBytes * random.between(1, 4);
   World world(layout);
-  Letters some(world, random, random.between(1, 6));
+  Messages some(world, random, random.between(1, 6));
   if (!some.run(random_form(random, 1), send_and_spend)) return world.error;
   if (const std::string who = who_gave_up(world); !who.empty()) return who;
   return some.wrong();
 }
 
 // The receiver expects another tag, count or type.
-std::string letters_differ(std::uint64_t seed) {
+std::string messages_differ(std::uint64_t seed) {
   Random random(seed);
   World world(small_layout(2, 1, random));
-  Letters one(world, random, 1);
+  Messages one(world, random, 1);
   const int reader = one.launches()[0].transfers[0].sends ? 1 : 0;
   Transfer& expected = one.launches()[reader].transfers[0];
   switch (random.below(3)) {
@@ -413,7 +413,7 @@ std::string letters_differ(std::uint64_t seed) {
 }
 
 // Nobody answers: a receiver gives up, and so does a sender whose slots are full.
-std::string letter_without_reader(std::uint64_t seed) {
+std::string message_without_reader(std::uint64_t seed) {
   Random random(seed);
   World world(small_layout(2, 1, random));
   Memory buffer(1 << 16);
@@ -448,9 +448,9 @@ int main(int argc, char** argv) {
   bad += run_cases("copies, collectives", cases, first, collectives);
   bad += run_cases("copies, barriers", cases / 40 + 2, first, barriers);
   bad += run_cases("copies, uneven sizes differ", cases / 40 + 2, first, uneven_sizes_differ);
-  bad += run_cases("send and recv", cases, first, letters);
-  bad += run_cases("send and recv, spent at once", cases, first, spent_letters);
-  bad += run_cases("send and recv differ", cases / 20 + 2, first, letters_differ);
-  bad += run_cases("send and recv, nobody there", cases / 40 + 2, first, letter_without_reader);
+  bad += run_cases("send and recv", cases, first, messages);
+  bad += run_cases("send and recv, spent at once", cases, first, spent_messages);
+  bad += run_cases("send and recv differ", cases / 20 + 2, first, messages_differ);
+  bad += run_cases("send and recv, nobody there", cases / 40 + 2, first, message_without_reader);
   return bad != 0;
 }

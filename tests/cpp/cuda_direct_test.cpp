@@ -20,10 +20,8 @@ std::string a_stream(std::uint64_t seed) {
   World world(small_layout(world_size, 1, random));
   return calls_in_a_stream(world, random, {Way::kStaged, Way::kVisible}, 3);
 }
-std::string absent(std::uint64_t seed) {
-  return one_is_absent(seed, Algorithm::kDirect, cuda::WaitKind::kAnnouncement);
-}
-// One rank has not mapped a region that a peer announces: it says so, and all ranks return.
+std::string absent(std::uint64_t seed) { return one_is_absent(seed, Algorithm::kDirect, cuda::WaitKind::kPublished); }
+// One rank has not mapped a region that a peer publishes: it says so, and all ranks return.
 std::string region_is_missing(std::uint64_t seed) {
   Random random(seed);
   const int world_size = random.between(2, 4), channels = random.between(1, 2);

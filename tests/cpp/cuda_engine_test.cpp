@@ -21,7 +21,7 @@ void processes_matrix() {
   for (int w : quick ? std::vector<int>{2} : std::vector<int>{2, 3})
     run_processes(w, on_own_stream([](Engine& e) { matrix(e, true, false); }));
 }
-// Two teams of two: each launches for itself, and their blocks wait for each other.
+// Two devices with two ranks each: each pair launches for itself, and their blocks wait for each other.
 void two_devices() {
   const auto engines = make_ranks(4, short_timeout(), 2);
   std::vector<std::thread> threads;
@@ -300,7 +300,7 @@ void message_orders(Engine& engine) {
     run(engine, call);
     call.tag = 9;
     call.count = 32;
-    throws(ErrorCode::kMismatch, {"expected 256 bytes with tag 9", "sent 128"}, "a wrong size",
+    throws(ErrorCode::kMismatch, {"expected 256 bytes of float32 with tag 9", "sent 128 bytes"}, "a wrong size",
            [&] { run(engine, call); });
     call.count = 64;
     call.tag = 10;
@@ -318,7 +318,7 @@ void message_orders(Engine& engine) {
   for (int source : {1, 2}) {
     call.root = source;
     call.tag = 9;
-    throws(ErrorCode::kMismatch, {"expected 256 bytes with tag 9", "sent 128"}, "a wrong size",
+    throws(ErrorCode::kMismatch, {"expected 256 bytes of float32 with tag 9", "sent 128 bytes"}, "a wrong size",
            [&] { run(engine, call); });
     call.tag = 10;
     run(engine, call);

@@ -7,7 +7,7 @@
 #include <fstream>
 #include <memory>
 
-#include "cuda/group.h"
+#include "cuda/memory/group.h"
 #include "ranks.h"
 
 namespace ringcomm::test {

@@ -45,7 +45,7 @@ struct World {
     return "";
   }
   // All ranks come to this point.
-  void meet(const std::string& what) const {
+  void barrier(const std::string& what) const {
     for (int r = first; r <= last; ++r) put(concat(what, r), "x");
     for (int r = 0; r < world_size; ++r) get(concat(what, r));
   }
@@ -101,7 +101,7 @@ void check_memory(const World& world, Groups& groups, int arena) {
       char* const base = group->args().table->regions[p][arena];
       reinterpret_cast<int*>(base + std::stoull(wheres[p]))[group->rank()] = 1000 * p + group->rank();
     }
-  world.meet(concat("written", arena, "."));
+  world.barrier(concat("written", arena, "."));
   for (std::size_t i = 0; i < groups.size(); ++i)
     for (int p = 0; p < world.world_size; ++p) {
       const int me = groups[i]->rank();
@@ -114,7 +114,8 @@ void check_facts(const World& world, Groups& groups) {
   const char* const kind = std::getenv("RINGCOMM_CUDA_HANDLES") ? "vmm" : "ipc";
   for (auto& group : groups) {
     require(!group->one_process() && !group->one_device(), "several processes");
-    require(static_cast<int>(group->team().size()) == world.last - world.first + 1, "the team is this process");
+    require(static_cast<int>(group->local_ranks().size()) == world.last - world.first + 1,
+            "local ranks are those of this process");
     for (int p = 0; p < world.world_size; ++p) {
       const bool here = p >= world.first && p <= world.last;
       require(group->reach(p) == (p == group->rank() ? "itself" : here ? "pointer" : kind), "reach " + group->reach(p));
@@ -148,22 +149,22 @@ void run_ranks(const World& world, const std::string& order) {
     for (int i = 0; i < 5000 && load_acquire(flag) == 0; ++i) usleep(1000);
     require(load_acquire(flag) == 1, "stop reaches other processes");
   }
-  world.meet("stopped");
+  world.barrier("stopped");
   for (const char next : order) {
     const int r = next - '0';
     if (r >= world.first && r <= world.last) groups[r - world.first].reset();
-    world.meet(concat("closed", r, "."));
+    world.barrier(concat("closed", r, "."));
     for (auto& group : groups)
       if (group) group->segment(r)[group->layout().channel_at(1)] += 1;
-    world.meet(concat("used", r, "."));
+    world.barrier(concat("used", r, "."));
   }
-  world.meet("all-closed");
+  world.barrier("all-closed");
   const bool vmm = std::getenv("RINGCOMM_CUDA_HANDLES") != nullptr;
-  if (vmm) require(cuda::Cemetery::graves() == 0, "memory by file descriptor needs no cemetery");
+  if (vmm) require(cuda::DeferredFrees::count() == 0, "memory by file descriptor is freed at once");
   if (!vmm && order[0] - '0' >= world.first && order[0] - '0' <= world.last)
-    require(cuda::Cemetery::graves() > 0, "who closes first must keep its memory");
-  cuda::Cemetery::sweep();
-  require(cuda::Cemetery::graves() == 0, "everybody has let go");
+    require(cuda::DeferredFrees::count() > 0, "who closes first must keep its memory");
+  cuda::DeferredFrees::sweep();
+  require(cuda::DeferredFrees::count() == 0, "everybody has closed it");
   require(mappings() == mapped, concat("mappings: ", mapped, " before, ", mappings(), " after"));
   require(open_files() == before, concat("files: ", before, " before, ", open_files(), " after"));
 }
@@ -179,7 +180,7 @@ void run_no_arena(const World& world) {
   require(groups[0]->num_arenas() == 0 && open_files() == before, "no arena, and no memory kept for one");
   add_arena(world, groups, 0);
   check_memory(world, groups, 0);
-  world.meet("end");
+  world.barrier("end");
 }
 
 // The last rank ends before it connects: the others must not wait for their time limit.
@@ -187,10 +188,10 @@ void run_deserted(const World& world) {
   Groups groups = make_here(world, 10 * kLimitMs);
   const auto handles = exchange_handles(world, groups);
   if (world.last == world.world_size - 1) {
-    world.meet("ready");
+    world.barrier("ready");
     _exit(0);
   }
-  world.meet("ready");
+  world.barrier("ready");
   const auto begin = std::chrono::steady_clock::now();
   const auto got = outcome([&] { groups[0]->connect(handles); });
   require_error(got, ErrorCode::kAborted, {"rank 1", "has exited"});
@@ -201,39 +202,39 @@ void run_deserted(const World& world) {
 void run_death(const World& world) {
   Groups groups = make_here(world);
   groups[0]->connect(exchange_handles(world, groups));
-  world.meet("connected");
+  world.barrier("connected");
   if (world.number == 1) _exit(0);
   usleep(100000);
   groups.clear();
-  for (int i = 0; i < 1000 && cuda::Cemetery::graves() > 0; ++i) {
+  for (int i = 0; i < 1000 && cuda::DeferredFrees::count() > 0; ++i) {
     usleep(10000);
-    cuda::Cemetery::sweep();
+    cuda::DeferredFrees::sweep();
   }
-  require(cuda::Cemetery::graves() == 0, "the dead mourn nobody");
+  require(cuda::DeferredFrees::count() == 0, "memory that only a dead process had open is freed");
 }
 
-// Rank 0 closes while rank 1's mailbox is full: rank 1 hears of it later, and frees its memory.
-void run_full_mailbox(const World& world) {
+// Rank 0 closes while rank 1's socket is full: rank 1 hears of it later, and frees its memory.
+void run_full_socket(const World& world) {
   Groups groups = make_here(world);
   const auto handles = exchange_handles(world, groups);
   groups[0]->connect(handles);
-  world.meet("connected");
+  world.barrier("connected");
   if (world.number == 0) {
-    const cuda::Mailbox stranger;
-    const auto to = GroupHandle::unpack(handles[1], 1).mailbox;
-    while (stranger.send(to, {}) == cuda::Mailbox::Sent::kYes) continue;
+    const cuda::ControlSocket stranger;
+    const auto to = GroupHandle::unpack(handles[1], 1).control;
+    while (stranger.send(to, {}) == cuda::ControlSocket::SendResult::kSent) continue;
     groups.clear();
-    require(cuda::Cemetery::graves() == 1, "a letter that could not be sent is kept");
+    require(cuda::DeferredFrees::count() == 1, "a message that could not be sent is kept");
   }
-  world.meet("closed0");
+  world.barrier("closed0");
   groups.clear();
-  world.meet("closed1");
-  cuda::Cemetery::sweep();
-  require(world.number == 1 || cuda::Cemetery::graves() == 0, "the letter is sent, and rank 1 has closed");
-  world.meet("sent");
-  cuda::Cemetery::sweep();
-  require(cuda::Cemetery::graves() == 0, "rank 1 has heard that rank 0 has closed");
-  world.meet("end");
+  world.barrier("closed1");
+  cuda::DeferredFrees::sweep();
+  require(world.number == 1 || cuda::DeferredFrees::count() == 0, "the message is sent, and rank 1 has closed");
+  world.barrier("sent");
+  cuda::DeferredFrees::sweep();
+  require(cuda::DeferredFrees::count() == 0, "rank 1 has heard that rank 0 has closed");
+  world.barrier("end");
 }
 
 // Reads arrive, writes go astray: rank 0 is led to other memory of rank 1, with the right pattern in it.
@@ -252,7 +253,7 @@ void run_astray(const World& world) {
   const auto handles = world.exchange("handle", {mine});
   const auto got = outcome([&] { group.connect(handles); });
   require_error(got, ErrorCode::kSystem, {"rank 0", "rank 1", "find what it wrote here", "PCIe peer path is broken"});
-  world.meet("end");
+  world.barrier("end");
 }
 
 // Rank 1's memory cannot be exported.
@@ -265,14 +266,14 @@ void run_private(const World& world) {
   handles[1] = handle.pack();
   const auto got = outcome([&] { groups[0]->connect(handles); });
   require_error(got, ErrorCode::kUnsupported, {"rank 1", "operation not supported", "one process"});
-  world.meet("end");
+  world.barrier("end");
 }
 
 void run_no_peer(const World& world) {
   Groups groups = make_here(world);
   const auto got = outcome([&] { groups[0]->connect(exchange_handles(world, groups)); });
   require_error(got, ErrorCode::kUnsupported, {"GPU 0 (", "GPU 1 (", "no peer access", "NCCL"});
-  world.meet("end");
+  world.barrier("end");
 }
 
 // Machines without a usable GPU: reasons, no crash.
@@ -289,7 +290,7 @@ int run_rank(char** argv) {
   if (scenario == "no_arena") run_no_arena(world);
   if (scenario == "deserted") run_deserted(world);
   if (scenario == "death") run_death(world);
-  if (scenario == "full_mailbox") run_full_mailbox(world);
+  if (scenario == "full_socket") run_full_socket(world);
   if (scenario == "astray") run_astray(world);
   if (scenario == "private") run_private(world);
   if (scenario == "no_peer") run_no_peer(world);
@@ -345,7 +346,7 @@ void run_all() {
     for (const char* order : {"01", "10"}) processes(order, {1, 1}, setting);
     for (const char* order : {"012", "120", "210"}) processes(order, {1, 1, 1}, setting);
     for (const char* order : {"0123", "2031"}) processes(order, {2, 2}, setting);
-    for (const char* scenario : {"no_arena", "deserted", "death", "full_mailbox"}) processes(scenario, {1, 1}, setting);
+    for (const char* scenario : {"no_arena", "deserted", "death", "full_socket"}) processes(scenario, {1, 1}, setting);
   }
   processes("astray", {1, 1});
   processes("private", {1, 1});

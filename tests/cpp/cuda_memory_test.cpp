@@ -56,34 +56,36 @@ void test_guards_keep_the_context_of_the_program() {
   require(cuCtxSetCurrent(usual) == cudaSuccess, "the context of before");
 }
 
-void test_mail() {
-  cuda::Mailbox a, b;
+void test_control_socket() {
+  cuda::ControlSocket a, b;
   const auto subject = cuda::random_identity(), other = cuda::random_identity();
   require(cuda::identity_of(cuda::text_of(subject)) == subject, "an identity as text");
   const int before = open_files();
-  cuda::Mail mail, got;
-  mail.kind = cuda::Mail::kMemory;
-  mail.from = 3;
-  mail.subject = subject;
-  mail.text = std::string(1000, 'x');
-  mail.fd = STDERR_FILENO;
-  require(b.send({a.address().name, other}, mail) == cuda::Mailbox::Sent::kYes, "mail of a stranger");
-  require(b.send(a.address(), mail) == cuda::Mailbox::Sent::kYes, "mail");
+  cuda::ControlMessage message, got;
+  message.kind = cuda::ControlMessage::kMemory;
+  message.from = 3;
+  message.subject = subject;
+  message.text = std::string(1000, 'x');
+  message.fd = STDERR_FILENO;
+  require(b.send({a.address().name, other}, message) == cuda::ControlSocket::SendResult::kSent,
+          "a message of a stranger");
+  require(b.send(a.address(), message) == cuda::ControlSocket::SendResult::kSent, "a message");
   while (a.receive(0)) continue;
   require(open_files() == before + 1, "a stranger's file is closed");
-  require(!a.take(cuda::Mail::kMemory, 3, &other, got) && !a.take(cuda::Mail::kMemory, 2, &subject, got) &&
-              !a.take(cuda::Mail::kClosed, 3, &subject, got),
-          "mail is told apart by subject, sender and kind");
-  require(a.take(cuda::Mail::kMemory, 3, &subject, got) && got.text == std::string(467, 'x'),
-          "mail, cut to its length");
-  require(!a.take(cuda::Mail::kMemory, 3, &subject, got), "a stranger's mail is thrown away");
+  require(!a.take(cuda::ControlMessage::kMemory, 3, &other, got) &&
+              !a.take(cuda::ControlMessage::kMemory, 2, &subject, got) &&
+              !a.take(cuda::ControlMessage::kClosed, 3, &subject, got),
+          "messages are told apart by subject, sender and kind");
+  require(a.take(cuda::ControlMessage::kMemory, 3, &subject, got) && got.text == std::string(467, 'x'),
+          "a message, cut to its length");
+  require(!a.take(cuda::ControlMessage::kMemory, 3, &subject, got), "a stranger's message is thrown away");
   ::close(got.fd);
-  mail.fd = -1;
+  message.fd = -1;
   int sent = 0;
-  while (sent < 100000 && b.send(a.address(), mail) == cuda::Mailbox::Sent::kYes) ++sent;
-  require(sent < 100000 && b.send(a.address(), mail) == cuda::Mailbox::Sent::kFull, "a full mailbox");
-  const auto nobody = std::make_unique<cuda::Mailbox>()->address();
-  require(b.send(nobody, mail) == cuda::Mailbox::Sent::kNobody, "nobody");
+  while (sent < 100000 && b.send(a.address(), message) == cuda::ControlSocket::SendResult::kSent) ++sent;
+  require(sent < 100000 && b.send(a.address(), message) == cuda::ControlSocket::SendResult::kFull, "a full socket");
+  const auto nobody = std::make_unique<cuda::ControlSocket>()->address();
+  require(b.send(nobody, message) == cuda::ControlSocket::SendResult::kUnreachable, "nobody");
 }
 
 void test_one_device() {
@@ -97,11 +99,11 @@ void test_one_device() {
     for (int r = 0; r < w; ++r) {
       Group& group = *groups[r];
       require(group.one_process() && group.one_device(), "one device");
-      require(static_cast<int>(group.team().size()) == w, "the team is all ranks");
+      require(static_cast<int>(group.local_ranks().size()) == w, "the local ranks are all ranks");
       require(group.identity() == groups[0]->identity() && group.identity().size() == 32, "one identity");
       for (int p = 0; p < w; ++p) {
         require(group.segment(p) == groups[p]->segment(p), "peers of a process by plain pointer");
-        require(group.team()[p] == p && group.ring_order()[p] == p, "ranks in order");
+        require(group.local_ranks()[p] == p && group.ring_order()[p] == p, "ranks in order");
         require(group.reach(p) == (p == r ? "itself" : "pointer"), "reach");
       }
       const int local = 0;
@@ -127,7 +129,7 @@ void test_two_devices() {
   require(open_files() == files - offered, "what was offered as a file is closed once everybody has it");
   for (const auto& group : groups) {
     require(group->one_process() && !group->one_device(), "one process, two devices");
-    require(group->team() == std::vector<int>({group->device(), group->device() + 2}), "teams by device");
+    require(group->local_ranks() == std::vector<int>({group->device(), group->device() + 2}), "local ranks by device");
     const int expected[] = {0, 1, 3, 2};
     require(std::equal(expected, expected + 4, group->ring_order()), "ranks of a device side by side");
     const int local = 0;
@@ -169,7 +171,7 @@ void test_close_orders() {
     }
   } while (std::next_permutation(order.begin(), order.end()));
   require(open_files() == before, "no file stays open");
-  require(cuda::Cemetery::graves() == 0, "memory of one process needs no cemetery");
+  require(cuda::DeferredFrees::count() == 0, "memory of one process is freed at once");
 }
 
 // A child of a fork leaves everything as it is.
@@ -295,7 +297,7 @@ int main() {
   test_guards_make_no_context();
   test_guards_keep_the_context_of_the_program();
   test_options();
-  test_mail();
+  test_control_socket();
   test_one_device();
   test_two_devices();
   test_close_orders();

@@ -2,7 +2,7 @@
 // and the CPU engine's loops.
 //
 //   cuda_oneshot_test [quick | number of cases [first seed]]
-#include "cuda/oneshot.h"
+#include "cuda/device/oneshot.h"
 #include "cuda_reduce_call.h"
 
 namespace ringcomm::test {

@@ -2,8 +2,8 @@
 #include <cstdlib>
 
 #include "core/error.h"
-#include "cuda/handle.h"
-#include "cuda/plan.h"
+#include "cuda/launch/plan.h"
+#include "cuda/memory/handle.h"
 #include "ranks.h"
 
 namespace ringcomm::test {

@@ -5,8 +5,8 @@
 //   cuda_ring_test [quick | number of cases [first seed]]
 #include <cmath>
 
-#include "cuda/arithmetic.h"
-#include "cuda/move.h"
+#include "cuda/device/arithmetic.h"
+#include "cuda/device/move.h"
 #include "cuda_world.h"
 
 namespace ringcomm::test {

@@ -1,6 +1,6 @@
 // The order of the ring on made-up machines, against a search that was written another way:
 //   cuda_topology_test
-#include "cuda/topology.h"
+#include "cuda/memory/topology.h"
 
 #include <algorithm>
 #include <functional>

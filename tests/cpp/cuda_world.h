@@ -12,8 +12,8 @@
 
 #include "core/dispatch.h"
 #include "core/engine.h"
-#include "cuda/device.h"
-#include "cuda/kernels.h"
+#include "cuda/device/intrinsics.h"
+#include "cuda/device/kernels.h"
 
 namespace ringcomm::test {
 

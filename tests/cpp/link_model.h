@@ -99,8 +99,8 @@ class Programs {
     for (std::size_t i = 0; i + 1 < order.size(); ++i)
       if (order[i]->kind == first && order[i + 1]->kind == second) std::swap(order[i], order[i + 1]), ++i;
   }
-  static bool meet(const Access& a, const Access& b) {
-    const auto some = [](const cpu::Span& x, const cpu::Span& y) { return x.begin && y.begin && x.meets(y); };
+  static bool overlap(const Access& a, const Access& b) {
+    const auto some = [](const cpu::Span& x, const cpu::Span& y) { return x.begin && y.begin && x.overlaps(y); };
     return some(a.header, b.header) || some(a.payload, b.payload);
   }
   // Whether `later` may be made before `earlier`, which comes before it in the program of one rank.
@@ -111,7 +111,7 @@ class Programs {
       if (fault == Fault::kFlagWithoutRelease && earlier.kind == Access::kWrite) return false;
       return fault != Fault::kReleaseOrdersNoReads || earlier.kind != Access::kRead;
     }
-    return touches && (earlier.kind == Access::kWrite || later.kind == Access::kWrite) && meet(earlier, later);
+    return touches && (earlier.kind == Access::kWrite || later.kind == Access::kWrite) && overlap(earlier, later);
   }
   void order(Program& program, std::size_t i, Fault fault) const {
     for (std::size_t k = 0; k < i; ++k) {
@@ -131,7 +131,7 @@ class Programs {
         step.needs.push_back({access.owner, i});
         return;
       }
-      if (other.kind != Access::kWrite || !meet(access, other)) continue;
+      if (other.kind != Access::kWrite || !overlap(access, other)) continue;
       if (other.value == access.value) step.needs.push_back({access.owner, i});
       if (other.value > access.value) step.spoilt_by.push_back({access.owner, i});
     }

@@ -1,4 +1,4 @@
-// The link protocol, explored: the walks of the cpu engine in small worlds, in every order of their accesses that
+// The link protocol, explored: the collectives of the cpu engine in small worlds, in every order of their accesses that
 // acquire and release leave open, with an abort, a limit that passes or a death at every moment. Prints the states of
 // each world. Faults are planted too, and must be found.
 #include <cstdio>
@@ -23,16 +23,16 @@ struct Shape {
 };
 
 using Tapes = std::vector<std::unique_ptr<Tape>>;
-using Walk = std::function<std::uint64_t(RecordedSlotStream&)>;  // returns the tickets it takes
+using Collective = std::function<std::uint64_t(RecordedSlotStream&)>;  // returns the tickets it takes
 
 struct Planned {
   Call call;
-  Walk walk;
+  Collective run;
 };
 using Plan = std::vector<Planned>;
 
-Planned plan(Op op, std::size_t nbytes, const Walk& walk, int root = 0) {
-  Planned planned{{}, walk};
+Planned plan(Op op, std::size_t nbytes, const Collective& run, int root = 0) {
+  Planned planned{{}, run};
   planned.call.op = op;
   planned.call.count = nbytes;  // of uint8
   planned.call.root = root;
@@ -43,11 +43,11 @@ Planned plan(Op op, std::size_t nbytes, const Walk& walk, int root = 0) {
 
 using Staged = std::uint64_t (*)(RecordedSlotStream&, std::uint64_t first);
 
-Walk private_buffers(Staged staged) {
+Collective private_buffers(Staged staged) {
   return [=](RecordedSlotStream& slots) { return staged(slots, 0); };
 }
 // The rank says with the first ticket that its buffers are private, and goes on.
-Walk announced(Staged staged) {
+Collective published(Staged staged) {
   return [=](RecordedSlotStream& slots) {
     slots.wait_credit(0);
     slots.publish(0);
@@ -96,7 +96,7 @@ Tapes record(const Shape& shape, const Plan& calls) {
       Call call = planned.call;
       call.input = call.output = buffer;
       RecordedSlotStream slots(group, call);
-      slots.finish(planned.walk(slots));
+      slots.finish(planned.run(slots));
     }
   }
   return tapes;
@@ -146,14 +146,14 @@ Plan everything(const Shape& shape) {
   for (int root = 0; root < shape.world_size; ++root) {
     for (const Plan& plan : {chain(n, 5, root), rooted(n, root)}) all.insert(all.end(), plan.begin(), plan.end());
     all.push_back(plan(Op::kAllReduce, 100 + root, private_buffers(cpu::staged_oneshot_all_reduce)));
-    all.push_back(plan(Op::kReduce, 3 * n, announced(cpu::staged_two_phase_reduce), root));
+    all.push_back(plan(Op::kReduce, 3 * n, published(cpu::staged_two_phase_reduce), root));
     all.push_back(plan(Op::kAllGather, 0, in_place));
     all.push_back(plan(Op::kBarrier, 0, private_buffers(cpu::staged_barrier)));
   }
   all.push_back(plan(Op::kAllReduce, 2 * n * shape.world_size, ring));
-  all.push_back(plan(Op::kReduceScatter, 2 * n, announced(cpu::staged_reduce_scatter)));
-  all.push_back(plan(Op::kAllGather, 5 * n - 1, announced(cpu::staged_gather)));
-  all.push_back(plan(Op::kAllToAll, n + 1, announced(cpu::staged_all_to_all)));
+  all.push_back(plan(Op::kReduceScatter, 2 * n, published(cpu::staged_reduce_scatter)));
+  all.push_back(plan(Op::kAllGather, 5 * n - 1, published(cpu::staged_gather)));
+  all.push_back(plan(Op::kAllToAll, n + 1, published(cpu::staged_all_to_all)));
   return all;
 }
 
@@ -167,13 +167,13 @@ struct World {
 
 std::vector<World> worlds() {
   const Plan twice_in_place(5, plan(Op::kAllGather, 0, in_place));
-  const Plan told_first{plan(Op::kAllReduce, 4096 * 8, announced(cpu::staged_oneshot_all_reduce))};
+  const Plan told_first{plan(Op::kAllReduce, 4096 * 8, published(cpu::staged_oneshot_all_reduce))};
   return {
       {"lockstep", {2, 3, 2}, lockstep(4096, 8), 16},
       {"lockstep", {3, 3, 2}, lockstep(4096, 8), 3},
       {"lockstep", {4, 2, 1}, lockstep(4096, 5), 0, true},
-      {"announced", {2, 4, 2}, told_first, 16},
-      {"announced", {3, 4, 2}, told_first, 1, true},
+      {"published", {2, 4, 2}, told_first, 16},
+      {"published", {3, 4, 2}, told_first, 1, true},
       {"two phases", {2, 3, 1}, two_phases({2, 3, 1}, 6), 16, true},
       {"two phases", {3, 3, 1}, two_phases({3, 3, 1}, 6), 1, true},
       {"ring", {2, 2, 1}, {plan(Op::kAllReduce, 4096 * 2 * 3, ring)}, 16},
@@ -299,8 +299,8 @@ void find_planted_faults() {
   Plan shifted = lockstep(4096, 8);
   shifted.insert(shifted.begin(), plan(Op::kAllReduce, 3000, private_buffers(cpu::staged_oneshot_all_reduce)));
   found("an area of as many slots as headers", {2, 3, 2, 4096, 0, false}, shifted);
-  found("a lag that leaves no slot to announce", shape,
-        {plan(Op::kAllReduce, 4096 * 8, announced(cpu::staged_oneshot_all_reduce))});
+  found("a lag that leaves no slot to publish", shape,
+        {plan(Op::kAllReduce, 4096 * 8, published(cpu::staged_oneshot_all_reduce))});
   found("a flag before its payload", shape, calls, Fault::kFlagBeforePayload);
   found("a flag without release", shape, calls, Fault::kFlagWithoutRelease);
   found("a wait without acquire", shape, calls, Fault::kWaitWithoutAcquire);

@@ -1,6 +1,6 @@
-// A slot stream that writes down what a rank would do to shared memory, step by step, in place of doing it. The walks
-// of the cpu engine are compiled against it, so what is explored is their own order of steps; boards, credit and waits
-// are those of core/link.h. SlotStream's part is told again here: see cpu/collectives/slot_stream.cpp.
+// A slot stream that writes down what a rank would do to shared memory, step by step, in place of doing it. The
+// collectives of the cpu engine are compiled against it, so what is explored is their own order of steps; boards,
+// credit and waits are those of core/link.h. SlotStream's part is told again here: see cpu/collectives/slot_stream.cpp.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ namespace ringcomm::cpu {
 struct Span {
   const char* begin = nullptr;
   const char* end = nullptr;
-  bool meets(const Span& other) const { return begin < other.end && other.begin < end; }
+  bool overlaps(const Span& other) const { return begin < other.end && other.begin < end; }
 };
 
 // One access to memory that several ranks see. A flag is waited for with acquire and stored with release.
@@ -90,7 +90,7 @@ class Tape {
   std::vector<FlagLine> lines_;
 };
 
-inline Tape* recording = nullptr;          // that of the rank whose walk runs
+inline Tape* recording = nullptr;          // that of the rank that runs
 inline std::uint64_t recorded_lag = 0;     // kLag of the world
 inline std::uint64_t credit_too_much = 0;  // a fault: slots that a writer takes for free
 
@@ -200,7 +200,7 @@ class RecordedSlotStream {
 
 }  // namespace ringcomm::cpu
 
-// The walks themselves, on that slot stream: overloads of what the engine has.
+// The collectives themselves, on that slot stream: overloads of what the engine has.
 #define SlotStream RecordedSlotStream
 #define kernels recorded_kernels
 #define kLag recorded_lag

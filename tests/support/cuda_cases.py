@@ -1011,3 +1011,40 @@ def no_driver() -> None:
     assert cli.main(["doctor"]) == 0
     assert cli.main(["tune"]) == 2
     assert ringcomm.run_ranks(lambda comm: float(comm.all_reduce(torch.ones(1))), 2) == [2.0, 2.0]
+
+
+# ---- a send and a receive ------------------------------------------------------------------------------------------
+
+
+def round_a_ring(comm: Communicator) -> None:
+    following, previous = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    for count in (3, 200_000):  # at once in a slot, and beyond all of them
+        x = torch.zeros(count)
+        assert comm.sendrecv(torch.full((count,), comm.rank + 1.0), following, x, previous, 4) == previous
+        assert bool((x == previous + 1).all())
+        group = comm.sendrecv(x.clone(), following, x, previous, async_op=True)
+        assert group.synchronize() == [None, previous]
+        assert bool((x == (previous - 1) % comm.world_size + 1).all())
+
+
+def sendrecv(kind: str, device: str) -> None:
+    ranks(round_a_ring, 3, kind=kind, device=device)
+
+
+def received_as_integers(comm: Communicator) -> str:
+    try:
+        if comm.rank == 0:
+            comm.send(torch.ones(5), 1)
+        else:
+            comm.recv(torch.ones(5, dtype=torch.int32), 0)
+            comm.synchronize()
+    except errors.MismatchError as error:
+        return str(error)
+    assert comm.rank == 0  # between processes the sender may be done
+    return "float32, int32"
+
+
+def other_dtypes(kind: str, device: str) -> None:
+    for text in ranks(received_as_integers, 2, kind=kind, device=device):
+        assert "float32" in text, text
+        assert "int32" in text, text

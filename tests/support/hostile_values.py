@@ -27,6 +27,10 @@ def _read_only() -> np.ndarray:
     return x
 
 
+def _masked() -> Any:
+    return np.ma.masked_array(np.ones(4, np.float32), [True, False, False, False])
+
+
 def _without_memory() -> torch.Tensor:
     x = torch.ones(4)
     x.untyped_storage().resize_(0)
@@ -74,6 +78,7 @@ NO_ARRAYS: dict[str, Make] = {
     "without memory": _without_memory,
     "released": _released,
     "objects": lambda: np.array([{}, {}]),
+    "masked": _masked,
     "__dlpack__ fails": _lying(__dlpack__=_fails, __dlpack_device__=lambda self: (1, 0)),
     "__dlpack_device__ fails": _lying(__dlpack__=_fails, __dlpack_device__=_fails),
     "__dlpack__ gives a number": _lying(__dlpack__=lambda self, **_: 3, __dlpack_device__=lambda self: (1, 0)),

@@ -1,7 +1,7 @@
 """Reads the source tree (imports, includes, classes, lines) and counts how much of it a reader meets.
 
     python -m tests.support.house                       # this working tree
-    python -m tests.support.house f018633 .             # a column for each commit or folder
+    python -m tests.support.house HEAD~20 .             # a column for each commit or folder
 
 tests/test_floors.py uses the same functions. "Files between loss.backward() and a peer's memory" are, in Python, those
 that run in a backward pass at stage 2, which needs a folder with built modules; and, in C++, those that docs/design.md
@@ -83,14 +83,18 @@ def imports_of(path: Path, modules: Collection[str], root_names: Collection[str]
 
 def circles(modules: Mapping[str, Path]) -> list[set[str]]:
     """Modules that import one another, each with all others in its set."""
-    edges = {name: imports_of(path, modules) & modules.keys() for name, path in modules.items()}
-    reached = {name: {name} for name in modules}
+    return mutual({name: imports_of(path, modules) & modules.keys() for name, path in modules.items()})
+
+
+def mutual(edges: Mapping[str, Collection[str]]) -> list[set[str]]:
+    """Nodes of a graph that reach one another, each with all others in its set."""
+    reached = {name: {name} for name in edges}
     while True:
         wider = {name: seen.union(*(edges[each] for each in seen)) for name, seen in reached.items()}
         if wider == reached:
             break
         reached = wider
-    found = {frozenset(b for b in reached[a] if a in reached[b]) for a in modules}
+    found = {frozenset(b for b in reached[a] if a in reached[b]) for a in edges}
     return [{*circle} for circle in found if len(circle) > 1]
 
 

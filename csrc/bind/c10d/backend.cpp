@@ -419,7 +419,7 @@ WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
 
 WorkPtr Backend::barrier(const c10d::BarrierOptions& opts) {
   Task task(site("ringcomm:barrier"), Op::kBarrier, deferred(opts.asyncOp), opts.timeout);
-  task.meets();
+  task.without_tensor();
   return launch(OpType::BARRIER, std::move(task), opts.asyncOp, {}, {});
 }
 

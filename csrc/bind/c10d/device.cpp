@@ -22,16 +22,16 @@ bool alike(const Call& a, const Call& b) {
   return a.op == b.op && a.dtype == b.dtype && a.reduce_op == b.reduce_op && a.root == b.root && a.factor == b.factor;
 }
 
-// Lane 0 is for everything except single sends and receives.
-std::size_t lane_of(OpType type, const Task& task) {
+// Side stream 0 is for everything except single sends and receives.
+std::size_t side_stream_of(OpType type, const Task& task) {
   if (!c10d::isP2POp(type)) return 0;
   const auto peer = static_cast<std::size_t>(task.call.root + 1);  // kAnySource is -1
   return 2 * peer + (task.call.op == Op::kSend ? 1 : 2);
 }
 
-std::size_t num_lanes(int world_size) { return 2 * static_cast<std::size_t>(world_size) + 3; }
-// Those of the most ranks on one host; lanes of further peers are made at their first message.
-constexpr std::size_t kMostPreparedLanes = 67;
+std::size_t num_side_streams(int world_size) { return 2 * static_cast<std::size_t>(world_size) + 3; }
+// Those of the most ranks on one host; streams of further peers are made at their first message.
+constexpr std::size_t kMostPreparedStreams = 67;
 
 // Returns the source of a single receive, else -1 or a meaningless number.
 int enqueue(const DeviceLink& link, Tasks tasks, const c10::Stream& stream) {
@@ -107,7 +107,7 @@ void DeviceGroup::make(const Site& site, c10::Device device) {
   }
   auto engine = maker_.make(site.call(), device);
   auto streams = device.is_cpu() ? host_streams() : device_streams(device, engine);
-  streams->prepare(std::min(kMostPreparedLanes, num_lanes(engine->world_size())));
+  streams->prepare(std::min(kMostPreparedStreams, num_side_streams(engine->world_size())));
   link_ = std::make_shared<DeviceLink>(DeviceLink{std::move(engine), device, std::move(streams)});
   made_ = true;
 }
@@ -161,7 +161,7 @@ WorkPtr DeviceGroup::start(const char* title, OpType type, Tasks tasks, bool asy
 WorkPtr DeviceGroup::start_beside(const c10::Stream& current, const char* title, OpType type, Tasks tasks,
                                   at::TensorList outputs, std::uint64_t sequence) {
   Streams& streams = *link_->streams;
-  const c10::Stream side = streams.side(lane_of(type, tasks.front()));
+  const c10::Stream side = streams.side(side_stream_of(type, tasks.front()));
   const bool captured = streams.capturing(current), barrier = any_barrier(tasks);
   if (!captured) forget_ended();
   streams.order(current, side);

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/signature.h"
 
 namespace ringcomm {
 
@@ -16,7 +17,8 @@ constexpr auto kLookEvery = std::chrono::milliseconds(50);  // interval of check
 
 struct Header {
   std::uint64_t nbytes;
-  std::int64_t tag;
+  std::int32_t tag;
+  DType dtype;
 };
 
 const char* title(const Call& call) { return call.op == Op::kSend ? "send" : "recv"; }
@@ -42,6 +44,8 @@ class GroupMessages::Item final : public Request {
   const Call& call() const { return call_; }
   TransportClock::time_point limit() const { return limit_; }
   std::size_t nbytes() const { return nbytes_; }
+  // Whether a message of this length and type may be stored there.
+  bool takes(std::uint64_t nbytes, DType dtype) const { return nbytes == nbytes_ && dtype == call_.dtype; }
 
   bool done() const override {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -170,7 +174,7 @@ void GroupMessages::send_all(int peer, Way& way) {
     std::vector<std::vector<GroupWork>> works;
     try {
       for (const ItemPtr& item : batch) {  // starts all of them before waiting for the first
-        headers.push_back({item->nbytes(), item->call().tag});
+        headers.push_back({item->nbytes(), item->call().tag, item->call().dtype});
         works.push_back({link_->send({peer, &headers.back(), sizeof(Header)}, GroupLink::kHeader)});
         if (item->nbytes())
           works.back().push_back(
@@ -219,10 +223,11 @@ void GroupMessages::receive_all(int peer, Way& way) {
   }
 }
 
-std::exception_ptr GroupMessages::other_length(const Item& item, std::uint64_t nbytes) {
+std::exception_ptr GroupMessages::wrong_message(const Item& item, std::uint64_t nbytes, DType dtype) {
   return std::make_exception_ptr(Error(
-      ErrorCode::kMismatch, concat("recv: expected ", item.nbytes(), " bytes with tag ", item.call().tag, " from rank ",
-                                   item.call().root, ", got ", nbytes, "; send and receive the same")));
+      ErrorCode::kMismatch,
+      concat("recv: expected ", message_text(item.nbytes(), item.call().dtype), " with tag ", item.call().tag,
+             " from rank ", item.call().root, ", got ", message_text(nbytes, dtype), "; send and receive the same")));
 }
 
 std::optional<std::exception_ptr> GroupMessages::hand_over(Way& way, Item& item) {
@@ -230,8 +235,8 @@ std::optional<std::exception_ptr> GroupMessages::hand_over(Way& way, Item& item)
                                [&](const Arrived& arrived) { return arrived.tag == item.call().tag; });
   if (it == way.arrived.end()) return std::nullopt;
   std::exception_ptr error;
-  if (it->bytes.size() != item.nbytes())
-    error = other_length(item, it->bytes.size());
+  if (!item.takes(it->bytes.size(), it->dtype))
+    error = wrong_message(item, it->bytes.size(), it->dtype);
   else if (item.nbytes())
     std::memcpy(item.call().output, it->bytes.data(), item.nbytes());
   way.arrived.erase(it);
@@ -252,8 +257,8 @@ void GroupMessages::read_one(int peer, Way& way, TransportClock::time_point limi
       way.open.erase(it);
     }
   }
-  const bool fits = item && item->nbytes() == header.nbytes;
-  Arrived aside{static_cast<int>(header.tag), std::vector<char>(fits ? 0 : header.nbytes)};
+  const bool fits = item && item->takes(header.nbytes, header.dtype);
+  Arrived aside{header.tag, header.dtype, std::vector<char>(fits ? 0 : header.nbytes)};
   void* const target = fits ? item->call().output : aside.bytes.data();
   try {
     if (header.nbytes) link_->wait(link_->recv({peer, target, header.nbytes}, GroupLink::kPayload), peer, limit);
@@ -262,7 +267,7 @@ void GroupMessages::read_one(int peer, Way& way, TransportClock::time_point limi
     throw;
   }
   if (fits) return item->end();
-  if (item) return item->end(other_length(*item, header.nbytes));
+  if (item) return item->end(wrong_message(*item, header.nbytes, header.dtype));
   const std::lock_guard<std::mutex> lock(mutex_);
   way.arrived.push_back(std::move(aside));
 }

@@ -1,5 +1,6 @@
-// The user's sends and receives over a backend of torch.distributed. A header with tag and length precedes the bytes,
-// so that a receive can take the oldest message with its tag, and a wrong length is reported as an error.
+// The user's sends and receives over a backend of torch.distributed. A header with tag, type and length precedes the
+// bytes, so that a receive can take the oldest message with its tag, and a wrong type or length is reported as an
+// error.
 #pragma once
 
 #include <condition_variable>
@@ -34,6 +35,7 @@ class GroupMessages {
   using ItemPtr = std::shared_ptr<Item>;
   struct Arrived {  // a message that arrived before its receive
     int tag;
+    DType dtype;
     std::vector<char> bytes;
   };
   struct Way {  // one direction between this rank and a peer
@@ -46,7 +48,7 @@ class GroupMessages {
   void receive_all(int peer, Way& way);
   // Copies the oldest stored message with the item's tag to the item. Returns the outcome; nothing if there is none.
   std::optional<std::exception_ptr> hand_over(Way& way, Item& item);
-  static std::exception_ptr other_length(const Item& item, std::uint64_t nbytes);
+  static std::exception_ptr wrong_message(const Item& item, std::uint64_t nbytes, DType dtype);
   void read_one(int peer, Way& way, TransportClock::time_point limit);
   void fail(Way& way, const TransportFailure& failure);
 

@@ -60,14 +60,14 @@ class DeviceStreams final : public Streams {
   }
 
   c10::Stream current() const override { return guard_.getStream(device_); }
-  c10::Stream side(std::size_t lane) override {
+  c10::Stream side(std::size_t index) override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = side_.find(lane);
+    const auto found = side_.find(index);
     if (found != side_.end()) return found->second;
-    return side_.emplace(lane, make_lane()).first->second;
+    return side_.emplace(index, make_side_stream()).first->second;
   }
-  void prepare(std::size_t num_lanes) override {
-    for (std::size_t lane = 0; lane < num_lanes && lent_.size() == lane; ++lane) side(lane);
+  void prepare(std::size_t num_side_streams) override {
+    for (std::size_t index = 0; index < num_side_streams && lent_.size() == index; ++index) side(index);
   }
   std::uintptr_t handle(const c10::Stream& stream) const override {
     return reinterpret_cast<std::uintptr_t>(stream.native_handle());
@@ -96,7 +96,7 @@ class DeviceStreams final : public Streams {
   // Returns a stream that the engine lends, with its address as torch's id of an external stream.
   // (c10::cuda::getStreamFromExternal does the same, but exists only in a torch with CUDA.) If torch does not accept
   // the id, or the engine lends no stream, returns one from torch's pool, whose 32 streams are shared by all users.
-  c10::Stream make_lane() {
+  c10::Stream make_side_stream() {
     if (const std::uintptr_t lent = engine_->lend_stream()) {
       const c10::Stream stream(c10::Stream::UNSAFE, device_, static_cast<c10::StreamId>(lent));
       if (is_named(stream, lent)) {

@@ -25,11 +25,11 @@ void await(const c10::Event& event);
 class Streams {
  public:
   virtual ~Streams() = default;
-  // The current stream of the calling thread; and internal high-priority streams, one for each lane.
+  // The current stream of the calling thread; and side streams, which are internal and of high priority, by index.
   virtual c10::Stream current() const = 0;
-  virtual c10::Stream side(std::size_t lane) = 0;
-  // Makes the streams of the first lanes now: later this might wait for kernels that wait for this rank.
-  virtual void prepare(std::size_t num_lanes) = 0;
+  virtual c10::Stream side(std::size_t index) = 0;
+  // Makes the first side streams now: later this might wait for kernels that wait for this rank.
+  virtual void prepare(std::size_t num_side_streams) = 0;
   // The stream as the number that the engine expects.
   virtual std::uintptr_t handle(const c10::Stream& stream) const = 0;
   // Whether work enqueued on the stream is captured in a graph: the host must then neither query its events nor wait
@@ -50,7 +50,7 @@ class Streams {
 // Whether the device's current stream is being captured in a graph.
 bool captures(c10::Device device);
 
-// `engine` lends the streams of the lanes.
+// `engine` lends the side streams.
 std::shared_ptr<Streams> device_streams(c10::Device device, std::shared_ptr<Engine> engine);
 
 // For an engine whose device memory is the host's (the emulated one): the only stream is the calling thread, and a call

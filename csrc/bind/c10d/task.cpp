@@ -152,7 +152,7 @@ void Task::reduces(const Tensor& tensor, const c10d::ReduceOp& op) {
   if (op.op_ == c10d::ReduceOp::PREMUL_SUM) premultiply(op);
 }
 
-void Task::meets() { on_device_ = site_.devices->connected(); }
+void Task::without_tensor() { on_device_ = site_.devices->connected(); }
 
 void Task::premultiply(const c10d::ReduceOp& op) {
   const auto* supplement = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());

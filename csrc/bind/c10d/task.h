@@ -75,7 +75,7 @@ class Task {
   void reduces(const Tensor& tensor, const c10d::ReduceOp& op);
   // For a call without a tensor: runs on the device once the group has connected there, which then holds for every
   // rank.
-  void meets();
+  void without_tensor();
 
   void root(std::int64_t rank);
   std::size_t count(const Tensor& tensor) const { return static_cast<std::size_t>(tensor.numel()) * scale_; }

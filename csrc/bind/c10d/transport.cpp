@@ -137,12 +137,12 @@ constexpr std::size_t kInlineBytes = 8 << 10;
 constexpr std::size_t kSignatureBytes = 512;
 
 // A call signature and the bytes that follow it. Some backends end the process if a message is longer than its receive.
-struct Letter {
+struct SignatureMessage {
   std::uint64_t nbytes;
   char text[kSignatureBytes + kInlineBytes];
 };
 struct Expected {
-  std::unique_ptr<Letter> letter;
+  std::unique_ptr<SignatureMessage> message;
   GroupWork work;
 };
 
@@ -151,7 +151,7 @@ class GroupTransport final : public Transport {
   GroupTransport(BackendPtr backend, std::string name, int first_tag)
       : link_(std::make_shared<GroupLink>(std::move(backend), first_tag)),
         name_(std::move(name)),
-        short_letters_(name_ == "gloo"),
+        allows_short_sends_(name_ == "gloo"),
         messages_(link_) {}
 
   const char* kind() const override { return name_.c_str(); }
@@ -160,22 +160,23 @@ class GroupTransport final : public Transport {
 
   std::vector<std::string> swap(const std::vector<CallSignature>& signatures, TransportClock::time_point limit,
                                 std::uintptr_t) override {
-    std::deque<Letter> letters;
-    std::vector<GroupWork> sends;  // destroyed before the letters that they send
+    std::deque<SignatureMessage> messages;
+    std::vector<GroupWork> sends;  // destroyed before the messages that they send
     for (const CallSignature& each : signatures) expect(each.peer);
     for (const CallSignature& each : signatures) {
-      Letter& letter = letters.emplace_back();
-      letter.nbytes = each.mine.size();
-      std::memcpy(letter.text, each.mine.data(), each.mine.size());
-      const std::size_t used = offsetof(Letter, text) + each.mine.size();
-      sends.push_back(link_->send({each.peer, &letter, short_letters_ ? used : sizeof letter}, GroupLink::kSignature));
+      SignatureMessage& message = messages.emplace_back();
+      message.nbytes = each.mine.size();
+      std::memcpy(message.text, each.mine.data(), each.mine.size());
+      const std::size_t used = offsetof(SignatureMessage, text) + each.mine.size();
+      sends.push_back(
+          link_->send({each.peer, &message, allows_short_sends_ ? used : sizeof message}, GroupLink::kSignature));
     }
     std::vector<std::string> theirs;
     for (const CallSignature& each : signatures) {
       const Expected expected = std::move(expected_.at(each.peer));
       expected_.erase(each.peer);
       link_->wait(expected.work, each.peer, limit);
-      theirs.emplace_back(expected.letter->text, smaller(expected.letter->nbytes, sizeof expected.letter->text));
+      theirs.emplace_back(expected.message->text, smaller(expected.message->nbytes, sizeof expected.message->text));
     }
     for (std::size_t i = 0; i < signatures.size(); ++i) link_->wait(sends[i], signatures[i].peer, limit);
     for (const CallSignature& each : signatures) try {
@@ -210,14 +211,14 @@ class GroupTransport final : public Transport {
   // Posts a receive of the peer's next signature, of any length. It is posted early, so that it is received at once.
   void expect(int peer) {
     if (expected_.count(peer)) return;
-    Expected expected{std::make_unique<Letter>(), nullptr};
-    expected.work = link_->recv({peer, expected.letter.get(), sizeof(Letter)}, GroupLink::kSignature);
+    Expected expected{std::make_unique<SignatureMessage>(), nullptr};
+    expected.work = link_->recv({peer, expected.message.get(), sizeof(SignatureMessage)}, GroupLink::kSignature);
     expected_.emplace(peer, std::move(expected));
   }
 
   const std::shared_ptr<GroupLink> link_;
   const std::string name_;
-  const bool short_letters_;          // a message may be shorter than its receive
+  const bool allows_short_sends_;     // a message may be shorter than its receive
   std::map<int, Expected> expected_;  // by peer; used by the thread that runs the calls
   mutable GroupMessages messages_;
 };

@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <climits>
 #include <cmath>
 #include <map>
@@ -289,6 +290,35 @@ bool prepare(const Engine& engine, PyObject* const* args, PlainArray& input, Pla
   return engine.device() < 0 || from.find_stream(call.stream);
 }
 
+// Tells autograd that a call writes to those of `arrays`, a tuple, that are torch tensors, as torch's own in-place
+// operations do: a backward pass that needs the old values then raises an error. False: with a Python error set.
+bool raise_versions(PyObject* arrays) {
+  static PyObject *tensor = nullptr, *increment = nullptr;
+  if (increment == nullptr) {
+    const auto torch = py::reinterpret_steal<py::object>(PyImport_GetModule(py::str("torch").ptr()));
+    if (!torch) return !PyErr_Occurred();  // arrays of another library
+    tensor = py::object(torch.attr("Tensor")).release().ptr();
+    increment = py::object(torch.attr("_C").attr("_increment_version")).release().ptr();
+  }
+  const auto is_tensor = [](PyObject* array) { return reinterpret_cast<PyObject*>(Py_TYPE(array)) == tensor; };
+  PyObject* const* const first = &PyTuple_GET_ITEM(arrays, 0);
+  PyObject* const* const last = first + PyTuple_GET_SIZE(arrays);
+  if (std::all_of(first, last, is_tensor)) {
+    const auto done = py::reinterpret_steal<py::object>(PyObject_CallOneArg(increment, arrays));
+    return static_cast<bool>(done);
+  }
+  py::list tensors;
+  std::for_each(first, last, [&](PyObject* array) {
+    if (is_tensor(array)) tensors.append(py::handle(array));
+  });
+  return static_cast<bool>(py::reinterpret_steal<py::object>(PyObject_CallOneArg(increment, tensors.ptr())));
+}
+
+bool raise_version(PyObject* array) {
+  const auto one = py::reinterpret_steal<py::object>(PyTuple_Pack(1, array));
+  return one && raise_versions(one.ptr());
+}
+
 // The answer of `act`, a method of `_C.Engine`; null, with a Python error set, if it throws.
 template <typename Act>
 PyObject* answer_of(Act act) {
@@ -313,6 +343,8 @@ PyObject* call_plain(const char* method, PyObject* self, PyObject* const* args, 
     PlainArray input, output;
     Call call;
     if (!prepare(engine, args, input, output, call)) Py_RETURN_NONE;
+    const bool writes = call.output != nullptr && !(call.op == Op::kBroadcast && call.root == engine.rank());
+    if (writes && output.has_exchange() && !raise_version(args[5])) return nullptr;
     call.site = python_site();
     return answer([&] {
       const py::gil_scoped_release release;
@@ -380,6 +412,10 @@ PyObject* pack_plain(PyObject* self, PyObject* const* args, Py_ssize_t num_args)
     std::vector<PlainArray> arrays(static_cast<std::size_t>(PyTuple_GET_SIZE(list.ptr())));
     Packing packing;
     if (!prepare(engine, args, list.ptr(), bucket, arrays, packing)) Py_RETURN_FALSE;
+    const bool unpacks = args[3] == Py_True;
+    const auto has_exchange = [](const PlainArray& array) { return array.has_exchange(); };
+    const bool tensors = unpacks ? std::any_of(arrays.begin(), arrays.end(), has_exchange) : bucket.has_exchange();
+    if (tensors && !(unpacks ? raise_versions(list.ptr()) : raise_version(args[1]))) return nullptr;
     {
       const py::gil_scoped_release release;
       engine.pack(packing);
@@ -557,9 +593,9 @@ py::dict build_info() {
 }
 
 py::tuple ring_step_of(int rank, int world_size, int step) {
-  if (world_size < 1 || rank < 0 || rank >= world_size || step < 0 || step > last_step(Walk::kAllReduce, world_size))
+  if (world_size < 1 || rank < 0 || rank >= world_size || step < 0 || step > last_step(RingOp::kAllReduce, world_size))
     fail(ErrorCode::kInvalid, "ring_step: rank ", rank, " of ", world_size, " at step ", step,
-         " is not on the walk; expected a rank below the world size and a step from 0 to 2(W-1)");
+         " is not in the schedule of the ring; expected a rank below the world size and a step from 0 to 2(W-1)");
   const RingStep at = ring_step(rank, world_size, step);
   return py::make_tuple(at.send_chunk, at.recv_chunk, at.reduce);
 }
@@ -600,7 +636,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("why_no_cuda", &why_no_cuda, "Why the engine 'cuda' cannot run here, in one sentence; empty if it can.",
         py::call_guard<py::gil_scoped_release>());
   m.def("ring_step", &ring_step_of, py::arg("rank"), py::arg("world_size"), py::arg("step"),
-        "(send_chunk, recv_chunk, reduce) of one rank at one step of the ring walk.");
+        "(send_chunk, recv_chunk, reduce) of one rank at one step of the ring.");
   m.def(
       "supports",
       [](int dtype, int op) {

@@ -123,6 +123,8 @@ class PlainArray {
     return stream;
   }
 
+  // Whether the array was read through DLPack's C exchange interface, as torch's tensors are.
+  bool has_exchange() const { return exchange_ != nullptr; }
   char* data() const { return data_; }
   DType dtype() const { return dtype_; }
   std::size_t count() const { return static_cast<std::size_t>(count_); }
@@ -189,9 +191,15 @@ class PlainArray {
     return answer != Py_False;
   }
 
+  // NumPy's masked arrays mean less than their buffer holds.
+  static bool is_masked(PyObject* array) {
+    static PyObject* const mask = PyUnicode_InternFromString("mask");
+    return PyType_HasFeature(Py_TYPE(array), Py_TPFLAGS_HEAPTYPE) && PyObject_HasAttr(array, mask);
+  }
+
   bool read_buffer(PyObject* array, bool writable) {
     const int flags = (writable ? PyBUF_CONTIG : PyBUF_CONTIG_RO) | PyBUF_FORMAT;
-    if (!PyObject_CheckBuffer(array) || PyObject_GetBuffer(array, &view_, flags) != 0) return false;
+    if (is_masked(array) || !PyObject_CheckBuffer(array) || PyObject_GetBuffer(array, &view_, flags) != 0) return false;
     if (view_.itemsize != 0) count_ = view_.len / view_.itemsize;
     return keep(view_.buf, view_.shape, view_.ndim, dtype_of(view_));
   }

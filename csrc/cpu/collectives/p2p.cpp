@@ -2,6 +2,7 @@
 
 #include "core/error.h"
 #include "core/schedule.h"
+#include "core/signature.h"
 #include "cpu/collectives/tuning.h"
 #include "cpu/kernels/loops.h"
 #include "runtime/site.h"
@@ -27,6 +28,8 @@ class PointToPoint::Message : public RequestBase {
   }
   void complete(std::exception_ptr error) { finish(error); }
   void came_from(int rank) { source_ = rank; }
+  // Whether a message of this length and type may be stored there.
+  bool takes(std::size_t length, DType dtype) const { return length == nbytes && dtype == call.dtype; }
   bool fits(int source, int tag) const { return (call.root == source || call.root == kAnySource) && call.tag == tag; }
 
   const Call call;
@@ -41,10 +44,12 @@ class PointToPoint::Message : public RequestBase {
 
 namespace {
 
-std::exception_ptr wrong_size(const Call& call, int rank, int source, std::size_t expected, std::size_t got) {
-  return std::make_exception_ptr(Error(
-      ErrorCode::kMismatch, concat("recv: rank ", rank, " expected ", expected, " bytes with tag ", call.tag, ", rank ",
-                                   source, " sent ", got, "; pass tensors of equal size to send and recv")));
+std::exception_ptr wrong_message(const Call& call, int rank, int source, std::size_t got, DType dtype) {
+  return std::make_exception_ptr(
+      Error(ErrorCode::kMismatch,
+            concat("recv: rank ", rank, " expected ", message_text(call.count * element_bytes(call.dtype), call.dtype),
+                   " with tag ", call.tag, ", rank ", source, " sent ", message_text(got, dtype),
+                   "; pass tensors of equal size and dtype to send and recv")));
 }
 
 }  // namespace
@@ -65,15 +70,17 @@ PointToPoint::MessagePtr PointToPoint::enqueue(Call call) {
   return message;
 }
 
-// Writes one slice to `destination`, which has room for it.
-void PointToPoint::put(int destination, int tag, std::size_t total, const char* data, std::size_t nbytes) {
+// Writes one slice of a send to its destination, which has room for it.
+void PointToPoint::put(const Call& call, std::size_t total, const char* data, std::size_t nbytes) {
+  const int destination = call.root;
   const Board board = group_.p2p_board(group_.rank(), destination);
   Outgoing& out = outgoing_[destination];
   const trace::Probe probe(group_.origin(), trace::What::kSendSlice, destination, static_cast<std::int64_t>(out.ticket),
                            nbytes);
   SlotHeader* header = board.header(out.ticket);
   header->signature.count = total;
-  header->signature.root = tag;
+  header->signature.root = call.tag;
+  header->signature.dtype = static_cast<std::uint8_t>(call.dtype);
   char* slot = board.open(out.ticket, nbytes, out.cursor);
   const bool streaming =
       out.writing.wants_streaming() && nbytes >= RateMeter::kLeastBytes && out.ticket % kProbeInterval != 0;
@@ -108,8 +115,7 @@ bool PointToPoint::send_now(const Call& call) {
   const Flag* consumed = &group_.control(call.root).p2p_consumed[group_.rank()].value;
   if (load_acquire(consumed) < credit_needed(out.ticket + slices - 1, kP2pDepth)) return false;
   const auto* data = static_cast<const char*>(call.input);
-  for (std::uint64_t i = 0; i < slices; ++i)
-    put(call.root, call.tag, nbytes, data + i * slice, smaller(slice, nbytes - i * slice));
+  for (std::uint64_t i = 0; i < slices; ++i) put(call, nbytes, data + i * slice, smaller(slice, nbytes - i * slice));
   return true;
 }
 
@@ -124,7 +130,8 @@ bool PointToPoint::receive_now(const Call& call) {
     if (!receives_.empty() || in.current || in.aside || !in.arrived.empty()) return false;
     const SlotHeader* header = board.header(in.ticket);
     if (load_acquire(&header->flag) != in.ticket + 1) continue;
-    if (header->signature.root != call.tag || header->signature.count != nbytes) return false;
+    const Signature& sent = header->signature;
+    if (sent.root != call.tag || sent.count != nbytes || static_cast<DType>(sent.dtype) != call.dtype) return false;
     take(call.root, call.output, nbytes, false);
     return true;
   }
@@ -202,8 +209,7 @@ bool PointToPoint::push(int destination, std::vector<MessagePtr>& finished) {
     Message& message = *out.queue.front();
     const std::size_t now =
         smaller(message.nbytes - message.moved, tuning::one_way_slice(message.nbytes, group_.p2p_slot_bytes()));
-    put(destination, message.call.tag, message.nbytes, static_cast<const char*>(message.call.input) + message.moved,
-        now);
+    put(message.call, message.nbytes, static_cast<const char*>(message.call.input) + message.moved, now);
     message.moved += now;
     moved = true;
     if (message.moved == message.nbytes) {
@@ -243,10 +249,10 @@ bool PointToPoint::match_arrived(std::vector<MessagePtr>& finished) {
         ++it;
         continue;
       }
-      if (receive->nbytes == (*it)->nbytes)
+      if (receive->takes((*it)->nbytes, (*it)->dtype))
         kernels().copy(receive->call.output, (*it)->data.get(), receive->nbytes, false);
       else
-        receive->wrong = wrong_size(receive->call, group_.rank(), source, receive->nbytes, (*it)->nbytes);
+        receive->wrong = wrong_message(receive->call, group_.rank(), source, (*it)->nbytes, (*it)->dtype);
       finished.push_back(receive);
       it = arrived.erase(it);
       moved = true;
@@ -260,15 +266,17 @@ void PointToPoint::begin(int source, std::vector<MessagePtr>& finished) {
   Incoming& in = incoming_[source];
   const Signature& s = group_.p2p_board(source, group_.rank()).header(in.ticket)->signature;
   MessagePtr receive = claim_receive(source, s.root);
-  if (receive && receive->nbytes == s.count) {
+  const DType dtype = static_cast<DType>(s.dtype);
+  if (receive && receive->takes(s.count, dtype)) {
     in.current = std::move(receive);
     return;
   }
   auto aside = std::make_unique<Aside>();
   aside->tag = s.root;
+  aside->dtype = dtype;
   aside->nbytes = s.count;
   if (receive) {  // the complete message is dropped; later ones are not affected
-    receive->wrong = wrong_size(receive->call, group_.rank(), source, receive->nbytes, s.count);
+    receive->wrong = wrong_message(receive->call, group_.rank(), source, s.count, dtype);
     finished.push_back(std::move(receive));
   } else {
     aside->data.reset(new char[larger(s.count, 1)]);
@@ -351,8 +359,10 @@ void PointToPoint::check(const Message& message) {
   if (message.deadline.passed() && queued(message))
     group_.fail_group(call, ErrorCode::kTimeout,
                       said() + concat(" from it", call.root == kAnySource ? "" : group_.held_up_by(call.root),
-                                      ", within the timeout of ", message.deadline.timeout_ms / 1000.0,
-                                      " s; see whether it has stalled or calls something else"));
+                                      ", within the timeout of ", message.deadline.timeout_ms / 1000.0, " s",
+                                      call.op == Op::kSend && group_.waits_in_circle(call.root)
+                                          ? kAdviceToSenders
+                                          : "; see whether it has stalled or calls something else"));
 }
 
 // Moves all messages until this one is done, or `timeout_ms` (if not 0) has passed.

@@ -37,8 +37,9 @@ class PointToPoint {
 
   struct Aside {  // a message that arrived before its receive
     int tag;
+    DType dtype = DType::kUInt8;
     std::size_t nbytes = 0, filled = 0;
-    std::unique_ptr<char[]> data;  // null: the message is dropped, since its receive had another size
+    std::unique_ptr<char[]> data;  // null: the message is dropped, since its receive had another size or type
   };
   struct Outgoing {  // to one destination
     std::uint64_t ticket = 0;
@@ -55,7 +56,7 @@ class PointToPoint {
 
   bool send_now(const Call& call);
   bool receive_now(const Call& call);
-  void put(int destination, int tag, std::size_t total, const char* data, std::size_t nbytes);
+  void put(const Call& call, std::size_t total, const char* data, std::size_t nbytes);
   void take(int source, void* to, std::size_t nbytes, bool streaming);
   MessagePtr enqueue(Call call);
   void wait(Message& message, std::int64_t timeout_ms);

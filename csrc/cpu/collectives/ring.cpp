@@ -22,8 +22,8 @@ enum class Shape {
 
 class CpuRing {
  public:
-  // `walk`: the walk whose steps the tickets count; null: a chain without steps.
-  CpuRing(SlotStream& slots, const WindowCut& cut, Shape input, Shape output, const Walk* walk = nullptr)
+  // `op`: the collective whose steps the tickets count; null: a chain without steps.
+  CpuRing(SlotStream& slots, const WindowCut& cut, Shape input, Shape output, const RingOp* op = nullptr)
       : slots_(slots),
         call_(slots.call()),
         rank_(slots.group().rank()),
@@ -33,7 +33,7 @@ class CpuRing {
         cut_(cut),
         input_shape_(input),
         output_shape_(output),
-        walk_(walk),
+        op_(op),
         input_(input_parts(call_)),
         output_(output_parts(call_)) {
     if (call_.reduce_op == ReduceOp::kPremulSum) premultiply();
@@ -109,8 +109,8 @@ class CpuRing {
   void trace_step(std::uint64_t t) {
     if (!trace::on()) return;
     step_.emplace(trace::What::kStep, prev_, slots_.number(t));
-    if (!walk_) return;
-    const int step = ring_step_of(*walk_, world_size_, t);
+    if (!op_) return;
+    const int step = ring_step_of(*op_, world_size_, t);
     const RingStep s = ring_step(rank_, world_size_, step);
     step_->at_step(step, s.send_chunk, s.recv_chunk);
   }
@@ -130,16 +130,16 @@ class CpuRing {
   const std::size_t element_;
   const WindowCut cut_;
   const Shape input_shape_, output_shape_;
-  const Walk* const walk_;
+  const RingOp* const op_;
   const Parts input_, output_;
   std::vector<char> scaled_;
   std::optional<trace::Probe> step_;
 };
 
-std::uint64_t walk_ring(SlotStream& slots, Walk walk, const WindowCut& cut, Shape input, Shape output) {
-  CpuRing ring(slots, cut, input, output, &walk);
-  ring_walk(walk, slots.group().rank(), slots.group().world_size(), cut.windows(), ring);
-  return ring_tickets(walk, slots.group().world_size(), cut.windows());
+std::uint64_t run_ring(SlotStream& slots, RingOp op, const WindowCut& cut, Shape input, Shape output) {
+  CpuRing ring(slots, cut, input, output, &op);
+  ring_loop(op, slots.group().rank(), slots.group().world_size(), cut.windows(), ring);
+  return ring_tickets(op, slots.group().world_size(), cut.windows());
 }
 
 }  // namespace
@@ -153,13 +153,13 @@ std::uint64_t ring_collective(SlotStream& slots) {
                   whole = cut_windows(call.count, 1, most, align);
   switch (call.op) {
     case Op::kAllReduce:
-      return walk_ring(slots, Walk::kAllReduce, chunks, Shape::kWhole, Shape::kWhole);
+      return run_ring(slots, RingOp::kAllReduce, chunks, Shape::kWhole, Shape::kWhole);
     case Op::kReduceScatter:
-      return walk_ring(slots, Walk::kReduceScatter, cut_windows(input_parts(call).longest(world_size), 1, most, align),
-                       Shape::kParts, Shape::kOwnPart);
+      return run_ring(slots, RingOp::kReduceScatter, cut_windows(input_parts(call).longest(world_size), 1, most, align),
+                      Shape::kParts, Shape::kOwnPart);
     case Op::kAllGather:
-      return walk_ring(slots, Walk::kAllGather, cut_windows(output_parts(call).longest(world_size), 1, most, align),
-                       Shape::kOwnPart, Shape::kParts);
+      return run_ring(slots, RingOp::kAllGather, cut_windows(output_parts(call).longest(world_size), 1, most, align),
+                      Shape::kOwnPart, Shape::kParts);
     case Op::kBroadcast: {
       CpuRing ring(slots, whole, Shape::kWhole, Shape::kWhole);
       ring_broadcast(call.root, rank, world_size, whole.windows(), ring);

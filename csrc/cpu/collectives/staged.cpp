@@ -36,7 +36,7 @@ bool streams_output(std::size_t message_bytes) { return message_bytes >= tuning:
 
 // Calls publish(i) for all i < tickets, and consume(i) at most kLag tickets later. Either may do nothing.
 template <typename Publish, typename Consume>
-std::uint64_t walk(std::uint64_t tickets, const Publish& publish, const Consume& consume) {
+std::uint64_t run_tickets(std::uint64_t tickets, const Publish& publish, const Consume& consume) {
   const std::uint64_t lag = smaller(tickets, kLag);
   for (std::uint64_t i = 0; i < tickets + lag; ++i) {
     if (i < tickets) publish(i);
@@ -92,7 +92,7 @@ std::uint64_t staged_oneshot_all_reduce(SlotStream& slots, std::uint64_t first) 
   const WindowCut cut = cut_windows(f.call.count, 1, f.slice_capacity(slots.group().slot_bytes(), 1), f.align);
   const bool streaming = f.call.input != f.call.output && streams_output(f.call.count * f.element);
   Reducer reducer(slots, f);
-  return walk(
+  return run_tickets(
       larger(1, cut.windows()),
       [&](std::uint64_t w) {
         const Slice s = cut.slice(0, w);
@@ -143,7 +143,7 @@ std::uint64_t staged_two_phase_reduce(SlotStream& slots, std::uint64_t first) {
     const auto probe = slots.probe(trace::What::kReduce, -1, first + w, s.count * f.element);
     reducer.run(s.count, gathers ? 2 : 1, streaming || slots.streams(first + w + lag, slice_bytes));
   };
-  const auto take_home = [&](std::uint64_t w, std::uint64_t ticket) {
+  const auto copy_out = [&](std::uint64_t w, std::uint64_t ticket) {
     for (int p = 0; p < f.world_size; ++p) {
       const Slice s = cut.slice(p, w);
       if (p == f.rank || !gathers) continue;
@@ -162,7 +162,7 @@ std::uint64_t staged_two_phase_reduce(SlotStream& slots, std::uint64_t first) {
     if (i >= lag) slots.await_all(first + behind);
     if (i >= lag && behind < windows) reduce(behind, slots.slot(first + i));
     if (i < tickets) slots.publish(first + i);
-    if (behind >= lag && i >= lag) take_home(behind - lag, first + behind);
+    if (behind >= lag && i >= lag) copy_out(behind - lag, first + behind);
     if (i >= lag) slots.release(first + behind);
   }
   return tickets;
@@ -177,7 +177,7 @@ std::uint64_t staged_reduce_scatter(SlotStream& slots, std::uint64_t first) {
   const std::size_t slice_bytes = cut.slice_elements * f.element;
   const bool streaming = streams_output(input.total(f.world_size) * f.element);
   Reducer reducer(slots, f);
-  return walk(
+  return run_tickets(
       larger(1, cut.windows()),
       [&](std::uint64_t w) {
         char* slot = slots.open(first + w, f.world_size * slice_bytes);
@@ -208,7 +208,7 @@ std::uint64_t staged_gather(SlotStream& slots, std::uint64_t first) {
   const std::size_t longest = f.call.op == Op::kAllGather ? output.longest(f.world_size) : f.call.count;
   const WindowCut cut = cut_windows(longest, 1, f.slice_capacity(slots.group().slot_bytes(), 1), f.align);
   const bool streaming = streams_output(longest * f.world_size * f.element);
-  return walk(
+  return run_tickets(
       larger(1, cut.windows()),
       [&](std::uint64_t w) {
         const Slice s = clip(cut, w, f.call.count);
@@ -241,7 +241,7 @@ std::uint64_t staged_broadcast(SlotStream& slots, std::uint64_t first) {
       f.call.count, 1, f.slice_capacity(tuning::one_way_slice(f.call.count * f.element, slots.group().slot_bytes()), 1),
       f.align);
   const bool streaming = streams_output(f.call.count * f.element);
-  return walk(
+  return run_tickets(
       larger(1, cut.windows()),
       [&](std::uint64_t w) {
         if (!is_root) return;
@@ -274,7 +274,7 @@ std::uint64_t staged_scatter(SlotStream& slots, std::uint64_t first) {
       cut_windows(f.call.count, 1, f.slice_capacity(slots.group().slot_bytes(), f.world_size), f.align);
   const std::size_t slice_bytes = cut.slice_elements * f.element;
   const bool streaming = streams_output(f.call.count * f.element);
-  return walk(
+  return run_tickets(
       larger(1, cut.windows()),
       [&](std::uint64_t w) {
         if (!is_root) return;
@@ -338,7 +338,7 @@ std::uint64_t staged_all_to_all(SlotStream& slots, std::uint64_t first) {
   const WindowCut cut = cut_windows(longest, 1, f.slice_capacity(slots.group().slot_bytes(), f.world_size), f.align);
   const std::size_t slice_bytes = cut.slice_elements * f.element;
   const bool streaming = streams_output(longest * f.world_size * f.element);
-  const std::uint64_t tickets = walk(
+  const std::uint64_t tickets = run_tickets(
       larger(1, cut.windows()),
       [&](std::uint64_t w) {
         char* slot = slots.open(begin + w, f.world_size * slice_bytes);

@@ -253,6 +253,16 @@ std::string Group::held_up_by(int peer) const {
   return text;
 }
 
+bool Group::waits_in_circle(int peer) const {
+  for (int hops = 0; hops < world_size_ && peer != rank_; ++hops) {
+    const Control& theirs = control(peer);
+    const std::uint64_t next = load_acquire(&theirs.waiting.value);
+    if (next == 0 || load_acquire(&theirs.calls.value) != load_acquire(&theirs.ended.value)) return false;
+    peer = static_cast<int>(next - 1);
+  }
+  return peer == rank_;
+}
+
 void Group::leave() const { claim(&control().left.value, 0, static_cast<std::uint64_t>(now_ns())); }
 
 Deadline Group::deadline(const Call& call) const {

@@ -16,8 +16,8 @@ namespace ringcomm::cpu {
 inline constexpr std::uint64_t kMagic = 0x72696e67636f6d32;  // "ringcom2"
 inline constexpr int kMaxWorldSize = 256;
 inline constexpr std::uint64_t kDepth = 8;  // slots of the board
-inline constexpr std::uint64_t kLag = 4;    // tickets that a walk publishes ahead of those it consumes
-static_assert(kDepth >= kLag + 2, "a walk that runs kLag tickets ahead would wait for credit in a circle");
+inline constexpr std::uint64_t kLag = 4;    // tickets that a rank publishes ahead of those it consumes
+static_assert(kDepth >= kLag + 2, "a rank that runs kLag tickets ahead would wait for credit in a circle");
 inline constexpr std::uint64_t kP2pDepth = 8;
 inline constexpr int kMaxArenas = 64;
 inline constexpr std::uint64_t kLoggedCalls = 64;

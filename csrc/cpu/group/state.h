@@ -131,6 +131,8 @@ class Group {
   // Returns what holds up a peer, such as ", which waits for rank 2 (process 43 on node7), which is stopped by a
   // signal"; may be empty.
   std::string held_up_by(int peer) const;
+  // Whether a peer waits for a message of this rank, directly or through other ranks that do.
+  bool waits_in_circle(int peer) const;
   // Returns the last collective that the peer has begun, such as "all_gather #4 (train.py:77)"; or "no call".
   std::string last_call_of(int peer) const;
 

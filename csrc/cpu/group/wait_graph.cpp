@@ -67,7 +67,7 @@ struct Leaving {
 bool same(const PartyPlace& a, const PartyPlace& b) { return a.party == b.party && a.nonce == b.nonce; }
 
 // Whether two waits are the two ends of a message, which may be moving.
-bool meet(const WaitFacts& a, const WaitFacts& b) {
+bool are_two_ends(const WaitFacts& a, const WaitFacts& b) {
   const bool ends = (a.kind == WaitKind::kSend && b.kind == WaitKind::kReceive) ||
                     (a.kind == WaitKind::kReceive && b.kind == WaitKind::kSend);
   return ends && a.group == b.group && a.rank == b.peer && a.peer == b.rank;
@@ -375,7 +375,7 @@ std::vector<WaitGraph::Seen> WaitGraph::reach(const PartyPlace& start) {
         target = std::prev(all.end());
       }
       for (const WaitFacts& theirs : target->waits)
-        if (meet(wait, theirs)) return {};
+        if (are_two_ends(wait, theirs)) return {};
       all[i].targets.push_back(static_cast<std::size_t>(target - all.begin()));
     }
   return all;
@@ -409,12 +409,14 @@ std::string sentence_of(const std::vector<WaitGraph::Seen>& seen, std::size_t fr
   std::string text = concat(wait.here, ", ");
   std::vector<bool> named(seen.size(), false);
   std::size_t at = seen[from].targets[k];
+  bool sends = wait.kind == WaitKind::kSend;  // all of them wait for a receive
   for (int hop = 0; hop < kMostHops && !named[at] && (hop == 0 || at != from); ++hop) {
     named[at] = true;
     const auto& targets = seen[at].targets;
     const auto nearest = std::min_element(targets.begin(), targets.end(),
                                           [&](std::size_t a, std::size_t b) { return hops[a] < hops[b]; });
     const WaitFacts& next = seen[at].waits[static_cast<std::size_t>(nearest - targets.begin())];
+    sends = sends && next.kind == WaitKind::kSend;
     const bool here = next.group == wait.group, back = *nearest == from;
     text += concat(hop ? ", which waits in " : "but it waits in ", next.call, here ? "" : " of another communicator",
                    " for rank ", next.peer);
@@ -422,7 +424,8 @@ std::string sentence_of(const std::vector<WaitGraph::Seen>& seen, std::size_t fr
     if (back && next.peer != wait.rank) text += " there, which is this rank";
     at = *nearest;
   }
-  return text + "; call the collectives of all communicators in the same order on every rank";
+  return text +
+         (sends ? kAdviceToSenders : "; call the collectives of all communicators in the same order on every rank");
 }
 
 }  // namespace

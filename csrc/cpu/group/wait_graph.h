@@ -41,6 +41,9 @@ namespace ringcomm::cpu {
 inline constexpr int kLongWaitMs = 1000;
 inline constexpr int kLooks = 4;                      // number of searches per further kLongWaitMs
 inline constexpr std::int64_t kLeastLimitMs = 10000;  // shorter waits end by themselves, outside of the graph
+// Ends the error of sends that wait for each other.
+inline constexpr const char* kAdviceToSenders =
+    "; a long send waits for its receive: use sendrecv, or isend, or make the calls inside coalesce()";
 inline constexpr int kMostParties = 128, kMostWaits = 4;
 
 inline thread_local std::uint64_t this_caller = 0;  // a number of this thread; 0: it has made no call yet

@@ -3,7 +3,7 @@
 // thread. This header gives kernels the names of CUDA, and gives tests a Simulation. The emulated GPU behind the CUDA
 // runtime API (cuda_runtime.h in this folder) runs on the same fibers. x86-64 only.
 //
-// A kernel must tell the scheduler what it does to memory that others see (csrc/cuda/device.h does):
+// A kernel must tell the scheduler what it does to memory that others see (csrc/cuda/device/intrinsics.h does):
 //   yield()    before every shared access: another thread may run here
 //   look()     the same, before every poll of a flag; after a poll in vain
 //   spin_on()  gives up the turn until wrote() names the same address

@@ -1,0 +1,168 @@
+// The arithmetic of one hop of the ring, for every compiled pair of element type and combining step. It works in the
+// wire type, so every hop rounds. premul_sum scales and rounds a rank's own values before they enter the ring; avg
+// divides once, in the last combine.
+#pragma once
+
+#include "cuda/device/arithmetic.h"
+#include "cuda/device/combine.h"
+
+namespace ringcomm::cuda {
+
+// Run by the first `threads` threads of a block. combine: `to`, and `and_to` if it is not null, <- partial (+) own,
+// `count` elements. enter: `to` <- own.
+struct RingRun {
+  u32 threads;
+  const char* partial;
+  const char* own;
+  char* to;
+  char* and_to;
+  u32 count;
+  int divisor;
+  double factor;
+};
+
+// f of each pair of elements in two vectors.
+template <typename T, typename F>
+RINGCOMM_DEVICE Vec each_lane(const Vec& a, const Vec& b, const F& f) {
+  Vec result = {};
+  RINGCOMM_UNROLL for (int i = 0; i < kPerVec<T>; ++i)
+      put_element(result.word, i, f(element<T>(a.word, i), element<T>(b.word, i)));
+  return result;
+}
+// A rank's own values on their way into the ring.
+template <typename T>
+struct Entry {
+  double factor;
+
+  RINGCOMM_DEVICE T enter(T own) const { return Element<T>::store(scale(Element<T>::load(own), factor)); }
+  RINGCOMM_DEVICE Vec enter(const Vec& own) const {
+    return each_lane<T>(own, own, [&](T x, T) { return enter(x); });
+  }
+};
+// A plain sum.
+template <typename T>
+struct RingSum {
+  RINGCOMM_DEVICE T combine(T partial, T own) const {
+    return Element<T>::store(Sum::apply(Element<T>::load(partial), Element<T>::load(own)));
+  }
+  RINGCOMM_DEVICE Vec combine(const Vec& partial, const Vec& own) const {
+    return each_lane<T>(partial, own, [&](T x, T y) { return combine(x, y); });
+  }
+};
+
+template <typename Unit>
+struct Pair {
+  Unit partial, own;
+};
+
+// Narrow types need many registers on the way through their accumulators.
+template <typename T>
+inline constexpr int kRingInFlight = sizeof(T) == 1   ? 1
+                                     : sizeof(T) >= 4 ? kInFlight
+                                                      : kInFlight / 2;
+
+template <typename Unit, typename T>
+RINGCOMM_DEVICE void enter_units(const Entry<T>& entry, const RingRun& run, u32 first, u32 count) {
+  in_flight<kRingInFlight<T>>(
+      threadIdx.x, run.threads, count, [&](u32 i) { return get<Unit>(run.own, first + i); },
+      [&](u32 i, const Unit& value) { put(run.to, first + i, entry.enter(value)); });
+}
+template <typename Unit, int kDepth, typename Step>
+RINGCOMM_DEVICE void combine_units(const Step& step, const RingRun& run, u32 first, u32 count) {
+  in_flight<kDepth>(
+      threadIdx.x, run.threads, count,
+      [&](u32 i) { return Pair<Unit>{get<Unit>(run.partial, first + i), get<Unit>(run.own, first + i)}; },
+      [&](u32 i, const Pair<Unit>& v) {
+        const Unit result = step.combine(v.partial, v.own);
+        put(run.to, first + i, result);
+        if (run.and_to) put(run.and_to, first + i, result);
+      });
+}
+
+// Moves vectors if all ends are aligned to 16 bytes; all else goes element by element. The parameters are plain, so
+// that they stay in registers. Each function is compiled once, and the ring loops around them once for all pairs.
+template <typename T>
+RINGCOMM_DEVICE_CALL void enter_run(u32 threads, const char* own, char* to, u32 count, double factor) {
+  const RingRun run{threads, nullptr, own, to, nullptr, count, 1, factor};
+  const Entry<T> entry{factor};
+  const u64 bits = reinterpret_cast<u64>(own) | reinterpret_cast<u64>(to);
+  const u32 vectors = bits % 16 == 0 ? count / kPerVec<T> : 0, done = vectors * kPerVec<T>;
+  enter_units<Vec>(entry, run, 0, vectors);
+  enter_units<T>(entry, run, done, count - done);
+}
+template <typename T>
+inline constexpr bool kCanScale = kIsCompiled<T, ReduceOp::kSum> && std::is_floating_point_v<typename Element<T>::Acc>;
+
+// Any step, compiled once for all of them. A factor or divisor of 1 changes no bit.
+template <typename T>
+struct AnyRingStep {
+  AnyStep<T> step;
+  double factor;
+  int divisor;
+
+  RINGCOMM_DEVICE T combine(T partial, T own) const {
+    if constexpr (kCanScale<T>) own = Entry<T>{factor}.enter(own);
+    auto value = step.apply(Element<T>::load(partial), Element<T>::load(own));
+    if (divisor != 1) value = divide(value, divisor);
+    return Element<T>::store(value);
+  }
+  RINGCOMM_DEVICE Vec combine(const Vec& partial, const Vec& own) const {
+    return each_lane<T>(partial, own, [&](T x, T y) { return combine(x, y); });
+  }
+};
+
+// Plain sums of aligned runs have a loop of their own, and all the rest shares one.
+template <typename T>
+RINGCOMM_DEVICE void combine_run(const RingRun& run, const AnyRingStep<T>& any) {
+  const u64 bits = reinterpret_cast<u64>(run.partial) | reinterpret_cast<u64>(run.own) | reinterpret_cast<u64>(run.to) |
+                   reinterpret_cast<u64>(run.and_to);
+  const u32 vectors = bits % 16 == 0 ? run.count / kPerVec<T> : 0, done = vectors * kPerVec<T>;
+  constexpr int kDepth = static_cast<int>(larger(1, kRingInFlight<T> / 2));  // it takes more registers
+  bool usual = false;
+  if constexpr (kIsCompiled<T, ReduceOp::kSum>) {
+    usual = any.step.op == ReduceOp::kSum && any.factor == 1 && any.divisor == 1;
+    if (usual) combine_units<Vec, kRingInFlight<T>>(RingSum<T>{}, run, 0, vectors);
+  }
+  if (!usual) combine_units<Vec, kDepth>(any, run, 0, vectors);
+  combine_units<T, kDepth>(any, run, done, run.count - done);
+}
+
+// What the ring needs to know of its elements.
+template <typename T>
+class RingArithmetic {
+ public:
+  static constexpr bool kReduces = true;
+  RINGCOMM_DEVICE explicit RingArithmetic(const CallArgs& args) : args_(args) {}
+
+  RINGCOMM_DEVICE static constexpr u32 element() { return sizeof(T); }
+  RINGCOMM_DEVICE bool scales() const { return kCanScale<T> && args_.reduce_op == ReduceOp::kPremulSum; }
+
+  RINGCOMM_DEVICE void enter(const RingRun& run) const {
+    if constexpr (kCanScale<T>)
+      if (scales()) return enter_run<T>(run.threads, run.own, run.to, run.count, run.factor);
+    copy_to_both(run.threads, run.own, run.count * sizeof(T), run.to, nullptr);
+  }
+  RINGCOMM_DEVICE void combine(const RingRun& run, bool final) const {
+    const bool divides = final && args_.reduce_op == ReduceOp::kAvg;
+    combine_run<T>(
+        run, {{arithmetic_for(args_.dtype, args_.reduce_op).op}, scales() ? run.factor : 1, divides ? run.divisor : 1});
+  }
+
+ private:
+  const CallArgs& args_;
+};
+
+// Used instead where bytes are only copied.
+class JustBytes {
+ public:
+  static constexpr bool kReduces = false;
+  RINGCOMM_DEVICE explicit JustBytes(const CallArgs&) {}
+  RINGCOMM_DEVICE u32 element() const { return 1; }
+  RINGCOMM_DEVICE bool scales() const { return false; }
+  RINGCOMM_DEVICE void enter(const RingRun& run) const {
+    copy_to_both(run.threads, run.own, run.count, run.to, nullptr);
+  }
+  RINGCOMM_DEVICE void combine(const RingRun&, bool) const {}
+};
+
+}  // namespace ringcomm::cuda

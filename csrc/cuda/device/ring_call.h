@@ -1,0 +1,30 @@
+// The ring kernels; see ring.cu. Compiled in groups of element types, which share the work between compilers.
+#pragma once
+
+#include "cuda/device/ring_block.h"
+
+namespace ringcomm::cuda {
+
+template <typename Elements>
+RINGCOMM_DEVICE void ring_call(const CallArgs& args) {
+  const Block block(args.layout, args.ranks[blockIdx.y], args.timeout_ns);
+  RINGCOMM_SHARED(RingPlan, plan);
+  RingBlock<Elements>(block, args, plan).run();
+}
+
+template <typename T>
+RINGCOMM_KERNEL(kMostThreads)
+ring(const __grid_constant__ CallArgs args) {
+  ring_call<RingArithmetic<T>>(args);
+}
+
+template <TypeGroup kGroup>
+Kernel<CallArgs> ring_of_group(DType dtype, ReduceOp op) {
+  return kernel_of_group<CallArgs, kGroup>(
+      dtype, op, [](auto tag, auto) -> Kernel<CallArgs> { return ring<typename decltype(tag)::type>; });
+}
+Kernel<CallArgs> ring_wide_float_kernel(DType dtype, ReduceOp op);
+Kernel<CallArgs> ring_narrow_float_kernel(DType dtype, ReduceOp op);
+Kernel<CallArgs> ring_integer_kernel(DType dtype, ReduceOp op);
+
+}  // namespace ringcomm::cuda

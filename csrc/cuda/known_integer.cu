@@ -1,9 +1,0 @@
-#include "cuda/known.h"
-
-namespace ringcomm::cuda {
-
-Kernel<KnownArgs> known_integer_kernel(DType dtype, ReduceOp op) {
-  return known_of_group<TypeGroup::kIntegers>(dtype, op);
-}
-
-}  // namespace ringcomm::cuda

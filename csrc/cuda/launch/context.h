@@ -1,0 +1,113 @@
+// What the parts of one rank's engine share: its group, its limits and its end. And what the ranks of one communicator
+// in this process share.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "cuda/launch/pending_call.h"
+#include "cuda/launch/plan.h"
+#include "cuda/launch/status.h"
+#include "cuda/launch/stream_waits.h"
+#include "cuda/launch/streams.h"
+#include "cuda/memory/group.h"
+
+namespace ringcomm::cuda {
+
+class LocalGroup;
+class Matcher;
+
+// What the ranks of one communicator in this process share.
+class SharedState {
+ public:
+  static std::shared_ptr<SharedState> of(const std::string& identity);
+  ~SharedState();
+
+  AbortState abort_state;
+  // The ranks in `group.local_ranks()`, which share a device.
+  std::shared_ptr<LocalGroup> local_group(const Group& group);
+  Matcher& matcher() { return *matcher_; }
+  // The communicator has ended: wakes all threads that wait on the host.
+  void end_all();
+
+ private:
+  explicit SharedState(std::string identity);
+
+  const std::string identity_;
+  std::unique_ptr<Matcher> matcher_;
+  std::mutex mutex_;
+  std::map<int, std::shared_ptr<LocalGroup>> local_groups_;  // by device
+};
+
+class Context {
+ public:
+  Context(int rank, int world_size, const EngineOptions& options);
+
+  Group& group() const { return *group_; }
+  int rank() const { return rank_; }
+  int world_size() const { return world_size_; }
+  int device() const { return device_; }
+  StreamEvents& events() const { return *events_; }
+  StreamWaits& waits() { return waits_; }
+  // Whether streams of the device can wait for words in memory.
+  bool has_word_ops();
+  const Tuning& tuning() const { return tuning_; }
+  Setting setting() const;
+  SharedState& shared() const { return *shared_.load(std::memory_order_acquire); }
+  void connect(const std::vector<std::string>& handles, const std::function<void()>& prepare);
+
+  std::int64_t limit(const Call& call) const { return call.timeout_ms > 0 ? call.timeout_ms : timeout_ms.load(); }
+  // From now on a failure of a kernel is reported as a failure of this call.
+  void calls(Op op, std::int64_t limit) {
+    last_op_.store(static_cast<int>(op), std::memory_order_relaxed);
+    last_limit_.store(limit, std::memory_order_relaxed);
+  }
+
+  // Throws if the communicator has ended, or a kernel of this rank has given up.
+  void check(Op op);
+  bool ended() const;
+  // Why it has ended.
+  [[noreturn]] void raise_end(Op op) const;
+  // Ends the communicator for everybody.
+  void abort(const std::string& reason, ErrorCode code) noexcept;
+  // The same, and throws it.
+  [[noreturn]] void abort_and_throw(ErrorCode code, const std::string& message);
+
+  // Blocks the host until the call is no longer open, at most until `end`; then the communicator ends. Throws the error
+  // of the call.
+  void await(PendingCall& pending, Op op, Clock::time_point end, std::int64_t limit);
+  // Throws the error of a call that is no longer open.
+  void rethrow(const PendingCall& pending, Op op);
+
+  // Frees the group, unless kernels may still use it; then it is never freed.
+  void release_group(bool idle);
+
+  std::atomic<std::int64_t> timeout_ms;
+  std::atomic<bool> closed{false};
+  std::atomic<bool> captured{false};                                // some call of this rank is in a graph
+  std::atomic<std::uint64_t> copy_calls{0}, refused_copy_calls{0};  // planned for copy_engine; of these by direct
+
+ private:
+  const int rank_, world_size_, device_;
+  const Tuning tuning_;
+  const int threads_;
+  const Apart apart_;
+  const int usual_channels_;
+  std::unique_ptr<Group> group_;
+  std::shared_ptr<StreamEvents> events_;
+  const std::shared_ptr<SharedState> unconnected_;  // until connected
+  std::shared_ptr<SharedState> connected_;
+  std::atomic<SharedState*> shared_;
+  std::atomic<int> last_op_{static_cast<int>(Op::kBarrier)};
+  std::atomic<std::int64_t> last_limit_{0};
+  std::once_flag asked_word_ops_;
+  bool has_word_ops_ = false;
+  StreamWaits waits_{*this};
+};
+
+}  // namespace ringcomm::cuda

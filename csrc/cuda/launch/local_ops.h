@@ -1,0 +1,12 @@
+// What a rank computes alone, on its own memory; these are no calls of the communicator.
+#pragma once
+
+#include "cuda/launch/context.h"
+
+namespace ringcomm::cuda {
+
+// Enqueued on the stream of `packing` or `combining`. The arguments have been checked; the device is the current one.
+void pack(const Packing& packing, const Context& context);
+void combine(const Combining& combining, const Context& context);
+
+}  // namespace ringcomm::cuda

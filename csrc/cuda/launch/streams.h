@@ -1,0 +1,72 @@
+// Streams of the engine, and events: points in streams that others wait for.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "cuda/runtime.h"
+
+namespace ringcomm::cuda {
+
+// Streams of the engine, of the highest priority. They wait for no other stream unless they are told to, and are never
+// destroyed: a returned stream is lent again.
+cudaStream_t lend_stream(int device, int rank);
+void take_back_stream(int device, cudaStream_t stream);
+
+// The capture that `stream` takes part in; 0: none.
+unsigned long long capture_of(cudaStream_t stream, int rank);
+
+// A point in a stream. Work that was captured into a graph and work that runs now do not wait for each other.
+struct StreamEvent {
+  cudaEvent_t handle = nullptr;
+  cudaStream_t stream = nullptr;
+  unsigned long long capture = 0;
+};
+using StreamEventPtr = std::shared_ptr<const StreamEvent>;
+
+// Whether the work before the event is done. A captured event counts as done, because its work runs when the graph is
+// launched.
+bool reached(const StreamEvent& event, int rank);
+
+// Events of one device, which are reused.
+class StreamEvents : public std::enable_shared_from_this<StreamEvents> {
+ public:
+  explicit StreamEvents(int device) : device_(device) {}
+  ~StreamEvents();
+  // The point where `stream` is now. The device is the current one.
+  StreamEventPtr record(cudaStream_t stream, unsigned long long capture, int rank);
+  // Work that is enqueued on `stream` from now on runs after the event.
+  static void follow(cudaStream_t stream, unsigned long long capture, const StreamEventPtr& event, int rank);
+  // Whether a stream of the event's device is the event's own, so that no wait is needed. An equal handle proves that
+  // only if streams with that handle are never destroyed, or if the stream `has_stayed` alive since the event was made.
+  static bool is_of(cudaStream_t stream, const StreamEvent& event, bool has_stayed);
+  // As `follow`, for a stream of the event's device.
+  static void follow_here(cudaStream_t stream, unsigned long long capture, const StreamEventPtr& event, bool has_stayed,
+                          int rank);
+
+ private:
+  cudaEvent_t take(int rank);
+
+  const int device_;
+  std::mutex mutex_;
+  std::vector<cudaEvent_t> idle_;
+};
+
+// The latest event of a device's streams: one of the work that runs now, and one of each capture under way. There is no
+// order between these.
+class LatestEvents {
+ public:
+  // Work that is enqueued on `stream` from now on runs after the latest event of its own kind.
+  void follow(cudaStream_t stream, unsigned long long capture, int rank) const;
+  void put(const StreamEventPtr& event);
+  StreamEventPtr eager() const;  // null: none
+
+ private:
+  std::map<unsigned long long, StreamEventPtr> events_;  // by capture; 0: none
+};
+
+}  // namespace ringcomm::cuda
