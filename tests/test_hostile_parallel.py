@@ -133,7 +133,7 @@ def _state(arguments: dict[str, Any]) -> list[Any]:
     for each in arguments.values():
         if isinstance(each, nn.Module):
             found += [type(each), list(each.named_modules()), [vars(p).keys() for p in each.parameters()]]
-            found += [p.tolist() for p in each.parameters() if not hasattr(p, "_ringcomm_flat")]
+            found += [p.tolist() for p in each.parameters()]
         elif isinstance(each, torch.optim.Optimizer):
             found += [[id(p) for group in each.param_groups for p in group["params"]]]
     return found
