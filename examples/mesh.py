@@ -117,7 +117,7 @@ def whole_state(model: nn.Module, mesh: ringcomm.Mesh) -> dict[str, torch.Tensor
             if part.dim is None:
                 whole[name] = x
                 continue
-            at, into = 0, whole.setdefault(name, x.new_empty(part.whole_shape(x.shape)))
+            at, into = 0, whole.setdefault(name, x.new_empty(part.unsharded_shape(x.shape)))
             for start, count in part.pieces:
                 into.narrow(part.dim, start, count).copy_(x.narrow(part.dim, at, count))
                 at += count

@@ -499,6 +499,19 @@ def test_sendrecv_between_hosts() -> None:
     ringcomm.run_ranks(_round_a_ring, 3, 300_000, hosts=[2, 1], timeout=60)
 
 
+def test_sendrecv_from_any_rank_of_several_hosts_is_refused_before_anything_is_sent() -> None:
+    def fn(comm: Communicator) -> None:
+        x, other = torch.zeros(2_000_000), 1 - comm.rank
+        for async_op in (False, True):
+            with pytest.raises(errors.UnsupportedError, match=r"sendrecv: rank \d got src=None"):
+                comm.sendrecv(torch.ones(2_000_000), other, x, async_op=async_op)
+        assert x._version == 0
+        assert comm.sendrecv(torch.full((2_000_000,), 1.0 + comm.rank), other, x, other) == other
+        assert bool((x == 1.0 + other).all())
+
+    ringcomm.run_ranks(fn, 2, hosts=[1, 1], timeout=60)
+
+
 def _round_a_ring(comm: Communicator, count: int) -> None:
     following, previous = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
     sent = torch.full((count,), comm.rank + 1.0)

@@ -427,6 +427,8 @@ def test_other_functions_refuse_what_is_not_wrapped() -> None:
             ringcomm.restage(wrapped, sgd(model), 2)
         with pytest.raises(InvalidArgumentError, match="stage=7"):
             ringcomm.restage(wrapped, opt, 7)
+        with pytest.raises(InvalidArgumentError, match="restage"):
+            ringcomm.restage(wrapped, wrapped, 2)
         assert ringcomm.stage_of(wrapped) == 1
 
     alone(rank)

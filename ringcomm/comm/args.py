@@ -181,6 +181,11 @@ class CollectiveArgs:
         return self.device is not None and self.device.kind == "cuda"
 
     @property
+    def on_host(self) -> bool:
+        """Whether all arrays that the call writes lie in the memory of the host."""
+        return all(array.device.kind == "cpu" for array in self.written)
+
+    @property
     def waits(self) -> bool:
         """Whether the host waits for the call: host code that uses emulated devices' memory is not ordered by
         streams."""

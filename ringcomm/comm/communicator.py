@@ -34,7 +34,16 @@ from ringcomm.comm import profiling
 from ringcomm.comm.args import CollectiveArgs, Pairs, Piece, Timeout, milliseconds, rows
 from ringcomm.comm.engine import MOST_BYTES, Engine
 from ringcomm.comm.work import DeviceWork, Group, PlainWork, Request, Work
-from ringcomm.errors import ClosedError, DtypeError, InvalidArgumentError, MismatchError, ShapeError, rank_list, shown
+from ringcomm.errors import (
+    ClosedError,
+    DtypeError,
+    InvalidArgumentError,
+    MismatchError,
+    ShapeError,
+    UnsupportedError,
+    rank_list,
+    shown,
+)
 from ringcomm.validation import as_int
 
 _CASTABLE = ("float32", "float64", "float16", "bfloat16")
@@ -575,10 +584,11 @@ class Communicator:
         """Sends ``send`` to rank ``dst`` and receives into ``recv`` from rank ``src``, both at once.
 
         Ranks that send round a ring, or to each other, do not wait for each other's receives, whatever the messages'
-        sizes. The other side may be a `sendrecv`, or any send or receive.
+        sizes. The other side may be a `sendrecv`, or any send or receive; over a process group of NCCL a `sendrecv`,
+        and as the group's first call all ranks make it (see torch's `batch_isend_irecv`).
 
         Args:
-            src: None: the first rank that sends.
+            src: None: the first rank that sends; UnsupportedError on several hosts.
             recv_tag: the tag of the message to receive; None: ``tag``.
         Shapes:  any; each receiver must pass the same number of elements as its sender. The two may overlap.
         Dtypes:  all; the two may differ.
@@ -589,6 +599,11 @@ class Communicator:
         sending = self._prepare_send(self._begin("sendrecv", timeout, stream), send, dst, tag)
         recv_tag = tag if recv_tag is None else recv_tag
         receiving = self._prepare_recv(self._begin("sendrecv", timeout, stream), recv, src, recv_tag, "recv_tag")
+        if receiving.root < 0 and not self._open.receives_from_any:
+            raise UnsupportedError(
+                f"sendrecv: rank {self.rank} got src=None, expected a rank, because a communicator of several hosts "
+                "cannot wait for a message of any rank; name the source"
+            )
         source, target = sending.input, receiving.written[0]
         if source is not None and source.reaches_into(target):
             sending.input = sending.copy(source)

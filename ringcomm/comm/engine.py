@@ -63,6 +63,8 @@ class Engine(ABC):
     aborted = False
     libraries: tuple[str, ...] = ("torch", "numpy", "cupy")
     """The libraries whose arrays `empty` can create."""
+    receives_from_any = True
+    """Whether a receive may leave open which rank sends."""
 
     @property
     def device_names(self) -> str:
@@ -91,13 +93,23 @@ class Engine(ABC):
         """Runs a send and a receive, of which neither waits for the other; returns the source of the receive."""
         request = self.submit(sending)
         try:
-            return self.run(receiving)
-        finally:
-            request.wait()  # also after an error of the receive, because the message is in the caller's memory
+            source = self.run(receiving)
+        except RingcommError:
+            with suppress(RingcommError):
+                request.wait()  # because the message is in the caller's memory
+            raise
+        request.wait()
+        return source
 
     def submit_pair(self, sending: CollectiveArgs, receiving: CollectiveArgs) -> tuple[Request, Request]:
         """Starts a send and a receive, of which neither waits for the other."""
-        return self.submit(sending), self.submit(receiving)
+        request = self.submit(sending)
+        try:
+            return request, self.submit(receiving)
+        except RingcommError:
+            with suppress(RingcommError):
+                request.wait()  # because the message is in the caller's memory
+            raise
 
     def run_plain(self, op: str, reduce_op: str, root: int | None, tag: int, x: Any, out: Any, /) -> int | None:
         """Runs a call on plain arrays with default options; returns None, with nothing done, if the call needs
@@ -203,6 +215,11 @@ class NativeEngine(Engine):
             apart = None if network is None else network.beside()
             self._span_beside = Span("cpu", rank, world_size, limit_ms, CPU, hosts, apart)
         self._unused: list[int] = []  # device memory to be freed
+
+    @property
+    def receives_from_any(self) -> bool:  # type: ignore[override]
+        """`Engine.receives_from_any`: several hosts have no place where the first message of all would be seen."""
+        return not self.hosts.several
 
     @property
     def native(self) -> _C.Engine:
@@ -339,7 +356,7 @@ class NativeEngine(Engine):
         """Runs calls that differ only in their arrays; a device engine runs many of them in one launch."""
         with profiling.named(calls[0].op):
             self.explaining(self.native.run_list, [call.to_native() for call in calls])
-            self._wait_for(calls[0])
+            self._wait_for(next((call for call in calls if call.waits), calls[0]))
 
     def run_pair(self, sending: CollectiveArgs, receiving: CollectiveArgs) -> int:
         """Runs a send and a receive, of which neither waits for the other; returns the source of the receive."""

@@ -132,19 +132,21 @@ class ProcessGroupEngine(Engine):
 
     def run_pair(self, sending: CollectiveArgs, receiving: CollectiveArgs) -> int:
         """Runs a send and a receive, of which neither waits for the other; returns the source of the receive."""
-        requests = self.submit_pair(sending, receiving)
-        for request in requests:
-            request.wait()
-        return requests[1].source
+        sent, received = self.submit_pair(sending, receiving)
+        try:
+            sent.wait()
+        finally:
+            received.wait()  # also after an error of the send, because it writes to the caller's memory
+        return received.source
 
     def submit_pair(self, sending: CollectiveArgs, receiving: CollectiveArgs) -> tuple[TorchRequest, TorchRequest]:
         """Starts a send and a receive, of which neither waits for the other. NCCL needs both in one batch, which must
-        name the source."""
-        if receiving.root < 0:
-            return self.submit(sending), self.submit(receiving)
+        name the source, and runs on one device."""
         import torch.distributed as dist
 
         source, target = flat(piece_of(sending.input)), flat(piece_of(receiving.output))
+        if receiving.root < 0 or source.device != target.device:
+            return self.submit(sending), self.submit(receiving)
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, source, group=self.pg, tag=sending.tag, group_peer=sending.root),

@@ -32,6 +32,8 @@ class Finisher(Protocol):
     rank: int
     root: int
 
+    @property
+    def on_host(self) -> bool: ...
     def finish(self, source: int) -> Any: ...
     def finish_on(self, stream: int, source: int) -> Any: ...
     def waiting_stream(self, stream: Any) -> int: ...
@@ -71,10 +73,11 @@ class Work:
 
     @property
     def done(self) -> bool:
-        """Whether the call has ended, so that ``wait`` returns at once, and the caller's arrays have their values."""
+        """Whether the call has ended, so that ``wait`` returns at once, and the caller's arrays have their values; on a
+        device they have them once ``wait`` has ordered a stream after the call."""
         if not self._request.done:
             return False
-        if self._call is not None:
+        if self._call is not None and self._call.on_host:
             with suppress(RingcommError):  # which `wait` raises
                 self._end()
         return True

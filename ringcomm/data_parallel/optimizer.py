@@ -144,10 +144,16 @@ def _tell(optimizer: torch.optim.Optimizer) -> None:
 # ---- which optimizer is sharded --------------------------------------------------------------------------------------
 
 
+def find_sharded_optimizer(optimizer: Any) -> ShardedOptimizer | None:
+    """Returns the `ShardedOptimizer` attached to an optimizer, also through wrappers such as Lightning's; or None."""
+    found = getattr(optimizer, "_ringcomm", None)
+    return found if isinstance(found, ShardedOptimizer) else None
+
+
 def sharded_optimizer_of(optimizer: Any, call: str) -> ShardedOptimizer | None:
     """Returns the `ShardedOptimizer` attached to an optimizer, or None. An optimizer that cannot step its parameters
     by itself is attached now."""
-    found: ShardedOptimizer | None = getattr(optimizer, "_ringcomm", None)
+    found = find_sharded_optimizer(optimizer)
     if found is not None:
         return found
     flat = next((flat for flat in _flats_of(optimizer.param_groups) if _needs_shards(flat)), None)
@@ -159,7 +165,7 @@ def sharded_optimizer_of(optimizer: Any, call: str) -> ShardedOptimizer | None:
 
 def states_of(optimizer: torch.optim.Optimizer) -> list[State]:
     """Returns the states that this rank holds."""
-    sharded: ShardedOptimizer | None = getattr(optimizer, "_ringcomm", None)
+    sharded = find_sharded_optimizer(optimizer)
     if sharded is None:
         return [state for state in optimizer.state.values() if isinstance(state, dict)]
     unsharded = [state for states in sharded._unsharded.values() for state in states.values()]
@@ -173,7 +179,7 @@ def attach(optimizer: torch.optim.Optimizer, flat: ShardedModel, call: str) -> N
     """
     refuse_unusable(optimizer, call, flat.ranks.rank, flat.stage)
     refuse_foreign(optimizer, flat.module, call, flat.ranks.rank)
-    sharded: ShardedOptimizer | None = getattr(optimizer, "_ringcomm", None)
+    sharded = find_sharded_optimizer(optimizer)
     if sharded is None:
         ShardedOptimizer(optimizer)
     elif flat in sharded.flats:

@@ -22,6 +22,7 @@ from ringcomm.data_parallel.meta import device_of, real_device
 from ringcomm.data_parallel.module_state import keep_ordinary_state
 from ringcomm.data_parallel.optimizer import (
     attach,
+    find_sharded_optimizer,
     is_elementwise,
     refuse_foreign,
     refuse_unusable,
@@ -357,7 +358,7 @@ def restage(module: nn.Module, optimizer: torch.optim.Optimizer | None, stage: i
              name different stages.
     """
     flat = _wrapped(module, "restage")
-    sharded = getattr(optimizer, "_ringcomm", None)  # found through wrappers, such as Lightning's
+    sharded = find_sharded_optimizer(optimizer)
     if optimizer is not None and (sharded is None or sharded.optimizer not in flat.optimizers):
         attach(optimizer, flat, "restage")
     flat.ranks.agree("restage", [f"stage={stage}"])
