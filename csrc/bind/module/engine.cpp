@@ -480,8 +480,7 @@ void define_norm(py::module_& m) {
   m.def(
       "fold_sums",
       [](const PartList& spans, int dtype, int exponent) {
-        const FoldSums sums = fold_sums(to_spans(spans), checked(dtype, DType::kBool, "dtype"), exponent);
-        return std::vector<std::int64_t>(sums.limbs, sums.limbs + kFoldLimbs);
+        return fold_sums(to_spans(spans), checked(dtype, DType::kBool, "dtype"), exponent);
       },
       py::arg("spans"), py::arg("dtype"), py::arg("exponent"), py::call_guard<py::gil_scoped_release>(),
       "The sums of (x / 2^exponent)^2 over (address, count) pairs of finite floats below 2^exponent; see core/norm.h.");
