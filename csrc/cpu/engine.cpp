@@ -22,15 +22,11 @@ namespace {
 
 // The watch of a thread that waits for a call of its own rank, while another thread executes the call and waits for the
 // peer.
-class ItemWatch final : public Watch {
- public:
-  explicit ItemWatch(const Group& group)
-      : wait_(group, WaitKind::kItem, group.rank(), std::numeric_limits<std::int64_t>::max(), nullptr) {}
-  void look(const std::function<bool()>& has_come) override { wait_.check(has_come); }
-
- private:
-  LongWait wait_;
-};
+Watch watch_item(const Group& group) {
+  const auto wait = std::make_shared<LongWait>(group, WaitKind::kItem, group.rank(),
+                                               std::numeric_limits<std::int64_t>::max(), nullptr);
+  return [wait](const std::function<bool()>& has_come) { wait->check(has_come); };
+}
 
 class CpuEngine final : public Engine {
  public:
@@ -42,7 +38,7 @@ class CpuEngine final : public Engine {
         p2p_(std::make_unique<PointToPoint>(group_)),
         queue_(std::make_unique<WorkQueue>([this](const Call& call) { collectives_.run(call); },
                                            [this](const char* call) { group_.interrupt(call); }, true,
-                                           [this] { return std::make_unique<ItemWatch>(group_); })) {
+                                           [this] { return watch_item(group_); })) {
     group_.set_activity([this] {
       if (absorbed_.load()) return WaitGraph::Activity{};  // any thread may call it
       const std::size_t queued = queue_->queued();

@@ -4,6 +4,7 @@
 #include <chrono>
 
 #include "core/error.h"
+#include "core/on_exit.h"
 #include "runtime/flight_recorder.h"
 #include "runtime/site.h"
 #include "runtime/trace.h"
@@ -109,10 +110,7 @@ bool WorkQueue::may_execute() const { return looks_ || !interruptible(); }
 void WorkQueue::run(const Call& call) {
   if (busy_.load(std::memory_order_relaxed) || waiting_.load() != 0) refuse_from_inside(call);
   if (waiting_.load() == 0 && may_execute() && take()) {
-    struct Release {
-      WorkQueue& queue;
-      ~Release() { queue.let_go(); }
-    } release{*this};
+    const OnExit release([this] { let_go(); });
     if (waiting_.load() == 0) return execute_(call);
   }
   enqueue(call)->wait(0);
@@ -155,7 +153,7 @@ WorkQueue::Waited WorkQueue::await(const Item& item, Clock::time_point end, bool
   std::unique_lock<std::mutex> lock(mutex_);
   waiting_.fetch_add(1);
   Waited waited = Waited::kDone;
-  std::unique_ptr<Watch> watch;
+  Watch watch;
   while (!item.done() && waited == Waited::kDone) {
     if (helps && !items_.empty() && take()) {
       watch = nullptr;
@@ -169,7 +167,7 @@ WorkQueue::Waited WorkQueue::await(const Item& item, Clock::time_point end, bool
     if (watch_ && end == Clock::time_point::max()) {
       lock.unlock();
       if (!watch) watch = watch_();
-      watch->look([&] { return item.done(); });
+      watch([&] { return item.done(); });
       lock.lock();
     }
     if (!interruptible()) continue;

@@ -42,12 +42,8 @@ class RequestBase : public Request {
   std::vector<std::function<void(std::exception_ptr)>> callbacks_;
 };
 
-// Called regularly while a thread waits for a call that another thread executes.
-class Watch {
- public:
-  virtual ~Watch() = default;
-  virtual void look(const std::function<bool()>& has_come) = 0;
-};
+// Called regularly while a thread waits for a call that another thread executes; `has_come` says whether it has ended.
+using Watch = std::function<void(const std::function<bool()>& has_come)>;
 
 class WorkQueue {
  public:
@@ -55,7 +51,7 @@ class WorkQueue {
   // executions poll for signals themselves; where they do not, a thread that handles signals leaves them to another
   // one. `watch`: makes a Watch for each wait without a time limit of its own; may be null.
   WorkQueue(std::function<void(const Call&)> execute, std::function<void(const char*)> stop, bool looks,
-            std::function<std::unique_ptr<Watch>()> watch = nullptr)
+            std::function<Watch()> watch = nullptr)
       : execute_(std::move(execute)), stop_(std::move(stop)), looks_(looks), watch_(std::move(watch)) {}
   ~WorkQueue() { stop(); }
 
@@ -92,7 +88,7 @@ class WorkQueue {
   const std::function<void(const Call&)> execute_;
   const std::function<void(const char*)> stop_;
   const bool looks_;
-  const std::function<std::unique_ptr<Watch>()> watch_;
+  const std::function<Watch()> watch_;
   std::atomic<bool> busy_{false};          // a thread is executing
   std::atomic<std::thread::id> runner_{};  // that thread
   SignalHandling signals_;
