@@ -15,6 +15,7 @@ import copy
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import communicator_of
 from ringcomm.data_parallel.arguments import DEVICE, DEVICES, MODULE
 from ringcomm.data_parallel.bucket import Bucket
-from ringcomm.data_parallel.comm_hook import CommHook, Hook
+from ringcomm.data_parallel.comm_hook import CommHook, HookReduction
 from ringcomm.data_parallel.dynamo import skipped
 from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh
 from ringcomm.data_parallel.join import enter, join, leave, shadow
@@ -266,14 +267,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         where = f"register_comm_hook: rank {flat.ranks.rank}"
         if not callable(hook):
             raise InvalidArgumentError(f"{where} got {type(hook).__name__}, expected a function; pass (state, hook)")
-        if any(bucket.hook is not None for bucket in flat.buckets):
+        if flat.sync.hook is not None:
             raise InvalidArgumentError(f"{where} got a second hook, expected one; wrap both in a function")
         if flat.stage:
             raise UnsupportedError(
                 f"{where} got a module of stage {flat.stage}, expected 0; restage it, or use no hook"
             )
-        for number, bucket in enumerate(flat.order):
-            bucket.hook = Hook(state, hook, bucket, number, number == len(flat.order) - 1)
+        flat.sync.hook = partial(HookReduction, state, hook)
 
     @property
     def require_backward_grad_sync(self) -> bool:

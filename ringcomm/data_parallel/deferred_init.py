@@ -4,7 +4,7 @@ sharded."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -68,30 +68,36 @@ class Waiting:
         if not self.modules:
             return
         self._make_buffers()
+        opened: dict[Bucket, torch.Tensor] = {}
         homes = {id(p): bucket for buckets in units for bucket in buckets for p in bucket.params}
         for buckets in units:
-            self._open(buckets)
+            self._open(buckets, opened)
             for name, m in self.modules if self.init is not None else ():
                 if any(homes.get(key) in buckets for key in _ids(m)):
-                    self._initialise(name, m, homes)
+                    self._initialise(name, m, homes, opened)
             for bucket in buckets:
-                bucket.close(send=self.init is not None)
+                if bucket in opened:
+                    bucket.take_values(opened.pop(bucket), send=self.init is not None)
         for m in self.recurrent:
             m._flat_weight_refs = [None if p is None else weakref.ref(p) for p in m._flat_weights]
         for name, m in self.modules:  # modules that have only buffers
             if not self.params.intersection(_ids(m)) and not any(key in homes for key in _ids(m)):
                 self._call(name, m)
 
-    def _open(self, buckets: Sequence[Bucket]) -> None:
+    def _open(self, buckets: Iterable[Bucket], opened: dict[Bucket, torch.Tensor]) -> None:
+        """Gives the buckets that have parameters from meta memory, each once."""
         for bucket in buckets:
-            bucket.open()
+            if bucket not in opened and not self.params.isdisjoint(map(id, bucket.params)):
+                opened[bucket] = bucket.open(self.params)
 
-    def _initialise(self, name: str, m: nn.Module, homes: dict[int, Bucket]) -> None:
+    def _initialise(
+        self, name: str, m: nn.Module, homes: dict[int, Bucket], opened: dict[Bucket, torch.Tensor]
+    ) -> None:
         """Initialises a module unless its parameters were initialised already: of modules that share parameters the
         first counts."""
         mine = _ids(m)
         if self.params.intersection(mine):
-            self._open([homes[key] for key in mine if key in homes])
+            self._open([homes[key] for key in mine if key in homes], opened)
             self._call(name, m)
             self.params.difference_update(mine)
 

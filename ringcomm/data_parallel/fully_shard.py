@@ -104,7 +104,7 @@ class FSDPModule(UnitModule):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Sets whether the parameters are freed between forward and backward."""
         for unit in self._units(recurse):
-            unit.asked_reshard = unit.reshard_after_forward = bool(reshard_after_forward)
+            unit.reshard_after_forward = bool(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Sets whether the parameters are freed after backward. With False they stay until the optimizer's step."""
@@ -308,8 +308,8 @@ def fully_shard(
         kept=kept_in_their_type(top),
         device=device,
     )
-    unit = builder.unit("", modules, params, bool(reshard))
-    unit.precision, unit.asked_reshard = precision, reshard
+    unit = builder.unit("", modules, params, reshard)
+    unit.precision = precision
     waiting.initialise([unit.buckets])
     unmade = [each.flat.contents.unmade for each in below]
     flat = _join(top, ranks, precision, below, unit, broadcast_buffers)
@@ -351,7 +351,7 @@ def _join(
     for flat in {id(each.flat): each.flat for each in below}.values():
         flat.detach()
     for each in below:
-        each.reshard_after_forward = each.asked_reshard is None or each.asked_reshard
+        each.reshard_after_forward = each.reshard_after_forward is not False
     names = {id(p): name for name, p in top.named_parameters()}
     paths = {id(m): name for name, m in top.named_modules()}
     for each in below:

@@ -96,8 +96,6 @@ class DataParallelGroup:
         self.joining: Join | None = None
         # Who owns the gradient that was gathered last, and its values: one bucket's are unsharded at a time.
         self.read: tuple[object, torch.Tensor] | None = None
-        self.root = 0  # rank that others copy from: the first that still has input
-        self.counted = comm.world_size  # ranks in a mean: possibly fewer inside `join`
         ranks_here = comm.world_size if mesh is None else mesh.comm.world_size
         self.background = comm.engine != "cpu" or self._least_cores() >= 2 * ranks_here
 
@@ -120,6 +118,16 @@ class DataParallelGroup:
     def data_world_size(self) -> int:
         """The number of ranks over which gradients are averaged."""
         return self.comm.world_size * (1 if self.replicas is None else self.replicas.world_size)
+
+    @property
+    def root(self) -> int:
+        """The rank that others copy from: inside `join`, the first that still has input."""
+        return 0 if self.joining is None else self.joining.root
+
+    @property
+    def counted(self) -> int:
+        """The number of ranks in a mean: possibly fewer inside `join`."""
+        return self.comm.world_size if self.joining is None else self.joining.counted
 
     def _least_cores(self) -> int:
         """Returns the smallest number of cores that any rank may run on. The order of collectives depends on it, so
@@ -315,9 +323,15 @@ class Join:
         self, ranks: DataParallelGroup, module: nn.Module, device: torch.device, over_all: bool, throw: bool
     ) -> None:
         self.ranks, self.module, self.over_all, self.throw = ranks, module, over_all, throw
-        self.with_input = ranks.world_size  # number of ranks with input, in the last round in which there were any
+        # The number of ranks with input, and the first of them, in the last round in which there were any.
+        self.with_input, self.root = ranks.world_size, 0
         self.shadowing = False  # whether this rank has joined
         self._heard = torch.zeros(ranks.world_size, dtype=torch.int64, device=device)
+
+    @property
+    def counted(self) -> int:
+        """The number of ranks in a mean."""
+        return self.ranks.world_size if self.over_all else self.with_input
 
     @property
     def some_have_joined(self) -> bool:
@@ -356,9 +370,7 @@ class Join:
         going = [rank for rank, theirs in enumerate(heard) if theirs]
         if not going:
             return 0
-        self.with_input = len(going)
-        ranks.root = going[0]
-        ranks.counted = ranks.world_size if self.over_all else len(going)
+        self.with_input, self.root = len(going), going[0]
         if self.throw and self.some_have_joined:
             gone = [rank for rank, theirs in enumerate(heard) if not theirs]
             raise RingcommError(

@@ -108,8 +108,7 @@ def enter(flat: ShardedModel, over_all: bool, throw: bool) -> None:
 
 def leave(flat: ShardedModel) -> None:
     """Leaves `join`, after all ranks have joined or one has raised."""
-    ranks = flat.ranks
-    ranks.joining, ranks.root, ranks.counted = None, 0, ranks.world_size
+    flat.ranks.joining = None
 
 
 def shadow(flat: ShardedModel) -> None:

@@ -205,7 +205,7 @@ def restage_model(flat: ShardedModel, stage: int) -> None:
     """Moves a model and the state of its optimizers to another stage; a collective."""
     for optimizer in flat.optimizers:
         _sharded_of(optimizer).refuse_stage("restage", stage)
-    if stage and any(bucket.hook is not None for bucket in flat.buckets):
+    if stage and flat.sync.hook is not None:
         raise UnsupportedError(
             f"restage: rank {flat.ranks.rank} got stage={stage} for a module with a communication hook, which "
             "gives whole gradients, expected 0; train it without the hook"
@@ -441,7 +441,7 @@ class ShardedOptimizer:
 
     def _tensors(self, bucket: Bucket, stage: int) -> Iterator[tuple[int, int, int]]:
         """Yields the segments that lie on this rank at a stage."""
-        for fragment in bucket.layout.fragments(*bucket.owned(stage), empty=True):
+        for fragment in bucket.layout.fragments(*bucket.layout.owned_range(bucket.ranks.rank, stage), empty=True):
             segment = bucket.layout.segments[fragment.segment]
             if fragment.numel != segment.numel:
                 raise UnsupportedError(
@@ -1061,7 +1061,7 @@ def _in_type_of(bucket: Bucket, state: State, settings: dict[str, Any]) -> State
     """Returns a parameter's state for a plain optimizer: on the parameter's device, and in the parameter's type if
     the master weights have another."""
     on_host = not (settings.get("capturable") or settings.get("fused"))
-    wide, own = bucket.types.master, bucket.dtype
+    wide, own = bucket.types.master, bucket.types.module
     return {
         key: value
         if not torch.is_tensor(value) or (key == "step" and on_host)

@@ -44,7 +44,7 @@ class BucketBuilder:
     device: torch.device | None = None  # where parameters on meta get memory
 
     def unit(
-        self, name: str, modules: Sequence[nn.Module], params: Sequence[tuple[str, nn.Parameter]], reshard: bool
+        self, name: str, modules: Sequence[nn.Module], params: Sequence[tuple[str, nn.Parameter]], reshard: bool | None
     ) -> Unit:
         """Returns a unit and its buckets. Parameters that differ in element type, device or whether they are trained
         are in different buckets."""

@@ -30,7 +30,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -81,32 +81,49 @@ class _Calling(threading.local):
 _calling = _Calling()
 
 
+@dataclass
+class UnitCalls:
+    """The calls of a unit whose graph is not used up.
+
+    Attributes:
+        first: number of the first one; None: there is none; 0: it is from an older forward pass.
+        trained: how many there were in training.
+        checkpointed: whether one of these had no graph, as in reentrant checkpointing.
+    """
+
+    first: int | None = None
+    trained: int = 0
+    checkpointed: bool = False
+
+
 class Unit:
     """Modules that are called one after another, and their buckets.
 
     Args:
-        reshard_after_forward: whether stage 3 frees the parameters between forward and backward.
+        reshard_after_forward: whether stage 3 frees the parameters between forward and backward; None: unless the unit
+            is the outermost one.
+
+    Attributes:
+        recomputed: whether backward has run a call again; None: unknown.
+        came_twice: whether a gradient has unexpectedly come twice.
+        calling: the module whose call is running.
+        undo: calls that undo what wrapping did to the modules.
     """
 
     def __init__(
-        self, name: str, modules: Sequence[nn.Module], buckets: Sequence[Bucket], reshard_after_forward: bool
+        self, name: str, modules: Sequence[nn.Module], buckets: Sequence[Bucket], reshard_after_forward: bool | None
     ) -> None:
         self.name, self.modules, self.buckets = name, list(modules), list(buckets)
         self.reshard_after_forward = reshard_after_forward
-        self.asked_reshard: bool | None = None  # the value passed to `fully_shard`
         self.reshard_after_backward = True
         self.precision: MixedPrecision | None = None  # None: the model's
         self.forward_prefetch: list[Unit] | None = None  # None: the units that followed in the last pass
         self.backward_prefetch: list[Unit] | None = None
-        self.first_call: int | None = None  # number of its first call whose graph is not used up; 0: unknown
-        self.in_backward = False
-        self.calls: Counter[nn.Module] = Counter()  # calls in training whose graph is not used up
-        self.checkpointed = False  # whether a call had no graph, as in reentrant checkpointing
-        self.used_outside = False  # with a checkpoint: whether backward also reaches a parameter outside it
-        self.recomputed: bool | None = None  # whether backward has run a call again; None: unknown
-        self.came_twice = False  # whether a gradient has unexpectedly come twice
-        self.calling: nn.Module | None = None  # the module whose call is running
-        self.undo: list[Callable[[], Any]] = []  # calls that undo what wrapping did to the modules
+        self.calls = UnitCalls()
+        self.recomputed: bool | None = None
+        self.came_twice = False
+        self.calling: nn.Module | None = None
+        self.undo: list[Callable[[], Any]] = []
         self.flat: ShardedModel
 
     @property
@@ -115,20 +132,14 @@ class Unit:
         each reentrant checkpoint runs its own backward pass inside it."""
         if self.came_twice:
             return True
-        hidden = self.checkpointed and self.recomputed is not False
-        return hidden and (self.used_outside or self.calls.total() > 1)
-
-    @property
-    def accumulators(self) -> list[Any]:
-        """The autograd nodes that accumulate the parameters' gradients."""
-        return [node for bucket in self.buckets for node in bucket.accumulators]
+        hidden = self.calls.checkpointed and self.recomputed is not False
+        return hidden and (self in self.flat.backward.used_outside or self.calls.trained > 1)
 
     def forget_calls(self) -> None:
         """Resets the records of calls, when a forward pass begins after a backward pass."""
-        if self.checkpointed and self.recomputed is None:  # the calls without a graph were not checkpoints
+        if self.calls.checkpointed and self.recomputed is None:  # the calls without a graph were not checkpoints
             self.recomputed = False
-        self.first_call, self.checkpointed, self.used_outside = None, False, False
-        self.calls.clear()
+        self.calls = UnitCalls()
 
     # ---- parameters -----------------------------------------------------------------------------------------------
 
@@ -294,7 +305,7 @@ class Place:
     @property
     def name(self) -> str:
         """The parameter's name in the model."""
-        return self.bucket.names[self.index]
+        return self.bucket.layout.segments[self.index].name
 
     def __reduce__(self) -> Any:
         return set, ()  # a copy gets an empty set, a class that torch.load accepts with weights_only=True
@@ -326,7 +337,8 @@ class BackwardPass:
         task: autograd's number for the pass.
         accumulates: whether it was started by backward, not by torch.autograd.grad.
         makes_graph: whether it runs with create_graph.
-        reached: the units that it has reached and not passed.
+        reached: the units that it has reached and not passed, in this order.
+        used_outside: the units with reentrant checkpoints of which it also reaches a parameter outside of these.
         states: by bucket, how far it is; those that are left out are idle.
         arrived: by bucket, the parameters whose gradients have arrived on this rank. The last one is added when the
             next event comes in the same thread, which costs less than a second hook.
@@ -339,7 +351,8 @@ class BackwardPass:
     task: int = -1
     accumulates: bool = False
     makes_graph: bool = False
-    reached: list[Unit] = field(default_factory=list)
+    reached: dict[Unit, None] = field(default_factory=dict)
+    used_outside: set[Unit] = field(default_factory=set)
     states: dict[Bucket, BucketState] = field(default_factory=dict)
     arrived: dict[Bucket, set[int]] = field(default_factory=dict)
     next: int = 0
@@ -386,6 +399,7 @@ class Synchronisation:
         buffers_are_due: whether the next forward pass begins with rank 0's buffers.
         step: the pipeline step that is running.
         heard: on a device, the header of the last message that ended a backward pass.
+        hook: starts a bucket's reduction in place of the communicator; see comm_hook.py.
     """
 
     broadcast_buffers: bool
@@ -395,6 +409,7 @@ class Synchronisation:
     buffers_are_due: bool = True
     step: PipelineStep | None = None
     heard: torch.Tensor | None = None
+    hook: Callable[[Bucket, int, bool, torch.Tensor], Any] | None = None
 
     @property
     def reduces(self) -> bool:
@@ -464,19 +479,24 @@ class GradArrivals:
 
     Attributes:
         native: tells which bucket's last gradient a thread has added.
+        nodes: the nodes of each bucket that is trained. Autograd does not keep them alive, so we do: they hold our
+            hooks, and add gradients in the parameters' final type.
         nested: whether backward passes contain other backward passes, as reentrant checkpoints do; None: unknown.
     """
 
     def __init__(self) -> None:
         self.native = _C.Arrivals(torch._C._current_graph_task_id)
+        self.nodes: dict[Bucket, list[Any]] = {}
         self.nested: bool | None = None
         self._trained: list[bool] = []  # by parameter: whether it was trained when `nested` was determined
         self._handles: list[Any] = []
 
     def watch(self, bucket: Bucket, prepare: Callable[[int], None]) -> None:
         """Installs the hooks of a bucket; ``prepare`` is called before an unexpected gradient is added."""
-        for i, node in enumerate(bucket.accumulators):
-            hook = self.native.hook(bucket.number, len(bucket.params), i, bucket.noted, prepare)
+        self.nodes[bucket] = [*map(_accumulator_of, bucket.params)]
+        noted = bucket.gradient.local.noted
+        for i, node in enumerate(self.nodes[bucket]):
+            hook = self.native.hook(bucket.number, len(bucket.params), i, noted, prepare)
             self._handles.append(node.register_prehook(hook))
 
     def stop(self) -> None:
@@ -484,6 +504,7 @@ class GradArrivals:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.nodes.clear()
 
     def look_at(self, buckets: Sequence[Bucket]) -> None:
         """Forgets that passes are not nested if other parameters are trained now: reentrant checkpoints are not
@@ -628,11 +649,11 @@ class ShardedModel:
             unit.recomputed = True
             self.begin_backward()
         self.calls.count += 1
-        if grad and unit.first_call is None:
-            unit.first_call = self.calls.count
+        if grad and unit.calls.first is None:
+            unit.calls.first = self.calls.count
         if self.calls.trains and not recomputing:
-            unit.calls[module] += 1
-            unit.checkpointed |= not grad
+            unit.calls.trained += 1
+            unit.calls.checkpointed |= not grad
         if self.stage == LAST_STAGE:
             if in_transform():
                 self._check_transformed(module)
@@ -717,7 +738,7 @@ class ShardedModel:
         self._stop_packing()
         if torch._C._current_graph_task_id() < 0:
             for bucket in self.unit_of if not done or self.calls.depth == 0 else ():
-                if bucket.borrowed or not done:
+                if bucket.memory.borrowed or not done:
                     self._release(bucket)
 
     def end_call(self, unit: Unit, module: nn.Module) -> int | None:
@@ -784,11 +805,11 @@ class ShardedModel:
             bucket.start_gather()
         for bucket in buckets:
             bucket.finish_gather()
-            bucket.borrowed |= bucket in missing
+            bucket.memory.borrowed |= bucket in missing
             unit = self.unit_of[bucket]
-            if unit.first_call is None and torch.is_grad_enabled():
+            if unit.calls.first is None and torch.is_grad_enabled():
                 self.calls.count += 1
-                unit.first_call = self.calls.count
+                unit.calls.first = self.calls.count
         self._start_packing()
         try:
             yield stays
@@ -829,7 +850,10 @@ class ShardedModel:
         self.backward.scheduled = True
         self.backward.task = torch._C._current_graph_task_id()
         for unit in self.units:
-            unit.used_outside = unit.checkpointed and any(map(will_run, unit.accumulators))
+            if unit.calls.checkpointed:
+                nodes = (node for bucket in unit.buckets for node in self.arrivals.nodes.get(bucket, ()))
+                if any(map(will_run, nodes)):
+                    self.backward.used_outside.add(unit)
         end = partial(ShardedModel._finish, self)
         self.backward.end = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
@@ -844,7 +868,7 @@ class ShardedModel:
                 self.ranks.announce("backward")
 
     def _will_accumulate(self) -> bool:
-        return any(will_run(node) for bucket in self.order for node in bucket.accumulators)
+        return any(map(will_run, chain.from_iterable(self.arrivals.nodes.values())))
 
     def reach(self, unit: Unit, number: int) -> None:
         """Called when backward reaches the output of a unit's call, or a parameter that the call saved: calls with a
@@ -855,11 +879,9 @@ class ShardedModel:
             self.backward.makes_graph = True
             self.gathered.graph_needs = self.stage == LAST_STAGE
         self._pass(number)
-        if unit.first_call is None or unit.first_call > number:  # from a graph older than the last backward pass
-            unit.first_call = 0
-        if not unit.in_backward:
-            unit.in_backward = True
-            self.backward.reached.append(unit)
+        if unit.calls.first is None or unit.calls.first > number:  # from a graph older than the last backward pass
+            unit.calls.first = 0
+        self.backward.reached[unit] = None
         if self.stage == LAST_STAGE and not unit.is_unsharded:
             self.timed(unit.gather)
             before = unit.backward_prefetch
@@ -873,8 +895,7 @@ class ShardedModel:
         done = [unit for unit in self.backward.reached if _first_call(unit) > number]
         for unit in sorted(done, key=_first_call, reverse=True):
             if all(self._is_complete(bucket) for bucket in unit.buckets):
-                self.backward.reached.remove(unit)
-                unit.in_backward = False
+                del self.backward.reached[unit]
                 if unit.reshard_after_backward:
                     self._release(unit)
                 self.flush(unit)
@@ -883,10 +904,10 @@ class ShardedModel:
         """Whether all gradients of the bucket have arrived in this pass."""
         if self.arrivals.native.adding_elsewhere() == bucket.number:
             return False
-        arrived = self.backward.arrived.get(bucket, ())
-        if len(arrived) == len(bucket.accumulators):
+        arrived, nodes = self.backward.arrived.get(bucket, ()), self.arrivals.nodes.get(bucket, ())
+        if len(arrived) == len(nodes):
             return True
-        return not any(will_run(node) for i, node in enumerate(bucket.accumulators) if i not in arrived)
+        return not any(will_run(node) for i, node in enumerate(nodes) if i not in arrived)
 
     def _waits(self, bucket: Bucket) -> bool:
         """Whether a bucket is only reduced at the end of the backward pass, because its gradients may come more than
@@ -961,10 +982,14 @@ class ShardedModel:
         while self.backward.next < len(self.order) and self.backward.is_launched(self.order[self.backward.next]):
             self.backward.next += 1
         self.ranks.announce("reduce", bucket.number, gradient.has_reduced)
-        self.timed(gradient.start_reduce, bucket.hook)
+        hook = self.sync.hook
+        if hook is None:
+            self.timed(gradient.start_reduce)
+        else:
+            self.timed(gradient.start_reduce, partial(hook, bucket, self.order.index(bucket), bucket is self.order[-1]))
         self.backward.in_flight.append(bucket)
         # A communication hook's future may communicate from another thread, at different times on the ranks.
-        if not self.ranks.background or (bucket.hook is not None and bucket.device.type == "cpu"):
+        if not self.ranks.background or (hook is not None and bucket.device.type == "cpu"):
             self._finish_first_reduce()
 
     def _finish_first_reduce(self) -> None:
@@ -1094,7 +1119,6 @@ class ShardedModel:
         self.calls.used_up |= ended.accumulates
         self.sync.awaits_backward &= not ended.accumulates
         for unit in self.units:
-            unit.in_backward = False
             if unit.reshard_after_backward and self.sync.step is None:
                 self._release(unit)
 
@@ -1226,8 +1250,18 @@ def will_run(node: Any) -> bool:
         return False
 
 
+def _accumulator_of(p: nn.Parameter) -> Any:
+    """Returns the autograd node that adds a gradient to ``p.grad``."""
+    trained = p.requires_grad
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        p.requires_grad_(True)  # autograd has a node only for parameters that require a gradient
+        node = p.view_as(p).grad_fn.next_functions[0][0]
+        p.requires_grad_(trained)
+    return node
+
+
 def _first_call(unit: Unit) -> int:
-    return unit.first_call or 0
+    return unit.calls.first or 0
 
 
 def _advise_against_max_norm(module: nn.Module, ranks: DataParallelGroup) -> None:
@@ -1254,21 +1288,21 @@ class SavedParameter:
         """Returns the parameter's values; a collective if its bucket is not gathered."""
         bucket = self.home()
         if bucket is not None and bucket.stage == LAST_STAGE and bucket.is_unsharded:
-            return bucket.window(self.window)
+            return bucket.memory.window(self.window)
         place = None if bucket is None else place_of(bucket.params[0])
         if bucket is None or place is None:
             raise RuntimeError(
                 "backward: got a graph of a model that was dropped or unsharded, expected one that is kept"
             )
         if bucket.is_unsharded:
-            return bucket.window(self.window)
+            return bucket.memory.window(self.window)
         flat, unit = place.flat, place.flat.unit_of[bucket]
         if torch._C._current_graph_task_id() >= 0:
             flat.reach(unit, self.number)
-            return bucket.window(self.window)
+            return bucket.memory.window(self.window)
         # Accessed by a program that inspects the graph.
         with flat.borrowing([bucket], unit.name, "a saved tensor"):
-            return bucket.window(self.window).clone()
+            return bucket.memory.window(self.window).clone()
 
 
 def _packing(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:

@@ -182,7 +182,7 @@ def parameters_of_16_bits_joined_in_a_step(right: Function) -> Function:
 @fault(Bucket, "finish_gather")
 def gather_of_stale_values(right: Function) -> Function:
     def wrong(bucket: Bucket) -> None:
-        gathered = bucket.gathering is not None
+        gathered = bucket.memory.gathering is not None
         right(bucket)
         if gathered:
             first = bucket.__dict__.setdefault("first_values", bucket.unsharded.clone())
