@@ -27,10 +27,12 @@ class Entry:
     """The parameter that the optimizer sees during step() in place of some of the model's parameters.
 
     Attributes:
+        group: index of the optimizer's parameter group.
         values, address: the part of the master weights that ``param`` covers, and its address.
     """
 
     bucket: Bucket
+    group: int
     start: int  # offset in the bucket's buffer
     end: int
     segments: tuple[int, ...]
@@ -45,8 +47,8 @@ class Entry:
 
 
 @dataclass
-class BucketState:
-    """The unsharded state of a bucket.
+class OptimizerState:
+    """An optimizer's unsharded state of a bucket.
 
     Attributes:
         alike: state with one value per element, such as moments, in tensors as long as the bucket's buffer.
@@ -62,7 +64,7 @@ class BucketState:
     holders: dict[str, set[int]] = field(default_factory=dict)
 
     @staticmethod
-    def gathered(bucket: Bucket, pieces: Sequence[tuple[Entry, State]], stepped: set[int]) -> BucketState:
+    def gathered(bucket: Bucket, pieces: Sequence[tuple[Entry, State]], stepped: set[int]) -> OptimizerState:
         """Builds the state from every rank's pieces; a collective.
 
         Args:
@@ -95,16 +97,16 @@ class BucketState:
                 if key not in owned:
                     owned[key] = torch.zeros(bucket.end - bucket.start, dtype=dtype, device=bucket.master.device)
             owned = {key: bucket.gather_owned(owned[key]) for key, _ in keys}
-        return BucketState(bucket, owned, other, known, holders)
+        return OptimizerState(bucket, owned, other, known, holders)
 
     @staticmethod
-    def of(bucket: Bucket, parameters: dict[int, State], rank: int, checked: bool) -> BucketState:
+    def of(bucket: Bucket, parameters: dict[int, State], rank: int, checked: bool) -> OptimizerState:
         """Builds the state from the state of each parameter.
 
         Args:
             checked: whether moments must have their parameter's shape.
         """
-        found = BucketState(bucket, present=set(parameters))
+        found = OptimizerState(bucket, present=set(parameters))
         for i, state in parameters.items():
             segment = bucket.layout.segments[i]
             for key, value in state.items():
