@@ -106,7 +106,7 @@ def _chosen(parameters: Any) -> tuple[list[torch.Tensor], ShardedModel | None]:
     homes = {id(place.flat): place.flat for p in found if _is_trained(p) and (place := place_of(p)) is not None}
     if not homes:
         return found, own
-    if len(homes) > 1 or not all(_is_trained(p) or next(iter(homes.values())).wrapping.composed for p in found):
+    if len(homes) > 1 or not all(_is_trained(p) or next(iter(homes.values())).config.composed for p in found):
         raise InvalidArgumentError(
             "clip_grad_norm_: got parameters of several wrapped modules, or wrapped ones beside others, expected those "
             "of one; clip them one by one"

@@ -28,23 +28,21 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import communicator_of
 from ringcomm.data_parallel.arguments import DEVICE, DEVICES, MODULE
 from ringcomm.data_parallel.bucket import Bucket
+from ringcomm.data_parallel.build import build
 from ringcomm.data_parallel.comm_hook import CommHook, HookReduction
 from ringcomm.data_parallel.dynamo import skipped
 from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh
 from ringcomm.data_parallel.join import enter, join, leave, shadow
 from ringcomm.data_parallel.meta import real_device
 from ringcomm.data_parallel.module_notes import notes_of
-from ringcomm.data_parallel.module_state import keep_ordinary_state
-from ringcomm.data_parallel.optimizer import unwrap_model, watch_optimizers
+from ringcomm.data_parallel.optimizer import unwrap_model
 from ringcomm.data_parallel.partition import (
-    BucketBuilder,
+    bucket_bytes,
     facts_of,
-    kept_in_their_type,
-    measured_bucket_bytes,
     named_parameters,
 )
 from ringcomm.data_parallel.precision import MixedPrecision, precision_of
-from ringcomm.data_parallel.sharded_model import ShardedModel, Wrapping, sharded_model_of
+from ringcomm.data_parallel.sharded_model import Config, ShardedModel, sharded_model_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.mesh import refuse_no_mesh
 from ringcomm.validation import COMMUNICATOR, FLAG, INTEGER, NOT_NEGATIVE, a, expects
@@ -160,9 +158,9 @@ class DistributedDataParallel(nn.Module, Joinable):
             MixedPrecision() if mixed_precision is None else mixed_precision, CALL, "mixed_precision"
         )
         self._alone: dist.ProcessGroup | None = None
-        self._how = (precision, sends, bucket_cap_mb)
+        self._config = Config(0, None, precision, bucket_cap_mb, broadcast_buffers=sends)
         _unwrap(module)
-        self._made = _flat(module, ranks, bucket_cap_mb, precision, sends, init_sync)
+        self._made = _flat(module, ranks, self._config, init_sync)
         if init_sync and (sends or forward_sync_buffers is not None):
             self._made.send_buffers()
         self.module = module
@@ -171,12 +169,11 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _flat(self) -> ShardedModel:
         """The wrapped module's state. A copy, or a module that was unwrapped since, gets it at its first use."""
         if self._made is None or self._made.unwrapped:
-            precision, sends, bucket_cap_mb = self._how
             comm = None if self.comm is None or self.comm.closed else self.comm
             ranks = _ranks(self.module, comm, None, None)
             self.comm = ranks.comm
             _unwrap(self.module)
-            self._made = _flat(self.module, ranks, bucket_cap_mb, precision, sends, False)
+            self._made = _flat(self.module, ranks, self._config, False)
         return self._made
 
     def __getstate__(self) -> dict[str, Any]:
@@ -432,15 +429,8 @@ def _unwrap(module: nn.Module) -> None:
         unwrap_model(flat)
 
 
-def _flat(
-    module: nn.Module,
-    ranks: DataParallelGroup,
-    bucket_cap_mb: float | None,
-    precision: MixedPrecision,
-    sends_buffers: bool,
-    init_sync: bool,
-) -> ShardedModel:
-    """Makes the module's only unit, at stage 0."""
+def _flat(module: nn.Module, ranks: DataParallelGroup, config: Config, init_sync: bool) -> ShardedModel:
+    """Makes the module's only unit."""
     ignored = {*getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
     params = named_parameters(module, CALL, ranks.rank, [p for n, p in module.named_parameters() if n in ignored])
     if not any(p.requires_grad for _, p in params):
@@ -449,26 +439,20 @@ def _flat(
             "one; call the module itself"
         )
     if init_sync:
-        facts = facts_of(module, ignored, sends_buffers)
-        ranks.agree(CALL, [*facts, f"{bucket_cap_mb=}, {precision}, ignored={sorted(ignored)}"])
-    cap = measured_bucket_bytes(ranks) if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20))
-    builder = BucketBuilder(
-        ranks=ranks,
-        stage=0,
-        precision=precision,
-        bucket_bytes=max(1, cap),
+        facts = facts_of(module, ignored, config.broadcast_buffers)
+        ranks.agree(CALL, [*facts, *config.facts(), f"ignored={sorted(ignored)}"])
+    flat = build(
+        module,
+        ranks,
+        config,
+        [("", [module], params, False)],
+        call=CALL,
+        mixin=None,
+        bucket_bytes=bucket_bytes(config.bucket_cap_mb, ranks),
         atom="element",
-        tree=False,
-        master_device=None,
-        optimizer_group={},
-        kept=kept_in_their_type(module),
         send=init_sync,
     )
-    unit = builder.unit("", [module], params, False)
-    flat = ShardedModel(module, ranks, [unit], sends_buffers, Wrapping(precision))
     flat.contents.ignore_buffers(ignored)
-    keep_ordinary_state(flat)
-    watch_optimizers()
     return flat
 
 

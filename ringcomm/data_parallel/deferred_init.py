@@ -12,12 +12,14 @@ from torch import nn
 
 from ringcomm.data_parallel.bucket import Bucket
 from ringcomm.data_parallel.group import DataParallelGroup
+from ringcomm.data_parallel.layout import up
 from ringcomm.data_parallel.meta import is_unmade, unmade
-from ringcomm.data_parallel.unsplit import Room, unsplit_of
+from ringcomm.data_parallel.unsplit import unsplit_of
 from ringcomm.errors import InvalidArgumentError
 
 InitFn = Callable[[nn.Module], Any]
 _NAMED = 5  # most parameters named in an error
+_ALIGNED = 64  # bytes
 
 
 class Waiting:
@@ -30,7 +32,8 @@ class Waiting:
     def __init__(
         self, module: nn.Module, device: torch.device, init: InitFn | bool | None, call: str, rank: int
     ) -> None:
-        self.device, self.call, self.rank, self.room = device, call, rank, Room(device, unmade)
+        self.device, self.call, self.rank = device, call, rank
+        self.memory = torch.empty(0, dtype=torch.uint8)  # of one unsplit module after the other
         self.modules = [(name, m) for name, m in _children_first(module) if _has_meta(m)]
         self.params = {id(p) for _, m in self.modules for p in m._parameters.values() if p is not None and p.is_meta}
         self.init: InitFn | None = None if init is False else init if callable(init) else self._reset
@@ -105,7 +108,7 @@ class Waiting:
         if self.init is None:
             return
         unsplit = unsplit_of(m)
-        whole = m if unsplit is None else unsplit.open(m, self.room)
+        whole = m if unsplit is None else unsplit.open(m, self._give_memory)
         before = _ids(whole)
         with torch.no_grad(), self.device:
             self.init(whole)
@@ -116,6 +119,17 @@ class Waiting:
             )
         if unsplit is not None:
             unsplit.close(m)
+
+    def _give_memory(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns memory for tensors on meta, valid until the next call. It is reused, because separate allocations
+        would fragment the heap."""
+        sizes = [up(x.nbytes, _ALIGNED) for x in tensors]
+        if self.memory.numel() < sum(sizes):
+            self.memory = self.memory.new_empty(0)  # frees the old memory first
+            self.memory = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        parts = self.memory[: sum(sizes)].split(sizes)
+        made = [part[: x.nbytes].view(x.dtype).view(x.shape) for x, part in zip(tensors, parts, strict=True)]
+        return [x.fill_(unmade(x)) for x in made]
 
     def _make_buffers(self) -> None:
         made: dict[int, torch.Tensor] = {}

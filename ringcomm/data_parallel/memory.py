@@ -18,14 +18,14 @@ from torch import nn
 from ringcomm.data_parallel.arguments import MODULE, OPTIMIZER, STAGE
 from ringcomm.data_parallel.bucket import Bucket
 from ringcomm.data_parallel.group import DataParallelGroup
-from ringcomm.data_parallel.layout import Atom, FlatLayout, Spec
+from ringcomm.data_parallel.layout import Atom, FlatLayout
 from ringcomm.data_parallel.optimizer import is_elementwise, states_of
 from ringcomm.data_parallel.optimizer_size import state_nbytes
-from ringcomm.data_parallel.partition import BucketBuilder, blocks_of, kept_in_their_type
+from ringcomm.data_parallel.partition import BucketBuilder, blocks_of, bucket_bytes, kept_in_their_type, units_of
 from ringcomm.data_parallel.precision import MixedPrecision
-from ringcomm.data_parallel.shard import units_of
 from ringcomm.data_parallel.sharded_model import (
     IN_FLIGHT,
+    Config,
     ShardedModel,
     Unit,
     flags_numel,
@@ -206,8 +206,9 @@ class Plan:
 
     def _bucket_again(self, bucket: Bucket) -> Bucket:
         """Returns a bucket for these ranks: the same parameters, laid out anew."""
-        specs = [Spec(s.name, s.shape, s.group, s.aliases) for s in bucket.layout.segments]
-        layout = FlatLayout.build(specs, bucket.layout.dtype, self.ranks.world_size, _atom_of(bucket.layout))
+        layout = FlatLayout.build(
+            bucket.layout.segments, bucket.layout.dtype, self.ranks.world_size, _atom_of(bucket.layout)
+        )
         master = None if bucket.master_device is None else _META
         kind = bucket.types.compute
         params = [
@@ -246,18 +247,22 @@ class Plan:
         twin = copy.deepcopy(model, memo | twins)
         numbers = {} if optimizer is None else _group_numbers(optimizer)
         builder = BucketBuilder(
-            ranks=self.ranks,
-            stage=self.stage,
-            precision=mixed_precision or MixedPrecision(),
-            bucket_bytes=max(1, int(bucket_cap_mb * (1 << 20))),
-            atom=atom or ("element" if optimizer is None or is_elementwise(optimizer) else "tensor"),
-            tree=accumulation_order == "tree",
-            master_device=_META if offload else None,
+            Config(
+                stage=self.stage,
+                mixed_precision=mixed_precision or MixedPrecision(),
+                accumulation=accumulation_order,
+                offload=_META if offload else None,
+            ),
+            self.ranks,
+            bucket_bytes(bucket_cap_mb, self.ranks),
+            atom or ("element" if optimizer is None or is_elementwise(optimizer) else "tensor"),
             optimizer_group={id(twins[key]): number for key, number in numbers.items()},
             kept=kept_in_their_type(twin),
             send=False,
         )
-        units = units_of(twin, builder, list(twin.named_parameters()), blocks_of(twin), reshard_after_forward, True)
+        params = list(twin.named_parameters())
+        parts = units_of(twin, params, blocks_of(twin), reshard_after_forward, builder.bucket_bytes)
+        units = [builder.unit(*each) for each in parts]
         places = {id(p): (bucket, i) for unit in units for bucket in unit.buckets for i, p in enumerate(bucket.params)}
         self._home |= {key: places[id(p)] for key, p in twins.items()}
         return units
@@ -408,10 +413,14 @@ def _atom_of(layout: FlatLayout) -> Atom:
 
 
 class _Still:
-    """A communicator of one rank among many that moves nothing."""
+    """A communicator of one rank among many that moves nothing, on the meta device."""
 
     def __init__(self, rank: int, world_size: int, engine: str) -> None:
         self.rank, self.world_size, self.engine, self.device = rank, world_size, engine, "meta"
+
+    def empty(self, numel: int, *, dtype: torch.dtype, like: str) -> torch.Tensor:
+        """Returns a tensor with a shape and no memory."""
+        return torch.empty(numel, dtype=dtype, device=_META)
 
     def all_reduce(self, x: torch.Tensor, op: str = "sum", *, async_op: bool = False) -> _Still:
         return self
@@ -429,20 +438,12 @@ class _Still:
         """Returns at once, because nothing was started."""
 
 
-class _StillRanks(DataParallelGroup):
-    """Ranks over a `_Still` communicator, with memory on the meta device."""
-
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns a tensor with a shape and no memory."""
-        return torch.empty(numel, dtype=dtype, device=_META)
-
-
 def _ranks_of(flat: ShardedModel | None, rank: int, world_size: int, background: bool | None) -> DataParallelGroup:
     engine = "cpu" if flat is None else flat.ranks.comm.engine
     replicas: Any = None
     if flat is not None and flat.ranks.replicas is not None:
         replicas = _Still(0, flat.ranks.replicas.world_size, engine)
     comm: Any = _Still(rank, world_size, engine)
-    ranks = _StillRanks(comm, replicas)
+    ranks = DataParallelGroup(comm, replicas)
     ranks.background = background if background is not None else True if flat is None else flat.ranks.background
     return ranks

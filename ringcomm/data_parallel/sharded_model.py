@@ -45,10 +45,11 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from ringcomm import _C
-from ringcomm.data_parallel.arguments import LAST_STAGE
+from ringcomm.data_parallel.arguments import LAST_STAGE, Units
 from ringcomm.data_parallel.bucket import Bucket, Gathered, ViewData, Window, in_transform
 from ringcomm.data_parallel.dynamo import eager, skipped
 from ringcomm.data_parallel.group import DataParallelGroup
+from ringcomm.data_parallel.layout import Atom
 from ringcomm.data_parallel.module_contents import ModuleContents
 from ringcomm.data_parallel.options import CHECKSUM_NBYTES, AttachedOptimizers, differ, with_complement
 from ringcomm.data_parallel.precision import MixedPrecision
@@ -72,13 +73,7 @@ _COLLECTIVES = {  # by stage, for the note added to an error
 IN_FLIGHT = 2  # reductions at stages 2 and 3 at the same time, each with its own unsharded buffer
 
 
-class _Calling(threading.local):
-    """The stage 3 models that have calls running in this thread."""
-
-    flats: Sequence[ShardedModel] = ()
-
-
-_calling = _Calling()
+_calling = threading.local()  # its `flats`: the stage 3 models that have calls running in this thread
 
 
 @dataclass
@@ -191,9 +186,10 @@ class Unit:
     @eager
     def _begin(self, module: nn.Module) -> bool:
         """Begins a call. Returns False inside a pipeline step, where parameters stay unsharded."""
-        if self.flat.sync.step is None:
+        if self.flat.sync.microbatches is None:
             self.flat.begin_call(self, module)
-        return self.flat.sync.step is None
+            return True
+        return False
 
     @eager
     def _leave(self, counted: bool, done: bool) -> None:
@@ -211,13 +207,13 @@ class Unit:
                 if x.grad_fn is not None:
                     _hook_first(x, partial(_reached, weakref.ref(self), number))
         if module is flat.module:
-            return flat.wrapping.precision.cast(output, flat.wrapping.precision.output_dtype)
+            return flat.config.mixed_precision.cast(output, flat.config.mixed_precision.output_dtype)
         return self._cast_output(output)
 
     @eager
     def cast_inputs(self, args: Any, kwargs: Any) -> Any:
         """Casts a call's arguments to the type in which the unit computes."""
-        precision = self.precision or self.flat.wrapping.precision
+        precision = self.precision or self.flat.config.mixed_precision
         if precision.cast_forward_inputs and precision.param_dtype is not None:
             return precision.cast((args, kwargs), precision.param_dtype)
         return args, kwargs
@@ -374,20 +370,6 @@ class BackwardPass:
 
 
 @dataclass
-class PipelineStep:
-    """A step of forward and backward passes of parts of the module in any order. Parameters stay unsharded throughout,
-    and nothing is reduced before its end.
-
-    Attributes:
-        microbatch: the one that the passes belong to now; None: each parameter's next.
-        microbatches: how many there are so far.
-    """
-
-    microbatch: int | None = None
-    microbatches: int = 0
-
-
-@dataclass
 class Synchronisation:
     """When the ranks communicate: which backward passes reduce, and which forward passes begin with rank 0's buffers.
 
@@ -397,7 +379,10 @@ class Synchronisation:
         decided: whether the next backward pass reduces, if a forward pass decided it as in torch.
         awaits_backward: whether a forward pass that reduces still waits for its backward pass.
         buffers_are_due: whether the next forward pass begins with rank 0's buffers.
-        step: the pipeline step that is running.
+        microbatches: how many a pipeline's step has had so far: forward and backward passes of parts of the module in
+            any order, during which parameters stay unsharded, and nothing is reduced before the end. None: no step is
+            running.
+        microbatch: the one that the passes belong to now; None: each parameter's next.
         heard: on a device, the header of the last message that ended a backward pass.
         hook: starts a bucket's reduction in place of the communicator; see comm_hook.py.
     """
@@ -407,7 +392,8 @@ class Synchronisation:
     decided: bool | None = None
     awaits_backward: bool = False
     buffers_are_due: bool = True
-    step: PipelineStep | None = None
+    microbatches: int | None = None
+    microbatch: int | None = None
     heard: torch.Tensor | None = None
     hook: Callable[[Bucket, int, bool, torch.Tensor], Any] | None = None
 
@@ -517,17 +503,35 @@ class GradArrivals:
 
 
 @dataclass(frozen=True)
-class Wrapping:
-    """How a module was wrapped.
+class Config:
+    """How a module is wrapped: the arguments of `ringcomm.shard`, or what another call makes of its own.
 
     Attributes:
-        composed: whether it was wrapped before its optimizer was known.
-        arguments: those of `shard`; None: another call has wrapped it.
+        offload: device of the master weights and the optimizer's state; None: the device of the weights.
+        init_fn: whether parameters from the meta device are initialised, not loaded.
+        composed: whether the optimizer was not known yet.
     """
 
-    precision: MixedPrecision
+    stage: int = 2
+    units: Units = None
+    mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
+    bucket_cap_mb: float | None = None
+    reshard_after_forward: bool | None = True
+    broadcast_buffers: bool = True
+    accumulation: str = "sequential"
+    atom: Atom | None = None
+    offload: torch.device | None = None
+    init_fn: bool = True
     composed: bool = True
-    arguments: Any = None
+
+    def facts(self, units: Sequence[str] = ()) -> list[str]:
+        """Returns the facts that ranks must agree on, one line per argument.
+
+        Args:
+            units: names of the units that were asked for.
+        """
+        named = {**vars(self), "units": "the blocks" if self.units is None else list(units)}
+        return [f"{name}={value}" for name, value in named.items()]
 
 
 class ShardedModel:
@@ -535,7 +539,6 @@ class ShardedModel:
 
     Args:
         units: in the order of forward; the last one is the module itself with the parameters in no other unit.
-        broadcast_buffers: see `Synchronisation`.
 
     Attributes:
         unit_of: the unit of each bucket, with the buckets in the order of forward.
@@ -548,10 +551,9 @@ class ShardedModel:
         module: nn.Module,
         ranks: DataParallelGroup,
         units: Sequence[Unit],
-        broadcast_buffers: bool,
-        wrapping: Wrapping,
+        config: Config,
     ) -> None:
-        self.ranks, self.wrapping = ranks, wrapping
+        self.ranks, self.config = ranks, config
         ranks.order = 0  # some ranks may still have the value of a model that others have dropped
         self.contents = ModuleContents(module)
         self.units = list(units)
@@ -562,7 +564,7 @@ class ShardedModel:
         self._set_order()
         self.communication_seconds = 0.0
         self.optimizers = AttachedOptimizers(ranks, self.device)
-        self.sync = Synchronisation(broadcast_buffers)
+        self.sync = Synchronisation(config.broadcast_buffers)
         self.calls = ForwardCalls()
         self.backward = BackwardPass()
         self.arrivals = GradArrivals()
@@ -772,7 +774,7 @@ class ShardedModel:
         """Makes autograd save a reference to a parameter's unit in place of the parameter's memory, which is freed."""
         autograd, hooks = torch._C._autograd, None
         if self.stage == LAST_STAGE and self.calls.depth == 0:
-            _calling.flats = [*_calling.flats, self]
+            _calling.flats = [*_running(), self]
         if self.stage == LAST_STAGE and autograd._saved_tensors_hooks_is_enabled():
             users = autograd._top_saved_tensors_default_hooks(
                 True
@@ -786,7 +788,7 @@ class ShardedModel:
     def _stop_packing(self) -> None:
         hooks = self.calls.packing.pop()
         if self.stage == LAST_STAGE and self.calls.depth == 0:
-            _calling.flats = [flat for flat in _calling.flats if flat is not self]
+            _calling.flats = [flat for flat in _running() if flat is not self]
         if hooks is not None:
             hooks.__exit__(None, None, None)
 
@@ -956,8 +958,7 @@ class ShardedModel:
             self._launch_ready()
 
     def _pack(self, bucket: Bucket) -> None:
-        step = self.sync.step
-        bucket.gradient.pack(step is not None, None if step is None else step.microbatch)
+        bucket.gradient.pack(self.sync.microbatches is not None, self.sync.microbatch)
 
     def _launch_ready(self) -> None:
         """Starts the reductions of complete buckets, in the order that is the same on all ranks."""
@@ -1119,7 +1120,7 @@ class ShardedModel:
         self.calls.used_up |= ended.accumulates
         self.sync.awaits_backward &= not ended.accumulates
         for unit in self.units:
-            if unit.reshard_after_backward and self.sync.step is None:
+            if unit.reshard_after_backward and self.sync.microbatches is None:
                 self._release(unit)
 
     def _abandon(self) -> None:
@@ -1142,18 +1143,19 @@ class ShardedModel:
             self.timed(unit.gather)
         for bucket in self.order:
             bucket.gradient.local.begin_step()
-        self.sync.step = step = PipelineStep()
+        self.sync.microbatches = microbatches = 0
         try:
             with self.sync.paused():
                 yield
+            microbatches = self.sync.microbatches
         except BaseException:
-            self.sync.step = None
+            self.sync.microbatches = self.sync.microbatch = None
             self.backward.accumulates = True
             self._abandon()
             raise
-        self.sync.step = None
+        self.sync.microbatches = self.sync.microbatch = None
         for bucket in self.order:
-            bucket.gradient.end_step(step.microbatches)
+            bucket.gradient.end_step(microbatches)
         if torch.is_grad_enabled() and self.sync.enabled:
             self.backward.accumulates = True
             self._finish()
@@ -1163,10 +1165,9 @@ class ShardedModel:
     def begin_part(self, microbatch: int | None) -> None:
         """Inside `interleaved`: sets the micro-batch to which the following passes belong; None: each parameter's
         next."""
-        step = self.sync.step
-        assert step is not None
-        step.microbatch = microbatch
-        step.microbatches = max(step.microbatches, 0 if microbatch is None else microbatch + 1)
+        assert self.sync.microbatches is not None
+        self.sync.microbatch = microbatch
+        self.sync.microbatches = max(self.sync.microbatches, 0 if microbatch is None else microbatch + 1)
 
     def forget_gradients(self) -> None:
         """Drops the gradients as zero_grad() does."""
@@ -1305,12 +1306,16 @@ class SavedParameter:
             return bucket.memory.window(self.window).clone()
 
 
+def _running() -> Sequence[ShardedModel]:
+    return getattr(_calling, "flats", ())
+
+
 def _packing(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
     """Returns a function that packs saved tensors: stage 3 parameters as `SavedParameter`, all others with ``pack``."""
 
     def packed(x: torch.Tensor) -> Any:
         memory = x.untyped_storage()._cdata
-        for flat in _calling.flats:
+        for flat in _running():
             bucket = flat.gathered.homes.get(memory)
             if bucket is not None:
                 return SavedParameter(weakref.ref(bucket), flat.calls.count, Window.of(x))

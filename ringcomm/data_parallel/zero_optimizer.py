@@ -21,7 +21,7 @@ from torch import nn
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import communicator_of
 from ringcomm.data_parallel.group import DataParallelGroup
-from ringcomm.data_parallel.layout import Atom, FlatLayout, Spec
+from ringcomm.data_parallel.layout import Atom, FlatLayout, Segment
 from ringcomm.data_parallel.optimizer import is_elementwise, refuse_unusable
 from ringcomm.data_parallel.optimizer_state import check_shape, unpacked
 from ringcomm.data_parallel.sharded_model import place_of
@@ -79,7 +79,7 @@ class _Buffer:
     ) -> None:
         self.ranks = ranks
         first = params[0]
-        specs = [Spec(str(i), tuple(p.shape), number[id(p)]) for i, p in enumerate(params)]
+        specs = [Segment(str(i), tuple(p.shape), number[id(p)]) for i, p in enumerate(params)]
         self.layout = FlatLayout.build(specs, first.dtype, ranks.world_size, atom)
         self.params = [params[int(segment.name)] for segment in self.layout.segments]
         self.groups = [segment.group for segment in self.layout.segments]
