@@ -51,7 +51,7 @@ def is_primary_copy(bucket: Bucket, i: int) -> bool:
     """Whether this rank writes those of a parameter's values that are written once."""
     ranks = bucket.ranks
     first = ranks.rank == 0 and (ranks.replicas is None or ranks.replicas.rank == 0)
-    return first and bucket.counts(i) and (ranks.mesh is None or ranks.mesh.counts)
+    return first and bucket.is_primary_copy(i) and (ranks.mesh is None or ranks.mesh.counts)
 
 
 class Place(NamedTuple):
@@ -148,7 +148,7 @@ class Held:
                 "one over this one; save its state_dict(), or make an optimizer for each"
             )
         if sharded is not None and sharded.optimizer in flat.optimizers:  # `optimizer` may be a wrapper around it
-            sharded.settle()
+            sharded.refresh()
             sharded.close()
             pieces = [Piece(e.bucket, e.start, e.end, e.segments, e.param) for e in sharded.entries]
             names = [[name_of(bucket, i) for bucket, i in places] for places in sharded.places]

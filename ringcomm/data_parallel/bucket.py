@@ -559,7 +559,7 @@ class Bucket:
 
     # ---- the rest of a mesh ---------------------------------------------------------------------------------------
 
-    def counts(self, i: int) -> bool:
+    def is_primary_copy(self, i: int) -> bool:
         """True on exactly one replica of each parameter, so that norms and checkpoints count it once."""
         return is_primary_copy(self.params[i], self.ranks.mesh)
 

@@ -135,7 +135,7 @@ def _share(bucket: Bucket, some: set[int]) -> list[torch.Tensor]:
     """Returns the gradients that this rank adds to the norm: its shard, even at stage 0 where it has all gradients,
     without parameters that another rank of the mesh also has and counts."""
     gradient = bucket.gradient
-    some = {i for i in some if bucket.counts(i)}
+    some = {i for i in some if bucket.is_primary_copy(i)}
     found = _ranges(bucket, some, *bucket.layout.shard_range(bucket.ranks.rank))
     return [gradient.reduced[first - bucket.start : last - bucket.start] for first, last in found]
 

@@ -213,12 +213,10 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._flat.sync.decide()
         return output
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Forward passes inside make backward passes that only accumulate on this rank; the backward pass of the
         next forward pass outside averages the sums."""
-        with self._flat.sync.paused():
-            yield
+        return self._flat.sync.no_sync()
 
     def join(
         self,

@@ -15,8 +15,8 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -86,11 +86,9 @@ class FSDPModule(UnitModule):
         outermost module."""
         self._everything("set_requires_gradient_sync", recurse).sync.enabled = bool(requires_gradient_sync)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only accumulate on this rank; the next one outside reduces the sums."""
-        with self._everything("no_sync", True).sync.paused():
-            yield
+        return self._everything("no_sync", True).sync.no_sync()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted, without effect: every backward pass waits for its reductions."""

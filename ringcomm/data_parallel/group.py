@@ -250,7 +250,7 @@ class DataParallelGroup:
     def _started(self, result: Any) -> Any:
         return result if self.background else DONE
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Checks that all ranks start a gather that is not part of a step. A rank that does so alone gets an error,
         and not the data of another rank's next gather."""
         self.comm.barrier()
@@ -288,7 +288,7 @@ class DataParallelGroup:
     def gather_apart(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Returns all ranks' shards, in new memory on a device, by a gather that is not part of a step."""
         unsharded = torch.empty(shard.numel() * self.world_size, dtype=shard.dtype, device=device)
-        self.meet()
+        self.barrier()
         self.comm.all_gather(shard.to(device), out=unsharded)
         return unsharded
 

@@ -219,7 +219,7 @@ def _finish(flat: ShardedModel) -> None:
 
 
 def _send_state(flat: ShardedModel, sharded: ShardedOptimizer) -> None:
-    sharded.settle()
+    sharded.refresh()
     sharded.close()
     for entry in sharded.entries:
         for value in sharded.state.get(entry.param, {}).values():

@@ -341,7 +341,7 @@ class ShardedOptimizer:
         self.state: defaultdict[Any, Any] = defaultdict(dict)
         self.host = HostGradients()
         self._seen = UnshardedStates(self)  # `optimizer.state` between two steps
-        self._working = False
+        self._in_step = False
         self._watches = _watches
         _checked.pop(optimizer, None)
         self._find("shard")
@@ -517,7 +517,7 @@ class ShardedOptimizer:
 
     # ---- between two steps ----------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def refresh(self) -> None:
         """Handles what changed since the last step: a step that raised, new parameters, newly assigned state."""
         self._recover()
         if self._groups_changed() or self._others_were_wrapped():
@@ -525,7 +525,7 @@ class ShardedOptimizer:
 
     def _recover(self) -> None:
         """After a step that raised, copies the values that it had changed into the model, as in plain torch."""
-        if self._working:
+        if self._in_step:
             self.after_step()
         self.adopt_state()
 
@@ -689,7 +689,7 @@ class ShardedOptimizer:
 
     def before_state_dict(self) -> None:
         """Puts in the unsharded state, from which torch makes the usual state dict; a collective."""
-        self.settle()
+        self.refresh()
         states: dict[Any, Any] = {}
         for bucket, part in self.parts.items():
             found = self._gathered(bucket) if part.unsharded is None else None
@@ -712,7 +712,7 @@ class ShardedOptimizer:
     def before_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Checks the state of sharded parameters, and withholds it from torch, which would cast it to the model's
         type."""
-        self.settle()
+        self.refresh()
         groups = state_dict["param_groups"]
         expected, got = [len(params) for params in self.outside], [len(group["params"]) for group in groups]
         if expected != got:
@@ -750,7 +750,7 @@ class ShardedOptimizer:
     # ---- a step ---------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def working(self) -> Iterator[None]:
+    def in_step(self) -> Iterator[None]:
         """Inside the block, the optimizer has the parameters of step(), with gradients unless the user has set them
         to None."""
         self._adopt_user_changes()
@@ -762,7 +762,7 @@ class ShardedOptimizer:
 
     def _adopt_user_changes(self) -> None:
         """Takes over what users have changed since the last step."""
-        self.settle()
+        self.refresh()
         for bucket in self.parts:
             bucket.gradient.adopt_user_grads("step")
 
@@ -778,7 +778,7 @@ class ShardedOptimizer:
 
     def _enter(self) -> None:
         """Replaces the model's parameters by the shards."""
-        self._working = True
+        self._in_step = True
         self._forget_unsharded_gradients()
         for group, params in zip(self.optimizer.param_groups, self.inside, strict=True):
             group["params"][:] = params
@@ -798,7 +798,7 @@ class ShardedOptimizer:
 
     def _leave(self) -> None:
         """Puts the model's parameters back, with the values that step() has set."""
-        self._working = False
+        self._in_step = False
         self._forget_unsharded_gradients()
         if self.optimizer.state is not self.state:  # step() has assigned another mapping
             self.state = defaultdict(dict, self.optimizer.state)
@@ -828,7 +828,7 @@ class ShardedOptimizer:
             return None
 
         def with_the_model() -> Any:
-            if self._working:
+            if self._in_step:
                 self.after_step()
             loss = closure()
             self._begin_step()
@@ -887,7 +887,7 @@ class ShardedOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discards the gradients; with ``set_to_none=False`` sets them to zero, as in torch."""
-        self.settle()
+        self.refresh()
         if not set_to_none:
             for flat in self.flats:
                 if flat.ranks.joining is None or flat.ranks.joining.module is flat.module:

@@ -24,7 +24,6 @@ class MixedPrecision:
             once. 8-bit gradients are scaled by each parameter's largest magnitude on any rank; they keep 3 (e4m3) or 2
             (e5m2) bits of fraction, and lose elements below about 2**-18 (e4m3) or 2**-32 (e5m2) of the largest. None:
             the type of the master weights.
-            master weights.
         output_dtype: type of the module's outputs.
         cast_forward_inputs: whether floating point inputs of a unit are cast to ``param_dtype``.
         master_dtype: None: float32 for a module in float32 or in 16 bits with a ``param_dtype``, else the module's

@@ -4,7 +4,7 @@ later."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -116,7 +116,6 @@ def shard(
         units: modules, or their classes, whose parameters are communicated together; None: the blocks of the module's
             lists, joined while they are small; if the module is smaller than a bucket, the module itself. Parameters
             outside all units belong to the module's own unit.
-            belongs to the module itself.
         bucket_cap_mb: size of a message in MiB; None: the size at which latency becomes a small part of its time,
             measured now.
         reshard_after_forward: whether stage 3 frees a unit's parameters between forward and backward.
@@ -356,12 +355,10 @@ def stage_of(module: nn.Module) -> int:
 
 
 @expects("no_sync", module=MODULE)
-@contextmanager
-def no_sync(module: nn.Module) -> Iterator[None]:
+def no_sync(module: nn.Module) -> AbstractContextManager[None]:
     """Backward passes of a sharded module inside only accumulate on this rank, at every stage; the next one outside
     reduces the sums. Until then stages 2 and 3 hold unsharded gradients."""
-    with _wrapped(module, "no_sync").sync.paused():
-        yield
+    return _wrapped(module, "no_sync").sync.no_sync()
 
 
 @expects("whole", module=MODULE)
@@ -377,7 +374,7 @@ def whole(module: nn.Module) -> Iterator[None]:
     units = [unit for unit in flat.units if any(id(p) in mine for bucket in unit.buckets for p in bucket.params)]
     sharded = [unit for unit in flat.units if not unit.is_unsharded]
     if sharded:
-        flat.timed(flat.ranks.meet)
+        flat.timed(flat.ranks.barrier)
     for unit in units:
         unit.gather()
     try:

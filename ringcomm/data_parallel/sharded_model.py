@@ -383,7 +383,7 @@ class Synchronisation:
             any order, during which parameters stay unsharded, and nothing is reduced before the end. None: no step is
             running.
         microbatch: the one that the passes belong to now; None: each parameter's next.
-        heard: on a device, the header of the last message that ended a backward pass.
+        last_header: on a device, that of the last message that ended a backward pass.
         hook: starts a bucket's reduction in place of the communicator; see comm_hook.py.
     """
 
@@ -394,7 +394,7 @@ class Synchronisation:
     buffers_are_due: bool = True
     microbatches: int | None = None
     microbatch: int | None = None
-    heard: torch.Tensor | None = None
+    last_header: torch.Tensor | None = None
     hook: Callable[[Bucket, int, bool, torch.Tensor], Any] | None = None
 
     @property
@@ -411,7 +411,7 @@ class Synchronisation:
         self.decided = self.awaits_backward
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate on this rank; the next one outside reduces the sums."""
         before, self.enabled = self.enabled, False
         try:
@@ -802,7 +802,7 @@ class ShardedModel:
             self._advise(name, call)
         missing = [bucket for bucket in buckets if not bucket.is_unsharded]
         if missing and not stays:
-            self.timed(self.ranks.meet)
+            self.timed(self.ranks.barrier)
         for bucket in missing:
             bucket.start_gather()
         for bucket in buckets:
@@ -1055,37 +1055,37 @@ class ShardedModel:
     def _start_used_params(self) -> tuple[bytes, bytearray, torch.Tensor, Any]:
         """Starts the message that has a 1 for every trainable parameter with a gradient on this rank. Returns the
         message, the host memory for the ranks' maximum, the device memory, and the work."""
-        said = self.optimizers.checksum() + (b"\1" if self.arrivals.nested else b"\0")
+        sent = self.optimizers.checksum() + (b"\1" if self.arrivals.nested else b"\0")
         for bucket in self.order:
             has = bucket.gradient.local.contributed | bucket.gradient.has
             numel = len(bucket.params)
-            said += b"\1" * numel if len(has) == numel else bytes(i in has for i in range(numel))
+            sent += b"\1" * numel if len(has) == numel else bytes(i in has for i in range(numel))
         if self.stage == LAST_STAGE:
-            said += with_complement(self.ranks.order)
-        heard = bytearray(said)
-        flags = torch.frombuffer(heard, dtype=torch.uint8).to(self.device)
+            sent += with_complement(self.ranks.order)
+        received = bytearray(sent)
+        flags = torch.frombuffer(received, dtype=torch.uint8).to(self.device)
         if self.ranks.data_world_size == 1:
-            return said, heard, flags, None
+            return sent, received, flags, None
         self.ranks.count("flags", flags.nbytes)
         work = self.ranks.comm.all_reduce(flags, "max", async_op=self.ranks.background)
-        return said, heard, flags, work if self.ranks.background else None
+        return sent, received, flags, work if self.ranks.background else None
 
     def _finish_used_params(self, used: tuple[bytes, bytearray, torch.Tensor, Any]) -> None:
-        said, heard, flags, work = used
+        sent, received, flags, work = used
         if work is not None:
             self.timed(work.wait)
         if self.ranks.replicas is not None:
             self.ranks.replicas.all_reduce(flags, "max")
         on_cpu = self.device.type == "cpu"
         # The common case; all ranks' checksums are equal, because their complements are sent too.
-        if on_cpu and heard == said:
+        if on_cpu and received == sent:
             return
         missing = any(len(bucket.gradient.has) < len(bucket.params) for bucket in self.order)
         if on_cpu:
-            values = [*heard]
+            values = [*received]
             self._read_header(values)
         else:  # the common case does not wait for a device: it reads the header of the previous backward pass
-            before, self.sync.heard = self.sync.heard, flags[:HEADER_NBYTES].clone()
+            before, self.sync.last_header = self.sync.last_header, flags[:HEADER_NBYTES].clone()
             if before is not None:
                 self._read_header(before.tolist())
             values = flags.tolist() if missing else []
@@ -1145,7 +1145,7 @@ class ShardedModel:
             bucket.gradient.local.begin_step()
         self.sync.microbatches = microbatches = 0
         try:
-            with self.sync.paused():
+            with self.sync.no_sync():
                 yield
             microbatches = self.sync.microbatches
         except BaseException:

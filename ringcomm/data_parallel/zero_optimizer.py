@@ -96,16 +96,12 @@ class _Buffer:
     def _bound(self) -> torch.Tensor:
         buffer = self.ranks.empty(self.layout.numel, self.layout.dtype, self.device).zero_()
         for i, p in enumerate(self.params):
-            part = self._part(buffer, i)
+            part = self.layout.part(buffer, i)
             part.copy_(p.detach())
             p.data = part
         return buffer
 
-    def _part(self, unsharded: torch.Tensor, i: int) -> torch.Tensor:
-        segment = self.layout.segments[i]
-        return unsharded[segment.offset : segment.end].view(segment.shape)
-
-    def show(self) -> None:
+    def expose_grads(self) -> None:
         """Gives the pieces their parameters' memory and gradients."""
         # All parameters, so that all ranks raise and not only those that own a part of one.
         for i, p in enumerate(self.params):
@@ -121,7 +117,7 @@ class _Buffer:
                 f"step: rank {self.ranks.rank} got a sparse gradient, of a parameter of shape {tuple(p.shape)}, "
                 "expected a dense one; build its module with sparse=False"
             )
-        moved = self.buffer is not None and p.numel() and p.data_ptr() != self._part(self.buffer, i).data_ptr()
+        moved = self.buffer is not None and p.numel() and p.data_ptr() != self.layout.part(self.buffer, i).data_ptr()
         if moved or p.device != self.device or p.dtype != self.layout.dtype:
             raise InvalidArgumentError(
                 f"step: rank {self.ranks.rank} got a parameter of shape {tuple(p.shape)} in other memory ({p.dtype} on "
@@ -144,7 +140,7 @@ class _Buffer:
         self.ranks.all_gather(own, unsharded).wait()
         for i, (p, segment) in enumerate(zip(self.params, self.layout.segments, strict=True)):
             if segment.offset < self.start or segment.end > self.end:
-                p.detach().copy_(self._part(unsharded, i))
+                p.detach().copy_(self.layout.part(unsharded, i))
         self.ranks.give(unsharded)
 
     # ---- state ----------------------------------------------------------------------------------------------------
@@ -170,7 +166,7 @@ class _Buffer:
             unsharded = comm.all_gather(own) if to is None else comm.gather(own, to)
             for i, has in keys.items():
                 if unsharded is not None and has.get(key) == dtype:
-                    found[i][key] = self._part(unsharded.reshape(-1), i).clone()
+                    found[i][key] = self.layout.part(unsharded.reshape(-1), i).clone()
         return found if to is None or to == self.ranks.rank else None
 
     def _shared(
@@ -329,7 +325,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             theirs.update(_options(mine))
         with torch.no_grad():
             for buffer in self._buffers:
-                buffer.show()
+                buffer.expose_grads()
             self.optim.step()
             for buffer in self._buffers:
                 buffer.publish()
