@@ -31,7 +31,7 @@ from ringcomm.data_parallel.bucket import Bucket
 from ringcomm.data_parallel.build import build
 from ringcomm.data_parallel.comm_hook import CommHook, HookReduction
 from ringcomm.data_parallel.dynamo import skipped
-from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh
+from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh, refuse_several
 from ringcomm.data_parallel.join import enter, join, leave, shadow
 from ringcomm.data_parallel.meta import real_device
 from ringcomm.data_parallel.module_notes import notes_of
@@ -394,10 +394,7 @@ def _only(device_ids: Devices | None, positional: Any) -> Any:
 def _ranks(
     module: nn.Module, comm: Communicator | None, group: dist.ProcessGroup | None, mesh: DeviceMesh | None
 ) -> DataParallelGroup:
-    given = {"comm": comm, "process_group": group, "device_mesh": mesh}
-    names = [name for name, value in given.items() if value is not None]
-    if len(names) > 1:
-        raise InvalidArgumentError(f"{CALL}: got both {' and '.join(names)}, expected one of them; leave one out")
+    refuse_several(CALL, comm=comm, process_group=group, device_mesh=mesh)
     device = real_device(module)
     if mesh is not None:
         refuse_no_mesh(mesh, CALL)

@@ -28,7 +28,7 @@ from ringcomm.comm.rendezvous import shared_communicator
 from ringcomm.data_parallel.arguments import ATOM, INIT, LAST_STAGE, MODULE, RANKS
 from ringcomm.data_parallel.build import build
 from ringcomm.data_parallel.deferred_init import InitFn
-from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh
+from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh, refuse_several
 from ringcomm.data_parallel.layout import Atom
 from ringcomm.data_parallel.meta import real_device
 from ringcomm.data_parallel.module_notes import ModuleNotes, notes_of
@@ -404,8 +404,7 @@ def _ranks_for(
     """Returns the ranks of an earlier call with the same arguments while its modules live, else makes new ones."""
     import torch.distributed as dist
 
-    if comm is not None and mesh is not None:
-        raise InvalidArgumentError("fully_shard: got both comm and mesh, expected one of them; leave one out")
+    refuse_several("fully_shard", comm=comm, mesh=mesh)
     if mesh is not None:
         refuse_no_mesh(mesh, "fully_shard")
     source: tuple[Any, ...] = ()

@@ -406,6 +406,13 @@ def _compare(call: str, rank: int, mine: list[str], other: int, theirs: list[str
     raise MismatchError(f"{call}: rank {rank} got {here} where rank {other} has {there}; {advice}")
 
 
+def refuse_several(call: str, **given: Any) -> None:
+    """Raises if more than one of the arguments that name the ranks is given."""
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise InvalidArgumentError(f"{call}: got both {' and '.join(names)}, expected one of them; leave one out")
+
+
 def ranks_of_mesh(mesh: Any, call: str, device: torch.device, shared: bool = False) -> DataParallelGroup:
     """Returns the ranks of a mesh of ours, by the names of its axes; or of a DeviceMesh: one axis shards; of two axes,
     the first replicates and the second shards, over a `shared_communicator` or over new ones.

@@ -11,7 +11,7 @@ own data, until all ranks have joined.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -128,10 +128,6 @@ def shadow(flat: ShardedModel) -> None:
 # ---- what a rank that has joined does --------------------------------------------------------------------------------
 
 
-def _send_buffers(flat: ShardedModel, *_: Any) -> None:
-    flat.send_buffers()
-
-
 def _gather(flat: ShardedModel, which: int, *_: Any) -> None:
     bucket = flat.buckets[which]
     bucket.release()
@@ -153,10 +149,6 @@ def _forget(bucket: Bucket) -> None:
         gradient.drop()
         for p in bucket.params:
             p.grad = None
-
-
-def _conclude(flat: ShardedModel, *_: Any) -> None:
-    flat.conclude()
 
 
 def _step(flat: ShardedModel, which: int, flag: bool, options: Any) -> None:
@@ -185,11 +177,11 @@ def _zero_grad(flat: ShardedModel, which: int, *_: Any) -> None:
 
 
 # Every message of a forward and a backward pass is announced by itself.
-_FOLLOW = {
-    "buffers": _send_buffers,
+_FOLLOW: dict[str, Callable[..., None]] = {
+    "buffers": lambda flat, *_: flat.send_buffers(),
     "gather": _gather,
     "reduce": _reduce,
-    "used": _conclude,
+    "used": lambda flat, *_: flat.conclude(),
     "step": _step,
     "clip": _clip,
     "zero_grad": _zero_grad,

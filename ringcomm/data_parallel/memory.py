@@ -30,6 +30,7 @@ from ringcomm.data_parallel.sharded_model import (
     Unit,
     flags_numel,
     place_of,
+    reduction_order,
     sharded_model_of,
 )
 from ringcomm.data_parallel.sharded_parameter import ShardedParameter
@@ -181,8 +182,7 @@ class Plan:
             self.units = self._units_of_plain(model, optimizer, **plain)
             self.sends = bool(plain.get("broadcast_buffers", True))
         self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
-        launched = [*reversed(self.units[:-1]), self.units[-1]]
-        self.order = [bucket for unit in launched for bucket in reversed(unit.buckets) if bucket.trainable]
+        self.order = reduction_order(self.units)
         self.buffers = list(model.buffers())
         self.ignored = [] if flat is None else [p for p in model.parameters() if place_of(p) is None]
         optimizers = self._optimizers(flat, optimizer)

@@ -28,7 +28,7 @@ from ringcomm.data_parallel.arguments import (
 )
 from ringcomm.data_parallel.build import build
 from ringcomm.data_parallel.deferred_init import InitFn
-from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh
+from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh, refuse_several
 from ringcomm.data_parallel.layout import Atom
 from ringcomm.data_parallel.meta import real_device
 from ringcomm.data_parallel.optimizer import (
@@ -253,8 +253,7 @@ def _is_one_unit(params: list[tuple[str, nn.Parameter]], config: Config, cap: in
 def _ranks(
     comm: Communicator | tuple[Communicator, Communicator] | None, mesh: DeviceMesh | Mesh | None, module: nn.Module
 ) -> DataParallelGroup:
-    if comm is not None and mesh is not None:
-        raise InvalidArgumentError("shard: got both comm and mesh, expected one of them; leave one out")
+    refuse_several("shard", comm=comm, mesh=mesh)
     device = real_device(module)
     if mesh is not None:
         return ranks_of_mesh(mesh, "shard", device)

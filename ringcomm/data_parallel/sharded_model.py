@@ -561,7 +561,7 @@ class ShardedModel:
         self.stage = next(iter(self.unit_of)).stage
         if self.stage > 0 and ranks.world_size > 1:
             _advise_against_max_norm(module, ranks)
-        self._set_order()
+        self.order = reduction_order(self.units)
         self.communication_seconds = 0.0
         self.optimizers = AttachedOptimizers(ranks, self.device)
         self.sync = Synchronisation(config.broadcast_buffers)
@@ -610,12 +610,6 @@ class ShardedModel:
         """Maps the memory of each bucket's unsharded buffer to the bucket. At stage 3 a bucket updates the map whenever
         it takes other memory."""
         self.gathered.homes = {bucket.unsharded.untyped_storage()._cdata: bucket for bucket in self.buckets}
-
-    def _set_order(self) -> None:
-        """Sets the order of reductions: about the order in which backward finishes. The module's own parameters come
-        last, because backward may use them at its beginning and at its end."""
-        launched = [*reversed(self.units[:-1]), self.root]
-        self.order = [bucket for unit in launched for bucket in reversed(unit.buckets) if bucket.trainable]
 
     def _watch(self, bucket: Bucket) -> None:
         """Installs the hooks that notice the arrival of gradients."""
@@ -1239,8 +1233,15 @@ class ShardedModel:
         for bucket in thawed:
             bucket.thaw()
             self._watch(bucket)
-        self._set_order()
+        self.order = reduction_order(self.units)
         self.optimizers.after_thaw(self)
+
+
+def reduction_order(units: Sequence[Unit]) -> list[Bucket]:
+    """Returns the buckets that are trained, about in the order in which backward finishes. The module's own parameters
+    come last, because backward may use them at its beginning and at its end."""
+    launched = [*reversed(units[:-1]), units[-1]]
+    return [bucket for unit in launched for bucket in reversed(unit.buckets) if bucket.trainable]
 
 
 def will_run(node: Any) -> bool:

@@ -20,7 +20,7 @@ from torch import nn
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import communicator_of
-from ringcomm.data_parallel.group import DataParallelGroup
+from ringcomm.data_parallel.group import DataParallelGroup, refuse_several
 from ringcomm.data_parallel.layout import Atom, FlatLayout, Segment
 from ringcomm.data_parallel.optimizer import is_elementwise, refuse_unusable
 from ringcomm.data_parallel.optimizer_state import check_shape, unpacked
@@ -243,8 +243,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 f"{_CALL}: got overlap_with_ddp=True, expected False; the step runs when all gradients are there, use "
                 "ringcomm.shard(model, optimizer, stage=1) to have reductions overlap backward"
             )
-        if comm is not None and process_group is not None:
-            raise InvalidArgumentError(f"{_CALL}: got both comm and process_group, expected one; leave one out")
+        refuse_several(_CALL, comm=comm, process_group=process_group)
         given = [dict(each) if isinstance(each, dict) else each for each in params]
         self.optim = optimizer_class(given, **defaults)
         super().__init__([_group_of(group) for group in self.optim.param_groups], self.optim.defaults)
