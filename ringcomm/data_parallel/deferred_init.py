@@ -40,6 +40,7 @@ class Waiting:
         if init is None:
             for name, m in self.modules:
                 self._reset_of(name, m)
+        self.opened: dict[Bucket, torch.Tensor] = {}  # the values of buckets that are being initialised
         self.buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         self.recurrent = [m for _, m in self.modules if isinstance(m, nn.RNNBase)]
         # Until they have memory, because `give_memory` needs parameters without weak references.
@@ -71,36 +72,33 @@ class Waiting:
         if not self.modules:
             return
         self._make_buffers()
-        opened: dict[Bucket, torch.Tensor] = {}
         homes = {id(p): bucket for buckets in units for bucket in buckets for p in bucket.params}
         for buckets in units:
-            self._open(buckets, opened)
+            self._open(buckets)
             for name, m in self.modules if self.init is not None else ():
                 if any(homes.get(key) in buckets for key in _ids(m)):
-                    self._initialise(name, m, homes, opened)
+                    self._initialise(name, m, homes)
             for bucket in buckets:
-                if bucket in opened:
-                    bucket.take_values(opened.pop(bucket), send=self.init is not None)
+                if bucket in self.opened:
+                    bucket.take_values(self.opened.pop(bucket), send=self.init is not None)
         for m in self.recurrent:
             m._flat_weight_refs = [None if p is None else weakref.ref(p) for p in m._flat_weights]
         for name, m in self.modules:  # modules that have only buffers
             if not self.params.intersection(_ids(m)) and not any(key in homes for key in _ids(m)):
                 self._call(name, m)
 
-    def _open(self, buckets: Iterable[Bucket], opened: dict[Bucket, torch.Tensor]) -> None:
+    def _open(self, buckets: Iterable[Bucket]) -> None:
         """Gives the buckets that have parameters from meta memory, each once."""
         for bucket in buckets:
-            if bucket not in opened and not self.params.isdisjoint(map(id, bucket.params)):
-                opened[bucket] = bucket.open(self.params)
+            if bucket not in self.opened and not self.params.isdisjoint(map(id, bucket.params)):
+                self.opened[bucket] = bucket.open(self.params)
 
-    def _initialise(
-        self, name: str, m: nn.Module, homes: dict[int, Bucket], opened: dict[Bucket, torch.Tensor]
-    ) -> None:
+    def _initialise(self, name: str, m: nn.Module, homes: dict[int, Bucket]) -> None:
         """Initialises a module unless its parameters were initialised already: of modules that share parameters the
         first counts."""
         mine = _ids(m)
         if self.params.intersection(mine):
-            self._open([homes[key] for key in mine if key in homes], opened)
+            self._open([homes[key] for key in mine if key in homes])
             self._call(name, m)
             self.params.difference_update(mine)
 

@@ -19,7 +19,7 @@ import threading
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, ItemsView, Iterator, KeysView, MutableMapping, Sequence, ValuesView
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -576,15 +576,12 @@ class ShardedOptimizer:
         states = self.take_state()
         for flat in self.flats:
             flat.optimizers.remove(self.optimizer, self.host)
-        known = self._known()
-        plain = {key: value for key, value in self.state.items() if id(key) not in known}
         settings = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
         for bucket, part in self.parts.items():
             for p in (bucket.params[i] for i in part.segments):
                 if p in states:
                     states[p] = _in_type_of(bucket, states[p], settings[id(p)])
-        ordered = {p: states.get(p, self.state.get(p)) for p in chain.from_iterable(self.outside)}
-        self.optimizer.state = defaultdict(dict, {p: v for p, v in ordered.items() if v} | plain)
+        self.optimizer.state = self._with_others(states)
         for handle in self._hooks:
             handle.remove()
         for name in ("register_step_pre_hook", "zero_grad", "_ringcomm"):
@@ -698,13 +695,17 @@ class ShardedOptimizer:
                     state = (part.unsharded or {}).get(i) if found is None else found.of_parameter(i)
                     if state:
                         states[bucket.params[i]] = state
-        ordered = {
-            p: states.get(p, self.state.get(p))
-            for p in chain.from_iterable(self.outside)
-            if p in states or (p in self.state and self.place_of(p) is None)
-        }
+        self.optimizer.state = self._with_others(states)
+
+    def _with_others(self, states: dict[Any, State]) -> defaultdict[Any, Any]:
+        """Returns the unsharded state of sharded parameters together with all other state, in the groups' order."""
+        found: defaultdict[Any, Any] = defaultdict(dict)
+        for p in chain.from_iterable(self.outside):
+            if p in states or (p in self.state and self.place_of(p) is None):
+                found[p] = states[p] if p in states else self.state[p]
         known = self._known()
-        self.optimizer.state = defaultdict(dict, ordered | {k: v for k, v in self.state.items() if id(k) not in known})
+        found.update({key: value for key, value in self.state.items() if id(key) not in known})
+        return found
 
     def after_state_dict(self) -> None:
         self._show_state()
@@ -950,34 +951,14 @@ class UnshardedStates(defaultdict[Any, Any]):
     def __contains__(self, key: Any) -> bool:
         return self._sharded.has_state(key)
 
-    def keys(self) -> Any:
-        """Parameters that have state."""
-        return KeysView(self)
-
-    def values(self) -> Any:
-        """Each value is a collective."""
-        return ValuesView(self)
-
-    def items(self) -> Any:
-        """Each value is a collective."""
-        return ItemsView(self)
+    # Those of any mapping; each value is a collective.
+    keys, values, items = Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]
+    setdefault, popitem = MutableMapping.setdefault, MutableMapping.popitem
+    update = MutableMapping.update
 
     def clear(self) -> None:
         """Discards all state."""
         self._sharded.clear_state()
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """Same as dict.update."""
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Same as dict.setdefault."""
-        return MutableMapping.setdefault(self, key, default)
-
-    def popitem(self) -> Any:
-        """Same as dict.popitem."""
-        return MutableMapping.popitem(self)
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Returns the state of a key; a collective if there is state."""

@@ -4,6 +4,7 @@ same at every stage and on every rank."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -49,23 +50,19 @@ class BucketBuilder:
     ) -> Unit:
         """Returns a unit and its buckets. Parameters that differ in element type, device or whether they are trained
         are in different buckets."""
-        buckets = [bucket for some in self._alike(params) for bucket in self._buckets(some)]
-        return Unit(name, modules, buckets, reshard)
-
-    def _alike(self, params: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
         kinds: dict[tuple[torch.dtype, Types, bool, torch.device], list[tuple[str, nn.Parameter]]] = {}
         for name, p in params:
             device = self.device if p.is_meta and self.device is not None else p.device
             kinds.setdefault((p.dtype, self._types(p), p.requires_grad, device), []).append((name, p))
-        return list(kinds.values())
+        buckets = [bucket for (_, types, *_), some in kinds.items() for bucket in self._buckets(some, types)]
+        return Unit(name, modules, buckets, reshard)
 
     def _types(self, p: nn.Parameter) -> Types:
         kept, precision = id(p) in self.kept, self.config.mixed_precision
         return (MixedPrecision(reduce_dtype=precision.reduce_dtype) if kept else precision).types_of(p.dtype)
 
-    def _buckets(self, params: list[tuple[str, nn.Parameter]]) -> list[Bucket]:
+    def _buckets(self, params: list[tuple[str, nn.Parameter]], types: Types) -> list[Bucket]:
         """Makes the buckets in order, each at most ``bucket_bytes`` unless a single parameter is larger."""
-        types = self._types(params[0][1])
         each = types.compute.itemsize
         cut: list[list[tuple[str, nn.Parameter]]] = [[]]
         for name, p in params:
@@ -73,10 +70,9 @@ class BucketBuilder:
             if cut[-1] and so_far + p.numel() * each > self.bucket_bytes:
                 cut.append([])
             cut[-1].append((name, p))
-        return [self._group(some) for some in cut]
+        return [self._bucket(some, types) for some in cut]
 
-    def _group(self, params: list[tuple[str, nn.Parameter]]) -> Bucket:
-        types = self._types(params[0][1])
+    def _bucket(self, params: list[tuple[str, nn.Parameter]], types: Types) -> Bucket:
         specs = [Segment(name, tuple(p.shape), self.optimizer_group.get(id(p), 0)) for name, p in params]
         # Its alignment is valid for both types.
         narrowest = min((types.compute, types.master), key=lambda dtype: dtype.itemsize)
@@ -240,20 +236,16 @@ def is_compiled(module: nn.Module) -> bool:
 def owned_by_one(blocks: Sequence[tuple[str, nn.Module]], module: nn.Module) -> dict[int, str]:
     """Returns the parameters that lie in one block and nowhere else in the module, as id -> block; of nested blocks
     the innermost. Tied parameters used outside belong to the whole module."""
-    uses: dict[int, int] = {}
-    for each in module.modules():
-        for p in each._parameters.values():
-            if p is not None:
-                uses[id(p)] = uses.get(id(p), 0) + 1
+    uses = _uses(module)
     found: dict[int, str] = {}
     for name, block in sorted(blocks, key=lambda each: -sum(1 for _ in each[1].modules())):
-        inside: dict[int, int] = {}
-        for each in block.modules():
-            for p in each._parameters.values():
-                if p is not None:
-                    inside[id(p)] = inside.get(id(p), 0) + 1
-        found |= {key: name for key, count in inside.items() if count == uses[key]}
+        found |= {key: name for key, count in _uses(block).items() if count == uses[key]}
     return found
+
+
+def _uses(module: nn.Module) -> Counter[int]:
+    """Returns by id how many modules inside have a parameter."""
+    return Counter(id(p) for each in module.modules() for p in each._parameters.values() if p is not None)
 
 
 def units_of(

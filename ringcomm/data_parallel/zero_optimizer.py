@@ -10,7 +10,6 @@ in its shard of the flat layout; an all-gather brings the other pieces.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from ringcomm.comm.rendezvous import communicator_of
 from ringcomm.data_parallel.group import DataParallelGroup, refuse_several
 from ringcomm.data_parallel.layout import Atom, FlatLayout, Segment
 from ringcomm.data_parallel.optimizer import is_elementwise, refuse_unusable
-from ringcomm.data_parallel.optimizer_state import check_shape, unpacked
+from ringcomm.data_parallel.optimizer_state import check_shape, merged
 from ringcomm.data_parallel.sharded_model import place_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.validation import COMMUNICATOR, FLAG, Wanted, a, expects, several, that
@@ -147,43 +146,29 @@ class _Buffer:
 
     def collect(self, state: dict[Any, State], to: int | None) -> list[State] | None:
         """Gathers the parameters' unsharded state, on rank ``to`` or on all; a collective."""
-        alike: dict[int, dict[str, torch.dtype]] = {}
+        types: dict[str, torch.dtype] = {}
         other: dict[int, State] = {}
+        holders: dict[str, set[int]] = {}
         for piece in self.pieces:
             for key, value in state.get(piece.param, {}).items():
                 if _is_alike(key, value, piece.param):
-                    alike.setdefault(piece.segment, {})[key] = value.dtype
+                    types[key] = value.dtype
+                    holders.setdefault(key, set()).add(piece.segment)
                 else:
                     other.setdefault(piece.segment, {})[key] = value
-        keys, found = self._shared(alike, other)
-        for key, dtype in sorted({item for each in keys.values() for item in each.items()}, key=str):
+        keys, other, _, everywhere = merged(self.ranks, self.device, types, other, set(), holders)
+        found: list[State] = [dict(other.get(i, {})) for i in range(len(self.params))]
+        for key, dtype in keys:
             own = torch.zeros(self.layout.shard_numel, dtype=dtype, device=self.device)
             for piece in self.pieces:
-                if key in alike.get(piece.segment, {}):
+                if piece.segment in holders.get(key, ()):
                     values = state[piece.param][key]
                     own[piece.offset : piece.offset + values.numel()].copy_(values.reshape(-1))
             comm = self.ranks.comm
             unsharded = comm.all_gather(own) if to is None else comm.gather(own, to)
-            for i, has in keys.items():
-                if unsharded is not None and has.get(key) == dtype:
-                    found[i][key] = self.layout.part(unsharded.reshape(-1), i).clone()
+            for i in everywhere[key] if unsharded is not None else ():
+                found[i][key] = self.layout.part(unsharded.reshape(-1), i).clone()
         return found if to is None or to == self.ranks.rank else None
-
-    def _shared(
-        self, alike: dict[int, dict[str, torch.dtype]], other: dict[int, State]
-    ) -> tuple[dict[int, dict[str, torch.dtype]], list[State]]:
-        """Merges all ranks' knowledge, by segment: the keys of per-element state, and all other state."""
-        saved = io.BytesIO()
-        torch.save((alike, other), saved)
-        keys: dict[int, dict[str, torch.dtype]] = {}
-        found: list[State] = [{} for _ in self.params]
-        for payload in self.ranks.exchange(saved.getvalue()):
-            theirs_alike, theirs = unpacked(payload, self.device)
-            for i, each in theirs_alike.items():
-                keys.setdefault(i, {}).update(each)
-            for i, each in theirs.items():
-                found[i].update(each)
-        return keys, found
 
 
 def _is_alike(key: str, value: Any, param: torch.Tensor) -> bool:
