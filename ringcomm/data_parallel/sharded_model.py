@@ -546,13 +546,7 @@ class ShardedModel:
         communication_seconds: this thread's time in calls and waits of collectives.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        ranks: DataParallelGroup,
-        units: Sequence[Unit],
-        config: Config,
-    ) -> None:
+    def __init__(self, module: nn.Module, ranks: DataParallelGroup, units: Sequence[Unit], config: Config) -> None:
         self.ranks, self.config = ranks, config
         ranks.order = 0  # some ranks may still have the value of a model that others have dropped
         self.contents = ModuleContents(module)
