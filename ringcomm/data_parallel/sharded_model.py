@@ -73,7 +73,7 @@ _COLLECTIVES = {  # by stage, for the note added to an error
 IN_FLIGHT = 2  # reductions at stages 2 and 3 at the same time, each with its own unsharded buffer
 
 
-_calling = threading.local()  # its `flats`: the stage 3 models that have calls running in this thread
+_thread = threading.local()
 
 
 @dataclass
@@ -762,21 +762,21 @@ class ShardedModel:
         """Makes autograd save a reference to a parameter's unit in place of the parameter's memory, which is freed."""
         autograd, hooks = torch._C._autograd, None
         if self.stage == LAST_STAGE and self.calls.depth == 0:
-            _calling.flats = [*_running(), self]
+            _running().append(self)
         if self.stage == LAST_STAGE and autograd._saved_tensors_hooks_is_enabled():
             users = autograd._top_saved_tensors_default_hooks(
                 True
             )  # checkpoint's hooks treat saved tensors differently
             if users is None or getattr(users[0], "__module__", "") not in (__name__, "torch.utils.checkpoint"):
                 pack, unpack = users or (_keep, _kept)
-                hooks = torch.autograd.graph.saved_tensors_hooks(_packing(pack), _unpacking(unpack))
+                hooks = torch.autograd.graph.saved_tensors_hooks(_packing(pack, _running()), _unpacking(unpack))
                 hooks.__enter__()
         self.calls.packing.append(hooks)
 
     def _stop_packing(self) -> None:
         hooks = self.calls.packing.pop()
         if self.stage == LAST_STAGE and self.calls.depth == 0:
-            _calling.flats = [flat for flat in _running() if flat is not self]
+            _running().remove(self)
         if hooks is not None:
             hooks.__exit__(None, None, None)
 
@@ -1301,16 +1301,18 @@ class SavedParameter:
             return bucket.memory.window(self.window).clone()
 
 
-def _running() -> Sequence[ShardedModel]:
-    return getattr(_calling, "flats", ())
+def _running() -> list[ShardedModel]:
+    """Returns this thread's list of the stage 3 models that have calls running in it."""
+    return vars(_thread).setdefault("flats", [])
 
 
-def _packing(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-    """Returns a function that packs saved tensors: stage 3 parameters as `SavedParameter`, all others with ``pack``."""
+def _packing(pack: Callable[[torch.Tensor], Any], flats: list[ShardedModel]) -> Callable[[torch.Tensor], Any]:
+    """Returns a function that packs saved tensors: stage 3 parameters of ``flats`` as `SavedParameter`, all others with
+    ``pack``."""
 
     def packed(x: torch.Tensor) -> Any:
         memory = x.untyped_storage()._cdata
-        for flat in _running():
+        for flat in flats:
             bucket = flat.gathered.homes.get(memory)
             if bucket is not None:
                 return SavedParameter(weakref.ref(bucket), flat.calls.count, Window.of(x))
