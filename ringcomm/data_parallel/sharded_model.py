@@ -776,7 +776,8 @@ class ShardedModel:
     def _stop_packing(self) -> None:
         hooks = self.calls.packing.pop()
         if self.stage == LAST_STAGE and self.calls.depth == 0:
-            _running().remove(self)
+            flats = _running()
+            flats[:] = [flat for flat in flats if flat is not self]  # none if another thread has begun the call
         if hooks is not None:
             hooks.__exit__(None, None, None)
 
