@@ -106,11 +106,11 @@ class Waiting:
         if self.init is None:
             return
         unsplit = unsplit_of(m)
-        whole = m if unsplit is None else unsplit.open(m, self._give_memory)
-        before = _ids(whole)
+        opened = m if unsplit is None else unsplit.open(m, self._give_memory)
+        before = _ids(opened)
         with torch.no_grad(), self.device:
-            self.init(whole)
-        if _ids(whole) != before:
+            self.init(opened)
+        if _ids(opened) != before:
             raise InvalidArgumentError(
                 f"{self.call}: rank {self.rank} saw that initialising {name or 'the module'} put other parameters into "
                 "it, expected values to be written into those that are there; use torch.nn.init"

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _M = TypeVar("_M", bound="nn.Module | Sequence[nn.Module]")
 CommunicatorPair = tuple[Communicator, Communicator]
-_WHOLE = 1 << 62  # bytes: so large that a unit is never split into buckets
+_NO_LIMIT = 1 << 62  # bytes: so large that a unit is never split into buckets
 
 
 # ---- what a module can do ----------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ def fully_shard(
         [("", modules, params, reshard)],
         call="fully_shard",
         mixin=FSDPModule,
-        bucket_bytes=_WHOLE,
+        bucket_bytes=_NO_LIMIT,
         atom=atom,
         init_fn=init_fn,
         below=below,

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -58,14 +59,7 @@ def unversioned(x: torch.Tensor) -> AbstractContextManager[Any]:
     return nullcontext() if x.is_inference() else torch.autograd._unsafe_preserve_version_counter(x)
 
 
-class _Done:
-    """The handle of a collective that has already completed."""
-
-    def wait(self) -> None:
-        """Returns at once."""
-
-
-DONE = _Done()
+DONE = SimpleNamespace(wait=lambda: None)  # the handle of a collective that has already completed
 # The smallest number of cores of any rank.
 _cores: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
 
@@ -326,7 +320,7 @@ class Join:
         # The number of ranks with input, and the first of them, in the last round in which there were any.
         self.with_input, self.root = ranks.world_size, 0
         self.shadowing = False  # whether this rank has joined
-        self._heard = torch.zeros(ranks.world_size, dtype=torch.int64, device=device)
+        self._codes = torch.zeros(ranks.world_size, dtype=torch.int64, device=device)
 
     @property
     def counted(self) -> int:
@@ -350,7 +344,7 @@ class Join:
         if kind in SENDS_MORE and self.some_have_joined:
             self.ranks.comm.exchange(pickle.dumps(more))
 
-    def heard(self) -> tuple[str, int, bool, Any] | None:
+    def receive(self) -> tuple[str, int, bool, Any] | None:
         """Returns, on a rank that has joined, what the others are about to do: the kind and its details; None: all
         ranks have joined."""
         code = self._round(0)
@@ -363,26 +357,26 @@ class Join:
     def _round(self, mine: int) -> int:
         """Exchanges codes and returns that of the ranks with input; 0 if no rank has input."""
         ranks = self.ranks
-        code = torch.tensor([mine], dtype=torch.int64, device=self._heard.device)
-        ranks.count("join", self._heard.nbytes)
-        ranks.comm.all_gather(code, out=self._heard)
-        heard = self._heard.tolist()
-        going = [rank for rank, theirs in enumerate(heard) if theirs]
+        code = torch.tensor([mine], dtype=torch.int64, device=self._codes.device)
+        ranks.count("join", self._codes.nbytes)
+        ranks.comm.all_gather(code, out=self._codes)
+        codes = self._codes.tolist()
+        going = [rank for rank, theirs in enumerate(codes) if theirs]
         if not going:
             return 0
         self.with_input, self.root = len(going), going[0]
         if self.throw and self.some_have_joined:
-            gone = [rank for rank, theirs in enumerate(heard) if not theirs]
+            gone = [rank for rank, theirs in enumerate(codes) if not theirs]
             raise RingcommError(
                 f"join: rank {ranks.rank} was told that ranks {gone} have no more input, expected equal numbers of "
                 "steps; give every rank as many, or leave out throw_on_early_termination"
             )
-        first = heard[going[0]]
-        other = next((rank for rank in going if heard[rank] != first), None)
+        first = codes[going[0]]
+        other = next((rank for rank in going if codes[rank] != first), None)
         if other is not None:
             raise MismatchError(
                 f"join: rank {ranks.rank} found rank {going[0]} at {_name(first)} and rank {other} at "
-                f"{_name(heard[other])}; run the same steps on every rank that has input"
+                f"{_name(codes[other])}; run the same steps on every rank that has input"
             )
         return int(first)
 

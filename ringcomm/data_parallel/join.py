@@ -117,8 +117,8 @@ def shadow(flat: ShardedModel) -> None:
     assert joining is not None
     joining.shadowing = True
     flat.sync.decided = None  # from now on the other ranks' passes decide
-    while heard := joining.heard():
-        kind, *details = heard
+    while received := joining.receive():
+        kind, *details = received
         if kind in _FOLLOW:
             _FOLLOW[kind](flat, *details)
     if joining.some_have_joined:

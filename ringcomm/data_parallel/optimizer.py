@@ -56,7 +56,7 @@ _CLIPS_BY = {  # options with which a class of this name divides by the norm of 
 }
 _watching: list[Any] = []  # the handle of the hook on every optimizer's step, once registered
 _watches = 0  # number of wrapped models; an optimizer checked at this number need not be checked again
-_told: set[type] = set()  # classes of optimizers for which a warning was given
+_warned: set[type] = set()  # classes of optimizers for which a warning was given
 _lock = threading.Lock()
 
 
@@ -97,7 +97,7 @@ def refuse_unusable(optimizer: Any, call: str, rank: int, stage: int = 1) -> Non
             "expected state with values; make this optimizer after ringcomm.shard(model, stage=...), and pass it to "
             "ringcomm.shard(model, optimizer)"
         )
-    why = _why_only_whole(optimizer)
+    why = _why_needs_all(optimizer)
     if stage and why is not None:
         raise UnsupportedError(
             f"{call}: rank {rank} got {type(optimizer).__name__}, {why}, and stage={stage}, where a rank has only a "
@@ -117,7 +117,7 @@ def refuse_foreign(optimizer: torch.optim.Optimizer, module: nn.Module, call: st
         )
 
 
-def _why_only_whole(optimizer: torch.optim.Optimizer) -> str | None:
+def _why_needs_all(optimizer: torch.optim.Optimizer) -> str | None:
     """Returns why an optimizer needs all parameters on every rank; None if its class shows no such need."""
     for cls in type(optimizer).__mro__:
         for name, why in _REFUSED_FROM_STAGE_1.items():
@@ -129,13 +129,13 @@ def _why_only_whole(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def _tell(optimizer: torch.optim.Optimizer) -> None:
+def _warn_once(optimizer: torch.optim.Optimizer) -> None:
     """Warns once about a class of optimizers that is not torch's."""
     kind = type(optimizer)
     with _lock:
-        if _is_torchs(_steps_by(optimizer)) or kind in _told:
+        if _is_torchs(_steps_by(optimizer)) or kind in _warned:
             return
-        _told.add(kind)
+        _warned.add(kind)
     warnings.warn(
         f"ringcomm.shard: step() of {kind.__name__} sees only the parameters that lie on this rank from stage 1 on; "
         "if it adds up over all parameters, such as for a global norm, use stage 0",
@@ -282,13 +282,13 @@ class SteppedOptions(Options):
     def __init__(self, optimizer: torch.optim.Optimizer, flats: Sequence[ShardedModel]) -> None:
         super().__init__(optimizer)
         self._flats = [*map(weakref.ref, flats)]
-        self._told = False
+        self._warned = False
 
     def before_step(self) -> None:
         """Registers the current options for comparison in the models' next backward pass."""
         flats = [flat for flat in (ref() for ref in self._flats) if flat is not None]
-        if not self._told and any(flat.optimizers.options_differ for flat in flats):
-            self._told = True
+        if not self._warned and any(flat.optimizers.options_differ for flat in flats):
+            self._warned = True
             for flat in flats:
                 flat.optimizers.options_differ = False
             warnings.warn(
@@ -403,7 +403,7 @@ class ShardedOptimizer:
                 group_of[id(p)] = number
                 self.parts.setdefault(place.bucket, BucketPart(place.flat, set(), set())).segments.add(place.index)
         if any(bucket.stage for bucket in self.parts):
-            _tell(self.optimizer)
+            _warn_once(self.optimizer)
         self.host.place(self.buckets)
         self.entries = [
             self._entry(bucket, group, start, end, segments)
@@ -549,7 +549,7 @@ class ShardedOptimizer:
                 self._keep(place, state)
         for p in [p for p in self.state if id(p) in self._sharded]:  # of a model that was wrapped since
             self._keep(self._sharded[id(p)], self.state.pop(p))
-        self._show_state()
+        self._expose_state()
         self.close()
 
     def _keep(self, place: tuple[Bucket, int], state: State) -> None:
@@ -661,7 +661,7 @@ class ShardedOptimizer:
                 if state:
                     self.state[entry.param] = state
 
-    def _show_state(self) -> None:
+    def _expose_state(self) -> None:
         self.optimizer.state = self._seen if self._sharded else self.state
 
     def adopt_state(self) -> None:
@@ -682,7 +682,7 @@ class ShardedOptimizer:
                     self._keep(place, _in_master_type(place[0], value))
             for part in self.parts.values():
                 part.unsharded = part.unsharded if part.unsharded or part.stepped else None
-        self._show_state()
+        self._expose_state()
 
     def before_state_dict(self) -> None:
         """Puts in the unsharded state, from which torch makes the usual state dict; a collective."""
@@ -708,7 +708,7 @@ class ShardedOptimizer:
         return found
 
     def after_state_dict(self) -> None:
-        self._show_state()
+        self._expose_state()
 
     def before_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Checks the state of sharded parameters, and withholds it from torch, which would cast it to the model's
@@ -813,7 +813,7 @@ class ShardedOptimizer:
         for entry in self.entries:
             if not entry.is_own:
                 entry.param.grad = None
-        self._show_state()
+        self._expose_state()
 
     def _forget_unsharded_gradients(self) -> None:
         """Drops cached unsharded gradients, because a step may change the gradients that it gets."""

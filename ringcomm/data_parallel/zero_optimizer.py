@@ -238,7 +238,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._views = parameters_as_bucket_view
         self._atom: Atom = "element" if is_elementwise(self.optim) else "tensor"
         self._buffers: list[_Buffer] = []
-        self._whole_state: list[State] | None = None
+        self._unsharded_state: list[State] | None = None
         self._state_at: int | None = -1
         self._ready = True
         initial = dict(self.optim.state)
@@ -304,7 +304,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._whole_state, self._state_at = None, -1
+        self._unsharded_state, self._state_at = None, -1
         for mine, theirs in zip(self.param_groups, self.optim.param_groups, strict=True):
             theirs.update(_options(mine))
         with torch.no_grad():
@@ -331,14 +331,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             found.update(zip(map(id, buffer.params), states or (), strict=False))
         self._state_at = to
         here = to is None or to == self.ranks.rank
-        self._whole_state = [found[id(p)] for p in self._in_order()] if here else None
+        self._unsharded_state = [found[id(p)] for p in self._in_order()] if here else None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the usual state dict of one ``optimizer_class`` over all parameters.
 
         Raises: InvalidArgumentError: `consolidate_state_dict` was not called since the last step, or for another rank.
         """
-        if self._whole_state is None:
+        if self._unsharded_state is None:
             what = "none that was collected since the last step" if self._state_at == -1 else f"rank {self._state_at}'s"
             raise InvalidArgumentError(
                 f"state_dict: rank {self.ranks.rank} got {what}, expected its own; call consolidate_state_dict on "
@@ -349,7 +349,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             count = len(group["params"])
             groups.append({**group, "params": list(range(index, index + count))})
             index += count
-        return {"state": {i: state for i, state in enumerate(self._whole_state) if state}, "param_groups": groups}
+        return {"state": {i: state for i, state in enumerate(self._unsharded_state) if state}, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads this rank's part of a usual state dict.
@@ -373,7 +373,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 check_shape(key, value, f"parameter {number}", p.shape, self.ranks.rank)
         for mine, group in zip(self.param_groups, theirs, strict=True):
             mine.update(_options(group))
-        self._whole_state, self._state_at = None, -1
+        self._unsharded_state, self._state_at = None, -1
         self.optim.state.clear()
         for buffer in self._buffers:
             for piece in buffer.pieces:
