@@ -19,7 +19,7 @@ import ringcomm
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import AbortedError, InvalidArgumentError, ShapeError, UnsupportedError
 from ringcomm.pipeline_parallel.pipeline import Pipeline
-from ringcomm.pipeline_parallel.shape_only import Maker, Reads, ShapeOnlyTensor, any_shape_only
+from ringcomm.pipeline_parallel.shape_only import Maker, ShapeOnlyTensor, ValueGuard, any_shape_only
 from tests.test_pipeline import SCHEDULES, Gradients, differing, gradients, make, plain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -1005,7 +1005,7 @@ ONES = torch.ones(2, 3, 4)
     ],
 )
 def test_what_depends_on_values_raises(read: Callable[[], Any]) -> None:
-    with Reads(), pytest.raises(InvalidArgumentError, match="lies on another rank"):
+    with ValueGuard(), pytest.raises(InvalidArgumentError, match="lies on another rank"):
         read()
 
 
@@ -1048,7 +1048,7 @@ def test_a_length_that_lies_on_another_rank() -> None:
     ],
 )
 def test_numbers_that_lie_on_another_rank_may_be_computed_with(made: Callable[[], Any]) -> None:
-    with Reads():
+    with ValueGuard():
         assert isinstance(made(), ShapeOnlyTensor)
 
 

@@ -52,10 +52,10 @@ def balance(
     row = [float(loads[name]) for name in names]
     row[0] += loads.get(BEFORE, 0.0)
     row[-1] += loads.get(BEHIND, 0.0)
-    return [names[start] for start in _cuts(row, stages)[1:]]
+    return [names[start] for start in _stage_starts(row, stages)[1:]]
 
 
-def _cuts(loads: Sequence[float], stages: int) -> list[int]:
+def _stage_starts(loads: Sequence[float], stages: int) -> list[int]:
     """Returns where each stage begins so that the largest sum is least, and among equals the sum of squares."""
     below = [0.0, *accumulate(loads)]
 

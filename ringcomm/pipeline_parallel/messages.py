@@ -54,7 +54,7 @@ class Messages:
         self._sending: list[tuple[Any, torch.Tensor]] = []
         self._known: dict[tuple[str, int, bool], Any] = {}  # by direction, stage, and whether gradients are on
 
-    def send(self, tensors: Sequence[torch.Tensor], about: StageMetadata, stage: int, rank: int) -> None:
+    def send(self, tensors: Sequence[torch.Tensor], metadata: StageMetadata, stage: int, rank: int) -> None:
         """Sends a stage's inputs to the rank of that stage."""
         key = ("to", stage, torch.is_grad_enabled())
         facts = tuple((tuple(x.shape), x.dtype, x.requires_grad, _strides(x)) for x in tensors)
@@ -64,15 +64,15 @@ class Messages:
                 f"Pipeline: rank {self.comm.rank} got {_text(facts)} for stage {stage}, expected {_text(known[0])} as "
                 "in the first micro-batch; pass static_shapes=False where shapes change"
             )
-        if known is not None and about.of_any() != known[1]:
+        if known is not None and metadata.of_any() != known[1]:
             raise ShapeError(
                 f"Pipeline: rank {self.comm.rank} got other arguments for stage {stage} beside its tensors, expected "
                 "those of the first micro-batch; pass static_shapes=False where numbers or shapes change"
             )
         if known is None:
-            self._send_head(pickle.dumps((facts, about)), rank, _forward(stage))
+            self._send_head(pickle.dumps((facts, metadata)), rank, _forward(stage))
             if self.static_shapes:
-                self._known[key] = facts, about.of_any()
+                self._known[key] = facts, metadata.of_any()
         for x, (_, _, _, strides) in zip(tensors, facts, strict=True):
             self._send(x.detach().permute(_order(strides)), rank, _forward(stage))
 
@@ -84,11 +84,11 @@ class Messages:
             known = pickle.loads(self._receive_head(rank, _forward(stage)))
             if self.static_shapes:
                 self._known[key] = known[0], known[1].of_any()
-        facts, about = known
+        facts, metadata = known
         tag = _forward(stage)
         return [
             self._receive(shape, dtype, wanted, rank, tag, strides) for shape, dtype, wanted, strides in facts
-        ], about
+        ], metadata
 
     def send_gradients(self, wanted: Sequence[torch.Tensor | None], stage: int, rank: int) -> None:
         """Sends the gradients of a stage's inputs back. First comes a byte for each that tells whether it exists, then
@@ -111,12 +111,12 @@ class Messages:
             for x, its in zip(sent, there, strict=True)
         ]
 
-    def send_beside(self, x: torch.Tensor, rank: int, number: int, counts: bool = True) -> None:
+    def send_tied(self, x: torch.Tensor, rank: int, number: int, counts: bool = True) -> None:
         """Sends a tensor outside of the schedule; ``number`` selects its tag."""
         self._send(x, rank, _TAG - 1 - number, counts)
 
-    def receive_beside(self, x: torch.Tensor, rank: int, number: int) -> torch.Tensor:
-        """Receives a tensor that `send_beside` sent with the same ``number``."""
+    def receive_tied(self, x: torch.Tensor, rank: int, number: int) -> torch.Tensor:
+        """Receives a tensor that `send_tied` sent with the same ``number``."""
         self.comm.recv(x, rank, _TAG - 1 - number)
         return x
 

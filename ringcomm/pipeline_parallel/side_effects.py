@@ -34,13 +34,13 @@ Place = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Left:
+class SideEffect:
     """One side effect of a call.
 
     Attributes:
         place: the location of the container.
-        key: the key in a dict or the name of an attribute. None for a list: the value was appended, or (``whole``) the
-            value is the list's entire new content.
+        key: the key in a dict or the name of an attribute. None for a list: the value was appended, or
+            (``replaces_all``) the value is the list's entire new content.
         value: a nest; where ``written`` is set, the tensor.
         changed: the value is a tensor that existed before the call, and the call wrote into it.
         written: the same, for a tensor that is an argument of the call.
@@ -49,7 +49,7 @@ class Left:
     place: Place
     key: Any
     value: Any
-    whole: bool = False
+    replaces_all: bool = False
     changed: bool = False
     written: bool = False
 
@@ -78,7 +78,7 @@ class Kept(Stand):
     of: str
 
 
-class Lost:
+class MissingObject:
     """Replaces a `Kept` object on a later stage; every use of it raises."""
 
     def __init__(self, kept: Kept) -> None:
@@ -135,7 +135,7 @@ def tensors_inside(x: Any, seen: set[int] | None = None) -> Iterator[torch.Tenso
             yield from tensors_inside(each, seen)
 
 
-class Watch:
+class SideEffectRecorder:
     """Records the side effects of one call of a module.
 
     Args:
@@ -154,13 +154,13 @@ class Watch:
         self._before: list[tuple[Place, Any, Any, dict[Any, int]]] = []  # place, container, its copy, tensor versions
         self._seen: set[int] = set()
         for name, module in (*containers.items(), *inside.items()):
-            self._look((name,), module.__dict__, _OWN, _OPENED)
+            self._snapshot((name,), module.__dict__, _OWN, _OPENED)
         for name, module in containers.items():
-            self._look((name, "_buffers"), module._buffers)
-        self._look((None,), {**dict(enumerate(args)), **kwargs}, opens=1 << 10)
+            self._snapshot((name, "_buffers"), module._buffers)
+        self._snapshot((None,), {**dict(enumerate(args)), **kwargs}, opens=1 << 10)
         self._args = self._before.pop()
 
-    def _look(self, place: Place, x: Any, own: Collection[str] = (), opens: int = 0) -> None:
+    def _snapshot(self, place: Place, x: Any, own: Collection[str] = (), opens: int = 0) -> None:
         """Records the state of a container and of the containers in it.
 
         Args:
@@ -175,15 +175,15 @@ class Watch:
             if type(each) is torch.Tensor:
                 versions[key] = version_of(each)
             elif isinstance(each, (dict, list, tuple, set, deque)):
-                self._look((*place, key), each, opens=opens)
+                self._snapshot((*place, key), each, opens=opens)
             elif opens and _opens(each):
-                self._look((*place, key, None), each.__dict__, opens=opens - 1)
+                self._snapshot((*place, key, None), each.__dict__, opens=opens - 1)
         if not isinstance(x, tuple):
             self._before.append((place, x, dict(x) if isinstance(x, dict) else list(x), versions))
 
-    def left(self) -> list[Left]:
+    def effects(self) -> list[SideEffect]:
         """Returns everything that was added, changed or removed since the watch began."""
-        found: list[Left] = []
+        found: list[SideEffect] = []
         for place, container, before, versions in self._before:
             if _is_same(container, before, versions):
                 continue
@@ -193,17 +193,17 @@ class Watch:
                     other = key not in before or before[key] is not x
                     changed = not other and versions.get(key, 0) != version_of(x)
                     if (other or changed) and key not in own and not _is_code(x):
-                        found.append(Left(place, key, x, changed=changed))
+                        found.append(SideEffect(place, key, x, changed=changed))
                 for key, x in before.items():
                     if key not in container and key not in own and not _is_code(x):
-                        found.append(Left(place, key, Gone()))
+                        found.append(SideEffect(place, key, Gone()))
             elif not isinstance(container, set) and _is_same([*container][: len(before)], before, versions):
-                found += [Left(place, None, x) for x in [*container][len(before) :]]
+                found += [SideEffect(place, None, x) for x in [*container][len(before) :]]
             else:
-                found.append(Left(place, None, list(container), whole=True))
+                found.append(SideEffect(place, None, list(container), replaces_all=True))
         place, _, args, versions = self._args
         written = [key for key, version in versions.items() if version_of(args[key]) != version]
-        return found + [Left(place, key, args[key], changed=True, written=True) for key in written]
+        return found + [SideEffect(place, key, args[key], changed=True, written=True) for key in written]
 
 
 def _opens(x: Any) -> bool:
@@ -230,7 +230,7 @@ def version_of(x: Any) -> int:
     return x._version if type(x) is torch.Tensor and not x.is_inference() else 0
 
 
-def can_travel(value: Any) -> bool:
+def can_be_sent(value: Any) -> bool:
     """Returns whether a nest contains only tensors and plain values."""
     found = True
 
@@ -242,7 +242,7 @@ def can_travel(value: Any) -> bool:
     return found
 
 
-def found_at(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) -> Any:
+def container_at(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) -> Any:
     """Returns the container at a place.
 
     Raises: LookupError where the place does not exist.
@@ -254,21 +254,21 @@ def found_at(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], p
     return container
 
 
-def leave(container: Any, left: Left, value: Any) -> None:
-    """Applies the side effect ``left`` to ``container``, with ``value`` as its value."""
+def apply_effect(container: Any, effect: SideEffect, value: Any) -> None:
+    """Applies the side effect ``effect`` to ``container``, with ``value`` as its value."""
     if isinstance(value, Gone):
-        container.pop(left.key, None)
-    elif left.whole:
+        container.pop(effect.key, None)
+    elif effect.replaces_all:
         _refill(container, value)
     elif isinstance(container, dict):
-        container[left.key] = value
+        container[effect.key] = value
     else:
         container.append(value)
 
 
-def restore(left: Left, container: Any, before: Any) -> None:
+def restore(effect: SideEffect, container: Any, before: Any) -> None:
     """Gives a container its earlier content back. A module's attributes that were added since stay."""
-    if len(left.place) > 1:
+    if len(effect.place) > 1:
         _refill(container, before)
     else:
         container.update(before)
