@@ -596,11 +596,7 @@ def test_exact_ties_where_stages_use_a_weight_several_times(schedule: str, at: l
 def test_a_tied_weight_has_the_values_of_its_first_stage(ties: str) -> None:
     def rank_main(comm: Communicator) -> list[Gradients]:
         pipe = Pipeline(
-            ringcomm.split(models[comm.rank], ["middle", "late.2"]),
-            comm,
-            microbatches=2,
-            loss=cross_entropy,
-            ties=ties,
+            ringcomm.split(models[comm.rank], ["middle", "late.2"]), comm, microbatches=2, loss=cross_entropy, ties=ties
         )
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         found = []
@@ -865,9 +861,10 @@ def test_an_argument_may_go_to_each_micro_batch_as_a_whole() -> None:
     model, x = make(Beside), torch.randn(6, 4)
     mask, label = torch.ones(2, 1), torch.zeros(2, dtype=torch.long)
     loss, _ = plain(model, [lambda net, a=a: net(a, mask, label=label) for a in x.chunk(3)], 3)
-    step: Callable[[Pipeline, int], torch.Tensor] = lambda pipe, _: pipe.step(
-        x, Replicate(mask), label=Replicate(label)
-    )  # noqa: E731
+
+    def step(pipe: Pipeline, _: int) -> torch.Tensor:
+        return pipe.step(x, Replicate(mask), label=Replicate(label))
+
     assert all(torch.equal(found, loss) for found in on_ranks(model, ["middle"], 2, step, microbatches=3))
 
 

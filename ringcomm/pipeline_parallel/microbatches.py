@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -20,16 +20,9 @@ class Replicate:
     value: Any
 
 
-class MicroBatch(NamedTuple):
-    """The part of a micro-batch that a rank has.
-
-    Attributes:
-        inputs: a nest like that of the batch.
-        share: its share of the batch's rows; None where no tensor was split here.
-    """
-
-    inputs: Any
-    share: Fraction | None
+MicroBatch = tuple[Any, Fraction | None]
+"""The part of a micro-batch that a rank has: a nest like that of the batch, and its share of the batch's rows; None
+where no tensor was split here."""
 
 
 def split_inputs(inputs: Any, count: int, rank: int) -> list[MicroBatch]:
@@ -47,7 +40,7 @@ def split_inputs(inputs: Any, count: int, rank: int) -> list[MicroBatch]:
     rows = _rows(shapes, count, rank)
     by_leaf = [_parts(leaf, count, rank) for leaf in leaves]
     shares = [None if rows is None else Fraction(rows // count + (i < rows % count), rows) for i in range(count)]
-    return [MicroBatch(tree_unflatten([parts[i] for parts in by_leaf], spec), shares[i]) for i in range(count)]
+    return [(tree_unflatten([parts[i] for parts in by_leaf], spec), shares[i]) for i in range(count)]
 
 
 def _rows(shapes: Sequence[tuple[int, ...]], count: int, rank: int) -> int | None:

@@ -34,7 +34,7 @@ from ringcomm.pipeline_parallel.shape_only import ShapeOnlyTensor
 from ringcomm.pipeline_parallel.split import Chain, Stages, split
 from ringcomm.pipeline_parallel.stage_runner import StageMetadata, StageRunner, staged
 from ringcomm.pipeline_parallel.tied_params import TiedParams
-from ringcomm.pipeline_parallel.weight_grads import DeferWeightGrads, WeightGradStore, backward
+from ringcomm.pipeline_parallel.weight_grads import DeferredGrad, DeferWeightGrads, backward, run_weight_grads
 from ringcomm.validation import FLAG, FUNCTION, Wanted, a, expects, one_of, several, validate_int
 
 
@@ -353,8 +353,6 @@ class _Step:
     ) -> None:
         self.pipe, self.inputs, self.scaler, self.flat, self.train = pipe, inputs, scaler, flat, train
         self.computes = computes
-        self.schedule, self.messages, self.ties = pipe.schedule, pipe.messages, pipe._tied_params
-        self.rank, self.last = pipe.comm.rank, pipe.schedule.stages - 1
         self.loss: torch.Tensor | None = None
         self.multi_use = frozenset({id(p) for p in pipe._runner.used_often()} | pipe._tied_params.placeholder_ids)
         self.kept = {*self.multi_use}
@@ -362,7 +360,11 @@ class _Step:
         self.clock: list[tuple[Action, float, float]] = []
         self._local_messages: dict[tuple[str, int, int], Any] = {}  # between stages of this rank
         self._open: dict[tuple[int, int], tuple[_Gradients, Sequence[Sent] | torch.Tensor]] = {}
-        self._stores: dict[tuple[int, int], WeightGradStore] = {}
+        self._deferred: dict[tuple[int, int], list[DeferredGrad]] = {}
+
+    @property
+    def rank(self) -> int:
+        return self.pipe.comm.rank
 
     def execute(self, action: Action) -> None:
         """Executes an action."""
@@ -375,7 +377,7 @@ class _Step:
             self._forward(*at, received, metadata)
         elif action.kind is Kind.WEIGHT:
             start = time.perf_counter()
-            self._stores.pop(at).run()
+            run_weight_grads(self._deferred.pop(at))
         else:
             gradients = self._receive_gradients(*at)
             start = time.perf_counter()
@@ -387,16 +389,16 @@ class _Step:
     def _receive(self, stage: int, number: int) -> tuple[list[torch.Tensor], StageMetadata | None]:
         if stage == 0:
             return [], None
-        source = self.schedule.rank_of[stage - 1]
+        source = self.pipe.schedule.rank_of[stage - 1]
         if source != self.rank:
-            return self.messages.receive(stage, source)
+            return self.pipe.messages.receive(stage, source)
         sent, metadata = self._local_messages.pop(("forward", stage, number))
         return [x.detach().requires_grad_(x.requires_grad) for x in sent], metadata
 
     def _deferring(self, stage: int, number: int) -> DeferWeightGrads | None:
-        if not self.train or not self.schedule.splits_backward:
+        if not self.train or not self.pipe.schedule.splits_backward:
             return None
-        return DeferWeightGrads(self._stores.setdefault((stage, number), WeightGradStore()), self.multi_use, self.kept)
+        return DeferWeightGrads(self._deferred.setdefault((stage, number), []), self.multi_use, self.kept)
 
     def _forward(self, stage: int, number: int, received: list[torch.Tensor], metadata: StageMetadata | None) -> None:
         (args, kwargs, target), share = self.inputs[number]
@@ -418,11 +420,11 @@ class _Step:
         if after is None:
             return
         after = replace(after, share=share)
-        following = self.schedule.rank_of[stage + 1]
+        following = self.pipe.schedule.rank_of[stage + 1]
         if following == self.rank:
             self._local_messages["forward", stage + 1, number] = (output, after)
         else:
-            self.messages.send(output, after, stage + 1, following)
+            self.pipe.messages.send(output, after, stage + 1, following)
 
     def _refuse_cut_off(self, stage: int, received: Sequence[torch.Tensor], output: Any) -> None:
         if any(x.requires_grad for x in received) and not any(x.requires_grad for x in tree_leaves(output)):
@@ -435,7 +437,7 @@ class _Step:
     def _other_share(self, stage: int, got: Fraction | None, expected: Fraction) -> ShapeError:
         return ShapeError(
             f"Pipeline: rank {self.rank} ran stage {stage} and got {got} of a batch's rows in a micro-batch, expected "
-            f"{expected} of them as on the stage before, where {self.schedule.microbatches} micro-batches do not "
+            f"{expected} of them as on the stage before, where {self.pipe.schedule.microbatches} micro-batches do not "
             "divide the rows; pass as many rows on every rank, or lists of micro-batches"
         )
 
@@ -465,7 +467,7 @@ class _Step:
                 "pass loss=, which makes one of the output and the target"
             )
         if self.pipe.reduction == "mean":
-            share = Fraction(1, self.schedule.microbatches) if share is None else share
+            share = Fraction(1, self.pipe.schedule.microbatches) if share is None else share
             value = value / share.denominator if share.numerator == 1 else value * float(share)
         found = value.detach()
         self.loss = found if self.loss is None else self.loss + found
@@ -475,15 +477,15 @@ class _Step:
     # ---- backward -------------------------------------------------------------------------------------------------
 
     def _receive_gradients(self, stage: int, number: int) -> Sequence[torch.Tensor | None]:
-        if stage == self.last:
+        if stage == self.pipe.schedule.stages - 1:
             return []
-        source = self.schedule.rank_of[stage + 1]
+        source = self.pipe.schedule.rank_of[stage + 1]
         if source == self.rank:
             found: Sequence[torch.Tensor | None] = self._local_messages.pop(("backward", stage + 1, number))
             return found
         sent = self._open[stage, number][1]
         assert not isinstance(sent, torch.Tensor)
-        return self.messages.receive_gradients(sent, stage + 1, source)
+        return self.pipe.messages.receive_gradients(sent, stage + 1, source)
 
     def _backward(self, stage: int, number: int, gradients: Sequence[torch.Tensor | None]) -> None:
         found, sent = self._open.pop((stage, number))
@@ -501,11 +503,11 @@ class _Step:
                     "other tensors in the backward pass than in the forward pass, expected the same; checkpoint "
                     "modules one by one, and no function that calls modules on both sides of a cut"
                 ) from error
-        before = self.schedule.rank_of[stage - 1] if stage else None
+        before = self.pipe.schedule.rank_of[stage - 1] if stage else None
         if before == self.rank:
             self._local_messages["backward", stage, number] = found
         elif before is not None:
-            self.messages.send_gradients(found, stage, before)
+            self.pipe.messages.send_gradients(found, stage, before)
         self.pipe._tied_params.after_backward(
             stage, number
         )  # after the input gradients: the receiver takes those first

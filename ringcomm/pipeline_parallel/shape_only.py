@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from ringcomm.errors import InvalidArgumentError
 
@@ -63,7 +65,8 @@ class ShapeOnlyTensor(torch.Tensor):
         if func == _WANTS_GRADIENT and args[0].wants_gradient is not None:
             return args[0].wants_gradient
         if func in (_Tensor.register_hook, _Tensor.retain_grad, _Tensor.register_post_accumulate_grad_hook):
-            return _NoHandle()  # backward never reaches this tensor: the stage that has the values has the hook too
+            # Backward never reaches this tensor: the stage that has the values has the hook too.
+            return RemovableHandle(OrderedDict())
         if func in _OF_VALUES or _makes_shapes_of_values(func, args, kwargs):
             raise _refused(func, args)
         if _writes(func) and args and isinstance(args[0], ShapeOnlyTensor) and _is_repeated(args[0]):
@@ -202,14 +205,14 @@ class _Filled(torch.autograd.Function):
 def _without_base(x: Any) -> Any:
     """Returns a shape-only view as a tensor that is no view, so that it can be filled; anything else as it is."""
     with torch._C.DisableTorchFunctionSubclass():
-        return _turned(x.data) if isinstance(x, ShapeOnlyTensor) and x._is_view() else x
+        return _with_class(x.data, ShapeOnlyTensor) if isinstance(x, ShapeOnlyTensor) and x._is_view() else x
 
 
-def _turned(x: torch.Tensor) -> ShapeOnlyTensor:
-    """Makes the same object a shape-only tensor."""
+def _with_class(x: Any, kind: type) -> Any:
+    """Makes a tensor a shape-only one or a plain one; returns the same object, which the model holds."""
     # `as_subclass` would make a view, and autograd treats a write into a view as a write into its base.
-    x.__class__ = ShapeOnlyTensor
-    return cast(ShapeOnlyTensor, x)
+    x.__class__ = kind
+    return x
 
 
 def writable(x: torch.Tensor) -> torch.Tensor:
@@ -219,19 +222,6 @@ def writable(x: torch.Tensor) -> torch.Tensor:
     apart = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.detach())
     filled: torch.Tensor = _Filled.apply(apart, x)
     return filled
-
-
-class _NoHandle:
-    """The handle of a hook on a tensor that has no gradient here."""
-
-    def remove(self) -> None:
-        """Does nothing."""
-
-    def __enter__(self) -> _NoHandle:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
 
 def _refused(func: Any, args: Any) -> InvalidArgumentError:
@@ -326,14 +316,14 @@ def drop_values(x: Any, origin: str) -> list[torch.Tensor]:
     with torch._C.DisableTorchFunctionSubclass():
         found = [each for each in (x, getattr(x, "_base", None)) if type(each) is torch.Tensor]
         for each in found:
-            _turned(each).__dict__["origin"] = origin
+            _with_class(each, ShapeOnlyTensor).__dict__["origin"] = origin
     return found
 
 
 def make_plain(x: torch.Tensor) -> None:
     """Makes a shape-only tensor a plain one again, where it has values or none will be read."""
     if isinstance(x, ShapeOnlyTensor):
-        x.__class__ = torch.Tensor  # the model holds this object
+        _with_class(x, torch.Tensor)
 
 
 def any_shape_only(tree: Any) -> bool:
@@ -341,30 +331,32 @@ def any_shape_only(tree: Any) -> bool:
     return any(isinstance(x, ShapeOnlyTensor) for x in tree_leaves(tree))
 
 
-class Maker:
-    """Makes shape-only tensors; those of the same floating-point type share memory."""
+def shape_only(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    origin: str = "",
+    memory: dict[torch.dtype, torch.Tensor] | None = None,
+) -> ShapeOnlyTensor:
+    """Returns a shape-only tensor.
 
-    def __init__(self) -> None:
-        self._memory: dict[torch.dtype, torch.Tensor] = {}
-
-    def make(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, origin: str = ""
-    ) -> ShapeOnlyTensor:
-        """Returns a shape-only tensor of a shape. ``origin``: the module whose result it replaces."""
-        made = _turned(self._tensor(shape, dtype, device))
-        made.origin = origin
-        return made
-
-    def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns a tensor; integer tensors get memory of their own, since code may write into them."""
-        if not (dtype.is_floating_point or dtype.is_complex):
-            return torch.zeros(shape, dtype=dtype, device=device)
-        numel = math.prod(shape)
-        memory = self._memory.get(dtype)
-        if memory is None or memory.numel() < numel or memory.device != device:
-            memory = self._memory[dtype] = torch.full((numel,), float("nan"), dtype=dtype, device=device)
-        made = torch.empty(0, dtype=dtype, device=device)  # no view: each has a version of its own
-        return made.set_(memory.untyped_storage(), 0, shape)
+    Args:
+        origin: the module whose result it replaces.
+        memory: by floating-point type, the memory that all tensors of that type share; it grows as needed. Integer
+            tensors get memory of their own, since code may write into them.
+    """
+    if not (dtype.is_floating_point or dtype.is_complex):
+        x = torch.zeros(shape, dtype=dtype, device=device)
+    else:
+        memory, numel = {} if memory is None else memory, math.prod(shape)
+        shared = memory.get(dtype)
+        if shared is None or shared.numel() < numel or shared.device != device:
+            shared = memory[dtype] = torch.full((numel,), float("nan"), dtype=dtype, device=device)
+        x = torch.empty(0, dtype=dtype, device=device)  # no view: each has a version of its own
+        x.set_(shared.untyped_storage(), 0, shape)
+    made = _with_class(x, ShapeOnlyTensor)
+    made.origin = origin
+    return made
 
 
 def parameter_placeholder(x: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -42,6 +42,7 @@ class SideEffect:
         key: the key in a dict or the name of an attribute. None for a list: the value was appended, or
             (``replaces_all``) the value is the list's entire new content.
         value: a nest; where ``written`` is set, the tensor.
+        removed: the call removed the key or attribute; the value is None.
         changed: the value is a tensor that existed before the call, and the call wrote into it.
         written: the same, for a tensor that is an argument of the call.
     """
@@ -50,47 +51,57 @@ class SideEffect:
     key: Any
     value: Any
     replaces_all: bool = False
+    removed: bool = False
     changed: bool = False
     written: bool = False
 
 
-class Stand:
-    """Base of the placeholders for tensors and objects in a nest that is sent."""
+@dataclass(frozen=True)
+class Shape:
+    """Placeholder of a tensor that stays on its rank: its shape and type."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
-class Gone(Stand):
-    """Placeholder of an item or attribute that the call removed."""
+class Carried:
+    """Placeholder of a tensor that is sent from stage to stage up to the last one: its number among the carried
+    tensors."""
+
+    number: int
 
 
 @dataclass(frozen=True)
-class Given(Stand):
-    """Placeholder of an object that was an argument of the module: its position or name among the arguments."""
+class NotSent:
+    """Placeholder of an object that is neither a tensor nor a plain value: if it was an argument of the module, its
+    position or name among the arguments; else the name of its class, and of the module that made it."""
 
-    key: int | str
+    argument: int | str | None
+    kind: str = ""
+    of: str = ""
 
 
-@dataclass(frozen=True)
-class Kept(Stand):
-    """Placeholder of an object that stays on its rank: the name of its class, and of the module that made it."""
-
-    kind: str
-    of: str
+PLACEHOLDERS = (Shape, Carried, NotSent)
 
 
 class MissingObject:
-    """Replaces a `Kept` object on a later stage; every use of it raises."""
+    """Replaces an object that was not sent on a later stage; every use of it raises."""
 
-    def __init__(self, kept: Kept) -> None:
-        vars(self)["kept"] = kept
+    def __init__(self, original: NotSent) -> None:
+        vars(self)["original"] = original
 
     def refuse(self, *_: Any, **__: Any) -> NoReturn:
         """Raises an error that names the object's class and the module that made it."""
-        kept: Kept = vars(self)["kept"]
-        of = f"that {kept.of} of an earlier stage has made" if kept.of else "among the model's inputs of another rank"
+        original: NotSent = vars(self)["original"]
+        of = (
+            f"that {original.of} of an earlier stage has made"
+            if original.of
+            else "among the model's inputs of another rank"
+        )
         raise InvalidArgumentError(
-            f"Pipeline: got a use of a {kept.kind} {of}, expected tensors and plain values in tuples, lists, dicts or "
-            "dataclasses, which later stages can be told of; make it a dataclass, or pass inputs on every rank"
+            f"Pipeline: got a use of a {original.kind} {of}, expected tensors and plain values in tuples, lists, "
+            "dicts or dataclasses, which later stages can be told of; make it a dataclass, or pass inputs on every rank"
         )
 
     __getattr__ = __setattr__ = __delattr__ = __call__ = refuse
@@ -110,7 +121,7 @@ def map_nest(each: Callable[[Any], Any], nest: Any) -> Any:
     """Applies ``each`` to the leaves of a nest, like torch's ``tree_map``, and descends into dataclasses too."""
 
     def inside(x: Any) -> Any:
-        if is_dataclass(x) and not isinstance(x, (type, Stand)):
+        if is_dataclass(x) and not isinstance(x, (type, *PLACEHOLDERS)):
             made = copy.copy(x)
             for field in fields(x):
                 if hasattr(x, field.name):
@@ -196,7 +207,7 @@ class SideEffectRecorder:
                         found.append(SideEffect(place, key, x, changed=changed))
                 for key, x in before.items():
                     if key not in container and key not in own and not _is_code(x):
-                        found.append(SideEffect(place, key, Gone()))
+                        found.append(SideEffect(place, key, None, removed=True))
             elif not isinstance(container, set) and _is_same([*container][: len(before)], before, versions):
                 found += [SideEffect(place, None, x) for x in [*container][len(before) :]]
             else:
@@ -256,7 +267,7 @@ def container_at(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
 
 def apply_effect(container: Any, effect: SideEffect, value: Any) -> None:
     """Applies the side effect ``effect`` to ``container``, with ``value`` as its value."""
-    if isinstance(value, Gone):
+    if effect.removed:
         container.pop(effect.key, None)
     elif effect.replaces_all:
         _refill(container, value)

@@ -17,30 +17,29 @@ import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
 
-from ringcomm.data_parallel.module_notes import notes_on
+from ringcomm.data_parallel.module_notes import notes_of, notes_on
 from ringcomm.data_parallel.shard_spec import note
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.pipeline_parallel.buffers import Buffers
 from ringcomm.pipeline_parallel.draws import checkpoint_around, must_send, random_op, replay
 from ringcomm.pipeline_parallel.shape_only import (
-    Maker,
     ShapeOnlyTensor,
     ValueGuard,
     any_shape_only,
     drop_values,
     make_plain,
     parameter_placeholder,
+    shape_only,
     writable,
     writes,
 )
 from ringcomm.pipeline_parallel.side_effects import (
-    Given,
-    Gone,
-    Kept,
+    Carried,
     MissingObject,
+    NotSent,
+    Shape,
     SideEffect,
     SideEffectRecorder,
-    Stand,
     apply_effect,
     can_be_sent,
     container_at,
@@ -55,36 +54,20 @@ from ringcomm.pipeline_parallel.split import Chain, Stages
 ANY = -1
 
 
-@dataclass(frozen=True)
-class Shape(Stand):
-    """Placeholder of a tensor that stays on its rank: its shape and type."""
+def recorded(tree: Any, origin: str = "", given: Mapping[Any, Any] | None = None) -> Any:
+    """Returns a nest with a `Shape` for each tensor, and a placeholder for all else that is not a plain value.
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    Args:
+        origin: the module that made the nest.
+        given: the arguments of that module, some of which it may have returned.
+    """
 
-    @staticmethod
-    def of(tree: Any, origin: str = "", given: Mapping[Any, Any] | None = None) -> Any:
-        """Returns a nest with a `Shape` for each tensor, and a placeholder for all else that is not a plain value.
+    def each(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return Shape(tuple(x.shape), x.dtype)
+        return x if is_plain(x) else _not_sent(x, origin, given or {})
 
-        Args:
-            origin: the module that made the nest.
-            given: the arguments of that module, some of which it may have returned.
-        """
-
-        def each(x: Any) -> Any:
-            if isinstance(x, torch.Tensor):
-                return Shape(tuple(x.shape), x.dtype)
-            return x if is_plain(x) else _object_placeholder(x, origin, given or {})
-
-        return map_nest(each, tree)
-
-
-@dataclass(frozen=True)
-class Carried(Stand):
-    """Placeholder of a tensor that is sent from stage to stage up to the last one: its number among the carried
-    tensors."""
-
-    number: int
+    return map_nest(each, tree)
 
 
 @dataclass(frozen=True)
@@ -149,18 +132,25 @@ class _StageRun:
     received: list[torch.Tensor]
     entered: bool
     grads: bool  # whether gradients are on
-    calls: dict[str, list[Call]] = field(default_factory=dict)  # of this stage's modules
+    calls: dict[str, list[Call]] = field(default_factory=dict)  # of modules of this stage and earlier ones
     replayed: Counter[str] = field(default_factory=Counter)  # calls of modules of earlier stages, so far
     carried: list[torch.Tensor] = field(default_factory=list)  # to the last stage, from this one and earlier ones
     versions: list[int] = field(default_factory=list)  # versions of the carried tensors after the last call of a module
-    noting: bool = False  # whether a call of a module is being noted
-    before: dict[str, tuple[Call, ...]] = field(default_factory=dict)  # calls of modules of earlier stages
     # Plain tensors that a module of an earlier stage wrote into, whose values are not here.
     without_values: list[torch.Tensor] = field(default_factory=list)
     draws: list[tuple[str, Carried | None]] = field(default_factory=list)  # of this stage and earlier ones
     draws_done: int = 0  # how many of them this stage has reached
     replayed_in: Any = None  # the checkpoint in which it last replayed a draw
-    hooking: bool = False  # whether hooks of modules of earlier stages are running
+    inside: str = ""  # "module": a call of a module is being recorded; "hooks": those of an earlier stage's module run
+
+    @contextmanager
+    def within(self, what: str) -> Iterator[None]:
+        """Sets ``inside`` for a while."""
+        before, self.inside = self.inside, what
+        try:
+            yield
+        finally:
+            self.inside = before
 
 
 class StageRunner:
@@ -176,7 +166,7 @@ class StageRunner:
         self.stages, self.model, self.rank, self._device = stages, stages.model, rank, device
         self.running: _StageRun | None = None
         self._named_grads: dict[int, set[int]] = {}  # by stage: indices of named arguments to send to the next one
-        self._placeholders = Maker()
+        self._memory: dict[torch.dtype, torch.Tensor] = {}  # of shape-only tensors
         self._inside = {name: _modules_by_name(name, self.model.get_submodule(name)) for name in stages.stage_of}
         of_stages = {id(each) for inside in self._inside.values() for each in inside.values()}
         self._containers = {name: each for name, each in self.model.named_modules() if id(each) not in of_stages}
@@ -261,7 +251,7 @@ class StageRunner:
         if metadata is not None:
             run.carried = [writable(x) for x in received[len(received) - metadata.carried :]]
             run.versions = [version_of(x) for x in run.carried]
-            run.before = dict(metadata.calls)
+            run.calls = {name: [*calls] for name, calls in metadata.calls.items()}
             run.draws = [*metadata.draws]
 
         def before(func: Any, args: Any, kwargs: Any) -> None:
@@ -281,7 +271,7 @@ class StageRunner:
             ):
                 output = self.model(*args, **kwargs)
         except _StageBoundary as boundary:
-            return self._outputs(run, boundary, Shape.of((args, kwargs)))
+            return self._outputs(run, boundary, recorded((args, kwargs)))
         finally:
             self.running = None
             for x in run.without_values:  # they may be the user's tensors
@@ -295,7 +285,7 @@ class StageRunner:
 
     def _called(self, run: _StageRun, func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a function outside of modules of stages. What it draws at random is sent on to later stages."""
-        name = "" if run.hooking else random_op(func)
+        name = "" if run.inside == "hooks" else random_op(func)
         if not name:
             return func(*args, **kwargs)
         number, run.draws_done = run.draws_done, run.draws_done + 1
@@ -318,7 +308,7 @@ class StageRunner:
         tensors, such as labels, may be passed on some ranks only."""
         theirs = {**dict(enumerate(inputs[0])), **inputs[1]}
         for key, x in mine.items():
-            pairs = [*zip(tree_leaves(Shape.of(x)), tree_leaves(theirs.get(key)), strict=False)]
+            pairs = [*zip(tree_leaves(recorded(x)), tree_leaves(theirs.get(key)), strict=False)]
             wrong = next((pair for pair in pairs if key in theirs and _is_other_input(*pair)), None)
             if wrong is not None:
                 raise InvalidArgumentError(
@@ -327,8 +317,7 @@ class StageRunner:
                 )
 
     def _refuse_missing(self, name: str, tree: Any) -> None:
-        """Raises where an argument of a module is a `MissingObject`: the module might use only its class, which does not
-        raise."""
+        """Raises where an argument is a `MissingObject`: a module that uses only its class would not raise."""
         for x in tree_leaves(tree):
             if type(x) is MissingObject:
                 x.refuse(name)
@@ -402,13 +391,10 @@ class StageRunner:
             self._refuse_missing(name, (args, kwargs))
             last = run.stage == len(self.stages) - 1  # no later stage needs a record
             with ValueGuard.suspended():
-                if last or run.noting:  # a nested call, which later stages do not reach
+                if last or run.inside == "module":  # a nested call, which later stages do not reach
                     return forward(*args, **kwargs)
-                run.noting = True
-                try:
+                with run.within("module"):
                     return self._recorded_call(run, name, forward, args, kwargs)
-                finally:
-                    run.noting = False
 
         return call
 
@@ -436,8 +422,8 @@ class StageRunner:
             if each.changed:
                 self._carry_again(run, each.value)
         effects = tuple(replace(each, value=self._value_of(run, each, name)) for each in found)
-        recorded = self._as_recorded(run, output, name, {**dict(enumerate(args)), **kwargs})
-        run.calls.setdefault(name, []).append(Call(recorded, tuple(hooked), effects))
+        shown = self._as_recorded(run, output, name, {**dict(enumerate(args)), **kwargs})
+        run.calls.setdefault(name, []).append(Call(shown, tuple(hooked), effects))
         run.versions = [version_of(x) for x in run.carried]
         return output
 
@@ -488,7 +474,7 @@ class StageRunner:
             return hook(*call)
 
         def ended(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            hooked.append((name, Shape.of((args, kwargs)), tuple(seen)))
+            hooked.append((name, recorded((args, kwargs)), tuple(seen)))
             seen.clear()
 
         hooks = module._forward_hooks
@@ -504,7 +490,7 @@ class StageRunner:
         """Returns the form in which later stages receive a result."""
         if name in self.stages.carry:
             return self._carry(run, output, name, given or {})
-        return Shape.of(output, name, given)
+        return recorded(output, name, given)
 
     def _value_of(self, run: _StageRun, effect: SideEffect, name: str) -> Any:
         """Returns the form in which later stages receive the value of a side effect."""
@@ -513,7 +499,7 @@ class StageRunner:
         if can_be_sent(effect.value):
             return self._carry(run, effect.value, name, {})
         _refuse_hidden(effect)
-        return effect.value if isinstance(effect.value, Gone) else _object_placeholder(effect.value, name, {})
+        return _not_sent(effect.value, name, {})
 
     def _carry_again(self, run: _StageRun, x: Any) -> None:
         """After a write into a carried tensor: makes earlier records of it shapes, so that later stages get only its
@@ -524,9 +510,8 @@ class StageRunner:
             return
 
         def each(placeholder: Any) -> Any:
-            return Shape.of(x) if isinstance(placeholder, Carried) and placeholder.number == number else placeholder
+            return recorded(x) if isinstance(placeholder, Carried) and placeholder.number == number else placeholder
 
-        run.before = {name: map_nest(each, calls) for name, calls in run.before.items()}
         run.calls = {name: map_nest(each, calls) for name, calls in run.calls.items()}
 
     def _carry(self, run: _StageRun, nest: Any, name: str, given: Mapping[Any, Any]) -> Any:
@@ -534,7 +519,7 @@ class StageRunner:
 
         def each(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
-                return x if is_plain(x) else _object_placeholder(x, name, given)
+                return x if is_plain(x) else _not_sent(x, name, given)
             self._refuse_shape_only(run, f"what {name} leaves", x)
             known = next((i for i, other in enumerate(run.carried) if other is x), None)
             if known is None:
@@ -567,11 +552,8 @@ class StageRunner:
         for inner, inputs, outputs in call.hooked:
             its_args, its_kwargs = (args, kwargs) if inner == name else self._materialized(inputs, inner)
             made = [self._materialized(output, inner) for output in outputs]
-            run.hooking = True
-            try:
+            with run.within("hooks"):
                 _run_hooks(self.model.get_submodule(inner), its_args, its_kwargs, made)
-            finally:
-                run.hooking = False
         result = self._materialized(call.output, name, given)
         for each, (place, before) in zip(lasting, there, strict=True):  # undoes what hooks did to the same places
             restore(each, place, before)
@@ -590,14 +572,12 @@ class StageRunner:
         device, run = self.device, self.running
 
         def each(x: Any) -> Any:
-            if isinstance(x, Given):
-                return (given or {}).get(x.key)
-            if isinstance(x, Kept):
-                return MissingObject(x)
+            if isinstance(x, NotSent):
+                return MissingObject(x) if x.argument is None else (given or {}).get(x.argument)
             if isinstance(x, Carried):
                 assert run is not None
                 return run.carried[x.number]
-            return self._placeholders.make(x.shape, x.dtype, device, origin) if isinstance(x, Shape) else x
+            return shape_only(x.shape, x.dtype, device, origin, self._memory) if isinstance(x, Shape) else x
 
         return map_nest(each, tree)
 
@@ -633,10 +613,10 @@ class StageRunner:
                 f"expected tensors as arguments of {name}; hand tensors on, in tuples, lists or dicts, or name the "
                 "modules that make what it is given in split(..., carry=[...]), as for dataclasses"
             )
-        usual = Shape.of((sent or run.carried)[0]) if run.metadata is None else run.metadata.usual
-        here = {name: tuple(its) for name, its in run.calls.items() if any(call != Call(usual) for call in its)}
+        usual = recorded((sent or run.carried)[0]) if run.metadata is None else run.metadata.usual
+        calls = {name: tuple(its) for name, its in run.calls.items() if any(call != Call(usual) for call in its)}
         sent += map(_sendable, run.carried)
-        return sent, StageMetadata(tuple(facts), inputs, usual, run.before | here, len(run.carried), tuple(run.draws))
+        return sent, StageMetadata(tuple(facts), inputs, usual, calls, len(run.carried), tuple(run.draws))
 
     def _with_received(
         self, run: _StageRun, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -741,10 +721,10 @@ def _run_hooks(module: nn.Module, args: Any, kwargs: Any, outputs: Sequence[Any]
         _ = hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
 
 
-def _object_placeholder(x: Any, origin: str, given: Mapping[Any, Any]) -> Stand:
+def _not_sent(x: Any, origin: str, given: Mapping[Any, Any]) -> NotSent:
     """Returns a placeholder for an object that is neither a tensor nor a plain value."""
     key = next((key for key, each in given.items() if each is x), None)
-    return Kept(type(x).__name__, origin) if key is None else Given(key)
+    return NotSent(None, type(x).__name__, origin) if key is None else NotSent(key)
 
 
 def _is_equal(a: Any, b: Any) -> bool:
@@ -752,7 +732,7 @@ def _is_equal(a: Any, b: Any) -> bool:
 
 
 def _is_other_input(mine: Any, theirs: Any) -> bool:
-    """Returns whether two leaves of results of `Shape.of` differ."""
+    """Returns whether two leaves of results of `recorded` differ."""
     if isinstance(theirs, Shape):
         return mine != theirs and (mine is None or isinstance(mine, Shape))
     return is_plain(mine) and is_plain(theirs) and not _is_equal(mine, theirs)
@@ -893,11 +873,12 @@ def _guard(module: nn.Module, call: Callable[..., Any]) -> None:
             "state_dict()"
         )
 
-    members = {"__call__": guarded, "__reduce_ex__": reduced, "__module__": kind.__module__, "_ringcomm_staged": True}
+    members = {"__call__": guarded, "__reduce_ex__": reduced, "__module__": kind.__module__}
     # Python looks `__call__` up in the class alone, and the module that the program holds must stay.
     module.__class__ = type(kind.__name__, (kind,), members)
+    notes_on(module).in_pipeline = True
 
 
 def staged(model: nn.Module) -> bool:
     """Returns whether a part of the model is in a pipeline already."""
-    return any(hasattr(type(module), "_ringcomm_staged") for module in model.modules())
+    return any(notes_of(module).in_pipeline for module in model.modules())

@@ -3,7 +3,6 @@ gradient."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -37,7 +36,7 @@ class TiedParams:
         messages: Messages,
         exact: bool,
     ) -> None:
-        kind = _ExactTiedParam if exact else _SummedTiedParam
+        kind = _ExactTiedParam if exact else _LocalTiedParam
         self.local: list[_LocalTiedParam] = [
             kind(number, tied, [stage for stage in tied.stages if stage in mine], rank_of, messages)
             for number, tied in enumerate(tied_params)
@@ -105,8 +104,8 @@ class TiedParams:
                 tied.reduce_grads()
 
 
-class _LocalTiedParam(ABC):
-    """One tied parameter on one of its ranks.
+class _LocalTiedParam:
+    """One tied parameter on one of its ranks. Adds up the gradients of the ranks once a step.
 
     Args:
         number: its number among the model's tied parameters, the same on every rank.
@@ -159,6 +158,7 @@ class _LocalTiedParam(ABC):
         """Begins a step: puts the placeholder in the parameter's place."""
         self.param = self._current()
         self._install(self.param.detach().requires_grad_(self.param.requires_grad))
+        self.total: torch.Tensor | None = None  # of 16-bit gradients, in float32
 
     def leave(self) -> None:
         """Ends a step: puts the parameter back."""
@@ -193,29 +193,12 @@ class _LocalTiedParam(ABC):
         if grad is not None:  # no gradient where no use had one
             torch.autograd.backward([self.param], [grad.to(self.param.dtype)])
 
-    def after_forward(self, stage: int, microbatch: int) -> None:  # noqa: B027
+    def after_forward(self, stage: int, microbatch: int) -> None:
         """Called after a forward pass of a stage that uses the parameter."""
 
     def later_grad(self, stage: int, microbatch: int) -> tuple[GradientEdge, torch.Tensor] | None:
         """Returns the gradient from later stages, and the edge of this stage's graph where it enters."""
         return None
-
-    @abstractmethod
-    def after_backward(self, stage: int, microbatch: int) -> None:
-        """Called after a backward pass of a stage that uses the parameter."""
-
-    @abstractmethod
-    def reduce_grads(self) -> None:
-        """Gives every rank the sum as the parameter's gradient."""
-
-
-class _SummedTiedParam(_LocalTiedParam):
-    """Adds up the gradients of the ranks once a step."""
-
-    def enter(self) -> None:
-        """Begins a step."""
-        super().enter()
-        self.total: torch.Tensor | None = None  # of 16-bit gradients, in float32
 
     def after_backward(self, stage: int, microbatch: int) -> None:
         """Adds a 16-bit gradient to a float32 sum, and removes it from the placeholder."""
