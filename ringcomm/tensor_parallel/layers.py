@@ -19,14 +19,14 @@ from ringcomm.data_parallel.shard_spec import ShardSpec, note, renew_parts, take
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.tensor_parallel import overlapped
 from ringcomm.tensor_parallel.group import TensorParallelGroup, f, f_bar, g, g_bar, gather, scatter
-from ringcomm.tensor_parallel.outputs import CutOutputs
+from ringcomm.tensor_parallel.outputs import ShardedOutputs
 from ringcomm.validation import FLAG, expects, several, validate_int
 
 DIM = validate_int(-64, 64, "a dimension")
 PARTS = several("a list of extents", validate_int(1))
 
 
-def cut(
+def shard_along(
     extents: Sequence[int], group: TensorParallelGroup, what: str, pad: bool = False, multiple: int = 1
 ) -> ShardSpec:
     """Returns this rank's shard along dimension 0 of a fused weight: an equal share of each of its ``extents``.
@@ -55,7 +55,7 @@ def cut(
     return ShardSpec(0, offset, tuple(pieces))
 
 
-def own_part(
+def set_shard(
     module: nn.Module, key: str, unsharded: torch.Tensor, part: ShardSpec, dim: int = 0, length: int = 0
 ) -> None:
     """Gives a module this rank's shard, along ``dim``, of an unsharded parameter.
@@ -69,7 +69,7 @@ def own_part(
     note(module, key, **vars(part))
 
 
-def become(p: nn.Parameter, made: nn.Parameter) -> nn.Parameter:
+def replace_data(p: nn.Parameter, made: nn.Parameter) -> nn.Parameter:
     """Gives a parameter the memory and the attributes of another, and no gradient; the object stays the same. The
     change of type in between makes torch forget the old shape, which it keeps for backward passes otherwise.
     """
@@ -158,7 +158,7 @@ class ColumnParallelLinear(_ParallelLinear):
         watched: checks how the first output is used; None: no check.
     """
 
-    watched: CutOutputs | None = None
+    watched: ShardedOutputs | None = None
 
     @expects("ColumnParallelLinear", gather_output=FLAG, parts=PARTS, pad=FLAG, entered=FLAG, **LINEAR)
     def __init__(
@@ -179,7 +179,7 @@ class ColumnParallelLinear(_ParallelLinear):
     ) -> None:
         super().__init__(_region(comm, "ColumnParallelLinear"), sequence_dim, overlap)
         self.entered = entered
-        self._take(nn.Linear(in_features, out_features, bias, device, dtype), "", gather_output, parts, pad)
+        self._init_from(nn.Linear(in_features, out_features, bias, device, dtype), "", gather_output, parts, pad)
 
     @classmethod
     def of(
@@ -201,10 +201,10 @@ class ColumnParallelLinear(_ParallelLinear):
         made = cls.__new__(cls)
         _ParallelLinear.__init__(made, group, sequence_dim, overlap)
         made.entered = entered
-        made._take(linear, name, gather_output, parts, pad, multiple)
+        made._init_from(linear, name, gather_output, parts, pad, multiple)
         return made
 
-    def _take(
+    def _init_from(
         self,
         linear: nn.Module,
         name: str,
@@ -213,7 +213,7 @@ class ColumnParallelLinear(_ParallelLinear):
         pad: bool,
         multiple: int = 1,
     ) -> None:
-        self.turned, self.in_features, self.out_features = form_of(linear, self.group, name)
+        self.turned, self.in_features, self.out_features = linear_shape(linear, self.group, name)
         extents = [self.out_features] if parts is None else list(parts)
         if sum(extents) != self.out_features or min(extents) < 1:
             raise InvalidArgumentError(
@@ -225,15 +225,15 @@ class ColumnParallelLinear(_ParallelLinear):
                 f"{_call(self, name)}: rank {self.group.rank} got pad=True for the parts {extents}{_of(name)}, "
                 "expected one of the two: padding lies behind all parts; use extents that divide"
             )
-        part = cut(extents, self.group, f"{_call(self, name)}: outputs{_of(name)}", pad, multiple)
+        part = shard_along(extents, self.group, f"{_call(self, name)}: outputs{_of(name)}", pad, multiple)
         self.gather_output, self.gathered = gather_output, extents
         self.local_features = sum(self.local_extents)
         if not gather_output:
             self.group.outputs.setdefault(self.local_features, set()).add(self.out_features)
-        own_part(self, "weight", linear.weight, part, int(self.turned), self.local_features)
+        set_shard(self, "weight", linear.weight, part, int(self.turned), self.local_features)
         self.bias = None
         if linear.bias is not None:
-            own_part(self, "bias", linear.bias, part, 0, self.local_features)
+            set_shard(self, "bias", linear.bias, part, 0, self.local_features)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., this rank's outputs), or all outputs with ``gather_output``."""
@@ -245,7 +245,7 @@ class ColumnParallelLinear(_ParallelLinear):
         else:
             y = F.linear(group.enter(self, g, input, self.sequence_dim), self.weight_of(), self.bias)
         if self.gather_output:
-            return self._whole(gather(y, comm))
+            return self._unsharded(gather(y, comm))
         return y if self.watched is None else self.watched.watch_first(y)
 
     @property
@@ -258,7 +258,7 @@ class ColumnParallelLinear(_ParallelLinear):
         """This rank's number of outputs of each part."""
         return [-(-extent // self.group.world_size) for extent in self.gathered]
 
-    def _whole(self, y: torch.Tensor) -> torch.Tensor:
+    def _unsharded(self, y: torch.Tensor) -> torch.Tensor:
         """Returns the concatenated outputs of the ranks in the order of the unsharded layer and without padding."""
         if self.is_one:
             return y[..., : self.out_features]
@@ -296,7 +296,7 @@ class RowParallelLinear(_ParallelLinear):
         dtype: Any = None,
     ) -> None:
         super().__init__(_region(comm, "RowParallelLinear"), sequence_dim, overlap)
-        self._take(nn.Linear(in_features, out_features, bias, device, dtype), "", input_is_parallel)
+        self._init_from(nn.Linear(in_features, out_features, bias, device, dtype), "", input_is_parallel)
 
     @classmethod
     def of(
@@ -314,14 +314,14 @@ class RowParallelLinear(_ParallelLinear):
         errors."""
         made = cls.__new__(cls)
         _ParallelLinear.__init__(made, group, sequence_dim, overlap)
-        made._take(linear, name, input_is_parallel, multiple)
+        made._init_from(linear, name, input_is_parallel, multiple)
         return made
 
-    def _take(self, linear: nn.Module, name: str, input_is_parallel: bool, multiple: int = 1) -> None:
-        self.turned, self.in_features, self.out_features = form_of(linear, self.group, name)
+    def _init_from(self, linear: nn.Module, name: str, input_is_parallel: bool, multiple: int = 1) -> None:
+        self.turned, self.in_features, self.out_features = linear_shape(linear, self.group, name)
         self.input_is_parallel = input_is_parallel
-        part = cut([self.in_features], self.group, f"{_call(self, name)}: inputs{_of(name)}", multiple=multiple)
-        own_part(self, "weight", linear.weight, part, int(not self.turned))
+        part = shard_along([self.in_features], self.group, f"{_call(self, name)}: inputs{_of(name)}", multiple=multiple)
+        set_shard(self, "weight", linear.weight, part, int(not self.turned))
         self.bias = linear.bias
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -378,7 +378,7 @@ class VocabParallelEmbedding(_Parallel):
     ) -> None:
         super().__init__()
         unsharded = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
-        self._take(unsharded, _region(comm, "VocabParallelEmbedding"), sequence_dim)
+        self._init_from(unsharded, _region(comm, "VocabParallelEmbedding"), sequence_dim)
         self.embed_scale = None
 
     @classmethod
@@ -400,20 +400,20 @@ class VocabParallelEmbedding(_Parallel):
         nn.Module.__init__(made)
         for hooks in _HOOKS:  # they see the same inputs and outputs as before
             made.__dict__[hooks] = vars(embedding)[hooks]
-        made._take(embedding, group, sequence_dim)
+        made._init_from(embedding, group, sequence_dim)
         if "embed_scale" in embedding._buffers:
             made.register_buffer("embed_scale", scale, "embed_scale" not in embedding._non_persistent_buffers_set)
         else:
             made.embed_scale = scale
         return made
 
-    def _take(self, unsharded: Any, group: TensorParallelGroup, sequence_dim: int | None) -> None:
+    def _init_from(self, unsharded: Any, group: TensorParallelGroup, sequence_dim: int | None) -> None:
         self.group, self.sequence_dim = group, sequence_dim
         self.num_embeddings, self.embedding_dim = unsharded.weight.shape
-        part = cut([self.num_embeddings], group, "VocabParallelEmbedding: rows", pad=True)
+        part = shard_along([self.num_embeddings], group, "VocabParallelEmbedding: rows", pad=True)
         self.rows = -(-self.num_embeddings // group.world_size)
         self.first, self.count = part.pieces[0]
-        own_part(self, "weight", unsharded.weight, part, 0, self.rows)
+        set_shard(self, "weight", unsharded.weight, part, 0, self.rows)
         self.padding_idx = unsharded.padding_idx
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -446,7 +446,7 @@ class VocabParallelEmbedding(_Parallel):
 # ---- helpers -----------------------------------------------------------------------------------------------------
 
 
-def form_of(linear: Any, group: TensorParallelGroup, name: str = "") -> tuple[bool, int, int]:
+def linear_shape(linear: Any, group: TensorParallelGroup, name: str = "") -> tuple[bool, int, int]:
     """Returns whether a linear layer's weight has the shape (in, out), and its numbers of inputs and outputs.
 
     Raises: UnsupportedError: another kind of module.
