@@ -91,21 +91,8 @@ LINEAR = {
 }
 
 
-class _Parallel(nn.Module):
-    """A layer with sharded parameters, which stay marked as shards where torch replaces parameters."""
-
-    def _apply(self, fn: Any, recurse: bool = True) -> _Parallel:
-        super()._apply(fn, recurse)
-        renew_parts([self])
-        return self
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        renew_parts([self])
-
-
-class _ParallelLinear(_Parallel):
-    """The common base of the two linear layers.
+class _ParallelLayer(nn.Module):
+    """A layer with sharded parameters, which stay marked as shards where torch replaces parameters.
 
     Attributes:
         turned: whether the weight has the shape (in, out), like that of transformers' Conv1D.
@@ -114,7 +101,7 @@ class _ParallelLinear(_Parallel):
     turned: bool
     bias: nn.Parameter | None
 
-    def __init__(self, group: TensorParallelGroup, sequence_dim: int | None, overlap: bool) -> None:
+    def __init__(self, group: TensorParallelGroup, sequence_dim: int | None, overlap: bool = False) -> None:
         super().__init__()
         self.group, self.sequence_dim, self.overlap = group, sequence_dim, overlap and group.world_size > 1
         if overlap and sequence_dim is None:
@@ -122,6 +109,15 @@ class _ParallelLinear(_Parallel):
                 f"{type(self).__name__}: rank {group.rank} got overlap=True without a sequence_dim, expected one: "
                 "only the messages of sequence parallel layers can be cut; pass sequence_dim"
             )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> _ParallelLayer:
+        super()._apply(fn, recurse)
+        renew_parts([self])
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        renew_parts([self])
 
     def weight_of(self) -> torch.Tensor:
         """Returns the weight with the shape (out, in)."""
@@ -134,7 +130,7 @@ class _ParallelLinear(_Parallel):
         )
 
 
-class ColumnParallelLinear(_ParallelLinear):
+class ColumnParallelLinear(_ParallelLayer):
     """Computes ``x W^T + b`` with W sharded along its outputs: rank r computes the r-th part of the last dimension.
 
     Args:
@@ -177,7 +173,7 @@ class ColumnParallelLinear(_ParallelLinear):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__(_region(comm, "ColumnParallelLinear"), sequence_dim, overlap)
+        super().__init__(_group(comm, "ColumnParallelLinear"), sequence_dim, overlap)
         self.entered = entered
         self._init_from(nn.Linear(in_features, out_features, bias, device, dtype), "", gather_output, parts, pad)
 
@@ -199,7 +195,7 @@ class ColumnParallelLinear(_ParallelLinear):
         """Returns a layer that replaces a linear layer and takes over its values; ``name`` is the layer's name in
         errors."""
         made = cls.__new__(cls)
-        _ParallelLinear.__init__(made, group, sequence_dim, overlap)
+        _ParallelLayer.__init__(made, group, sequence_dim, overlap)
         made.entered = entered
         made._init_from(linear, name, gather_output, parts, pad, multiple)
         return made
@@ -267,7 +263,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return torch.cat([torch.cat([rank[i] for rank in by_rank], -1) for i in range(len(each))], -1)
 
 
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(_ParallelLayer):
     """Computes ``x W^T + b`` with W sharded along its inputs: every rank multiplies its part of the last dimension, and
     the products are added.
 
@@ -295,7 +291,7 @@ class RowParallelLinear(_ParallelLinear):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__(_region(comm, "RowParallelLinear"), sequence_dim, overlap)
+        super().__init__(_group(comm, "RowParallelLinear"), sequence_dim, overlap)
         self._init_from(nn.Linear(in_features, out_features, bias, device, dtype), "", input_is_parallel)
 
     @classmethod
@@ -313,7 +309,7 @@ class RowParallelLinear(_ParallelLinear):
         """Returns a layer that replaces a linear layer and takes over its values; ``name`` is the layer's name in
         errors."""
         made = cls.__new__(cls)
-        _ParallelLinear.__init__(made, group, sequence_dim, overlap)
+        _ParallelLayer.__init__(made, group, sequence_dim, overlap)
         made._init_from(linear, name, input_is_parallel, multiple)
         return made
 
@@ -340,7 +336,7 @@ class RowParallelLinear(_ParallelLinear):
         return y + bias.to(y.dtype)
 
 
-class VocabParallelEmbedding(_Parallel):
+class VocabParallelEmbedding(_ParallelLayer):
     """An embedding with its rows sharded over the ranks; a vocabulary that does not divide is padded with rows of
     zeros.
 
@@ -376,9 +372,8 @@ class VocabParallelEmbedding(_Parallel):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__()
-        unsharded = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
-        self._init_from(unsharded, _region(comm, "VocabParallelEmbedding"), sequence_dim)
+        super().__init__(_group(comm, "VocabParallelEmbedding"), sequence_dim)
+        self._init_from(nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype))
         self.embed_scale = None
 
     @classmethod
@@ -397,18 +392,18 @@ class VocabParallelEmbedding(_Parallel):
                     "leave it out of the plan"
                 )
         made = cls.__new__(cls)
-        nn.Module.__init__(made)
+        _ParallelLayer.__init__(made, group, sequence_dim)
         for hooks in _HOOKS:  # they see the same inputs and outputs as before
             made.__dict__[hooks] = vars(embedding)[hooks]
-        made._init_from(embedding, group, sequence_dim)
+        made._init_from(embedding)
         if "embed_scale" in embedding._buffers:
             made.register_buffer("embed_scale", scale, "embed_scale" not in embedding._non_persistent_buffers_set)
         else:
             made.embed_scale = scale
         return made
 
-    def _init_from(self, unsharded: Any, group: TensorParallelGroup, sequence_dim: int | None) -> None:
-        self.group, self.sequence_dim = group, sequence_dim
+    def _init_from(self, unsharded: Any) -> None:
+        group = self.group
         self.num_embeddings, self.embedding_dim = unsharded.weight.shape
         part = shard_along([self.num_embeddings], group, "VocabParallelEmbedding: rows", pad=True)
         self.rows = -(-self.num_embeddings // group.world_size)
@@ -555,7 +550,7 @@ def _of(name: str) -> str:
     return f" of {name}" if name else ""
 
 
-def _region(comm: Communicator | None, call: str) -> TensorParallelGroup:
+def _group(comm: Communicator | None, call: str) -> TensorParallelGroup:
     if comm is None:
         raise InvalidArgumentError(
             f"{call}: got no communicator, expected the ranks over which it is cut; pass comm=, such as mesh['tp']"
