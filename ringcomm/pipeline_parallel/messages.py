@@ -7,7 +7,7 @@ import pickle
 import struct
 from collections.abc import Sequence
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,18 +26,14 @@ Facts = tuple[tuple[tuple[int, ...], torch.dtype, bool, Strides], ...]
 """Shape, type, whether the gradient is wanted, and strides of each tensor."""
 
 
-class Sent(NamedTuple):
-    """A tensor that a stage has sent and whose gradient will come; the values are not kept."""
+Sent = tuple[torch.autograd.graph.GradientEdge, tuple[int, ...], torch.dtype]
+"""Edge, shape and type of a tensor that a stage has sent and whose gradient will come; the values are not kept."""
 
-    edge: torch.autograd.graph.GradientEdge
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
-    @staticmethod
-    def of(tensors: Sequence[torch.Tensor]) -> list[Sent]:
-        """Returns an entry for each tensor that wants a gradient."""
-        edge = torch.autograd.graph.get_gradient_edge
-        return [Sent(edge(x), tuple(x.shape), x.dtype) for x in tensors if x.requires_grad]
+def sent_tensors(tensors: Sequence[torch.Tensor]) -> list[Sent]:
+    """Returns an entry for each tensor that wants a gradient."""
+    edge = torch.autograd.graph.get_gradient_edge
+    return [(edge(x), tuple(x.shape), x.dtype) for x in tensors if x.requires_grad]
 
 
 class Messages:
@@ -104,11 +100,11 @@ class Messages:
         """Receives the gradients of what was sent to a stage; None for each tensor that the stage did not use."""
         tag = _backward(stage)
         there = self._receive((len(sent),), torch.uint8, False, rank, tag).tolist()
-        dims = sum(len(x.shape) for x, its in zip(sent, there, strict=True) if its)
+        dims = sum(len(shape) for (_, shape, _), its in zip(sent, there, strict=True) if its)
         strides = iter(self._receive((dims,), torch.int64, False, rank, tag).tolist())
         return [
-            self._receive(x.shape, x.dtype, False, rank, tag, [*islice(strides, len(x.shape))]) if its else None
-            for x, its in zip(sent, there, strict=True)
+            self._receive(shape, dtype, False, rank, tag, [*islice(strides, len(shape))]) if its else None
+            for (_, shape, dtype), its in zip(sent, there, strict=True)
         ]
 
     def send_tied(self, x: torch.Tensor, rank: int, number: int, counts: bool = True) -> None:

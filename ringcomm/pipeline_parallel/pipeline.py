@@ -27,7 +27,7 @@ from ringcomm.data_parallel.sharded_model import ShardedModel, sharded_model_of
 from ringcomm.errors import AbortedError, InvalidArgumentError, MismatchError, ShapeError, UnsupportedError
 from ringcomm.mesh import refuse_mesh
 from ringcomm.pipeline_parallel.check import check
-from ringcomm.pipeline_parallel.messages import Messages, Sent
+from ringcomm.pipeline_parallel.messages import Messages, Sent, sent_tensors
 from ringcomm.pipeline_parallel.microbatches import MicroBatch, merge_outputs, split_inputs
 from ringcomm.pipeline_parallel.schedules import MOST, Action, Kind, Schedule, schedule_of
 from ringcomm.pipeline_parallel.shape_only import ShapeOnlyTensor
@@ -416,7 +416,7 @@ class _Step:
         if self.train:
             self._refuse_cut_off(stage, received, output)
             self.pipe._tied_params.after_forward(stage, number)
-            self._open[stage, number] = (gradients, output if after is None else Sent.of(output))
+            self._open[stage, number] = (gradients, output if after is None else sent_tensors(output))
         if after is None:
             return
         after = replace(after, share=share)
@@ -493,7 +493,7 @@ class _Step:
         if isinstance(sent, torch.Tensor):
             roots.append((sent, None))
         else:
-            roots += [(x.edge, grad) for x, grad in zip(sent, gradients, strict=True) if grad is not None]
+            roots += [(edge, grad) for (edge, _, _), grad in zip(sent, gradients, strict=True) if grad is not None]
         if roots:
             try:
                 backward([end for end, _ in roots], [grad for _, grad in roots], self._deferring(stage, number))

@@ -121,7 +121,7 @@ def map_nest(each: Callable[[Any], Any], nest: Any) -> Any:
     """Applies ``each`` to the leaves of a nest, like torch's ``tree_map``, and descends into dataclasses too."""
 
     def inside(x: Any) -> Any:
-        if is_dataclass(x) and not isinstance(x, (type, *PLACEHOLDERS)):
+        if is_dataclass(x) and not isinstance(x, type) and type(x) not in PLACEHOLDERS:
             made = copy.copy(x)
             for field in fields(x):
                 if hasattr(x, field.name):
@@ -146,75 +146,81 @@ def tensors_inside(x: Any, seen: set[int] | None = None) -> Iterator[torch.Tenso
             yield from tensors_inside(each, seen)
 
 
-class SideEffectRecorder:
-    """Records the side effects of one call of a module.
+Snapshot = tuple[Place, Any, Any, Mapping[Any, int]]
+"""A container before a call: its location, the container, a copy, and the versions of the tensors in it."""
+
+
+def snapshots(
+    containers: Mapping[str, nn.Module],
+    inside: Mapping[str, nn.Module],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> list[Snapshot]:
+    """Returns the state before a call of a module, for `side_effects`; the call's arguments come last.
 
     Args:
         containers, inside: modules by name. ``containers`` are the modules around the modules of stages, whose buffers
             are watched too; ``inside`` are the called module and its submodules.
         args, kwargs: the arguments of the call.
     """
+    found: list[Snapshot] = []
+    seen: set[int] = set()
+    for name, module in (*containers.items(), *inside.items()):
+        _snapshot(found, seen, (name,), module.__dict__, _OWN, _OPENED)
+    for name, module in containers.items():
+        _snapshot(found, seen, (name, "_buffers"), module._buffers)
+    _snapshot(found, seen, (None,), {**dict(enumerate(args)), **kwargs}, opens=1 << 10)
+    return found
 
-    def __init__(
-        self,
-        containers: Mapping[str, nn.Module],
-        inside: Mapping[str, nn.Module],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        self._before: list[tuple[Place, Any, Any, dict[Any, int]]] = []  # place, container, its copy, tensor versions
-        self._seen: set[int] = set()
-        for name, module in (*containers.items(), *inside.items()):
-            self._snapshot((name,), module.__dict__, _OWN, _OPENED)
-        for name, module in containers.items():
-            self._snapshot((name, "_buffers"), module._buffers)
-        self._snapshot((None,), {**dict(enumerate(args)), **kwargs}, opens=1 << 10)
-        self._args = self._before.pop()
 
-    def _snapshot(self, place: Place, x: Any, own: Collection[str] = (), opens: int = 0) -> None:
-        """Records the state of a container and of the containers in it.
+def _snapshot(
+    found: list[Snapshot], seen: set[int], place: Place, x: Any, own: Collection[str] = (), opens: int = 0
+) -> None:
+    """Adds the state of a container and of the containers in it.
 
-        Args:
-            own: keys to ignore.
-            opens: how many levels of objects in it have their attributes inspected too.
-        """
-        if id(x) in self._seen:
-            return
-        self._seen.add(id(x))
-        versions: dict[Any, int] = {}
-        for key, each in [(key, x[key]) for key in x if key not in own] if isinstance(x, dict) else enumerate(x):
-            if type(each) is torch.Tensor:
-                versions[key] = version_of(each)
-            elif isinstance(each, (dict, list, tuple, set, deque)):
-                self._snapshot((*place, key), each, opens=opens)
-            elif opens and _opens(each):
-                self._snapshot((*place, key, None), each.__dict__, opens=opens - 1)
-        if not isinstance(x, tuple):
-            self._before.append((place, x, dict(x) if isinstance(x, dict) else list(x), versions))
+    Args:
+        seen: ids of the containers that were added.
+        own: keys to ignore.
+        opens: how many levels of objects in it have their attributes inspected too.
+    """
+    if id(x) in seen:
+        return
+    seen.add(id(x))
+    versions: dict[Any, int] = {}
+    for key, each in [(key, x[key]) for key in x if key not in own] if isinstance(x, dict) else enumerate(x):
+        if type(each) is torch.Tensor:
+            versions[key] = version_of(each)
+        elif isinstance(each, (dict, list, tuple, set, deque)):
+            _snapshot(found, seen, (*place, key), each, opens=opens)
+        elif opens and _opens(each):
+            _snapshot(found, seen, (*place, key, None), each.__dict__, opens=opens - 1)
+    if not isinstance(x, tuple):
+        found.append((place, x, dict(x) if isinstance(x, dict) else list(x), versions))
 
-    def effects(self) -> list[SideEffect]:
-        """Returns everything that was added, changed or removed since the watch began."""
-        found: list[SideEffect] = []
-        for place, container, before, versions in self._before:
-            if _is_same(container, before, versions):
-                continue
-            if isinstance(container, dict):
-                own = _OWN if len(place) == 1 else ()
-                for key, x in container.items():
-                    other = key not in before or before[key] is not x
-                    changed = not other and versions.get(key, 0) != version_of(x)
-                    if (other or changed) and key not in own and not _is_code(x):
-                        found.append(SideEffect(place, key, x, changed=changed))
-                for key, x in before.items():
-                    if key not in container and key not in own and not _is_code(x):
-                        found.append(SideEffect(place, key, None, removed=True))
-            elif not isinstance(container, set) and _is_same([*container][: len(before)], before, versions):
-                found += [SideEffect(place, None, x) for x in [*container][len(before) :]]
-            else:
-                found.append(SideEffect(place, None, list(container), replaces_all=True))
-        place, _, args, versions = self._args
-        written = [key for key, version in versions.items() if version_of(args[key]) != version]
-        return found + [SideEffect(place, key, args[key], changed=True, written=True) for key in written]
+
+def side_effects(before_call: Sequence[Snapshot]) -> list[SideEffect]:
+    """Returns everything that was added, changed or removed since `snapshots`."""
+    found: list[SideEffect] = []
+    for place, container, before, versions in before_call[:-1]:
+        if _is_same(container, before, versions):
+            continue
+        if isinstance(container, dict):
+            own = _OWN if len(place) == 1 else ()
+            for key, x in container.items():
+                other = key not in before or before[key] is not x
+                changed = not other and versions.get(key, 0) != version_of(x)
+                if (other or changed) and key not in own and not _is_code(x):
+                    found.append(SideEffect(place, key, x, changed=changed))
+            for key, x in before.items():
+                if key not in container and key not in own and not _is_code(x):
+                    found.append(SideEffect(place, key, None, removed=True))
+        elif not isinstance(container, set) and _is_same([*container][: len(before)], before, versions):
+            found += [SideEffect(place, None, x) for x in [*container][len(before) :]]
+        else:
+            found.append(SideEffect(place, None, list(container), replaces_all=True))
+    place, _, args, versions = before_call[-1]
+    written = [key for key, version in versions.items() if version_of(args[key]) != version]
+    return found + [SideEffect(place, key, args[key], changed=True, written=True) for key in written]
 
 
 def _opens(x: Any) -> bool:

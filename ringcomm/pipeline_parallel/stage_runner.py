@@ -39,13 +39,14 @@ from ringcomm.pipeline_parallel.side_effects import (
     NotSent,
     Shape,
     SideEffect,
-    SideEffectRecorder,
     apply_effect,
     can_be_sent,
     container_at,
     is_plain,
     map_nest,
     restore,
+    side_effects,
+    snapshots,
     tensors_inside,
     version_of,
 )
@@ -404,7 +405,7 @@ class StageRunner:
         """Calls a module of this stage and records the call for later stages."""
         self._refuse_written(run, name)
         inside = self._inside[name]
-        recorder = SideEffectRecorder(self._containers, inside, args, kwargs)
+        before_call = snapshots(self._containers, inside, args, kwargs)
         hooked: list[tuple[str, Any, tuple[Any, ...]]] = []
         handles = [
             handle
@@ -417,7 +418,7 @@ class StageRunner:
         finally:
             for handle in handles:
                 handle()
-        found = recorder.effects()
+        found = side_effects(before_call)
         for each in found:
             if each.changed:
                 self._carry_again(run, each.value)
