@@ -148,10 +148,10 @@ def _picks_token(x: torch.Tensor, at: Any) -> bool:
     if x.dim() != 3 or not x.is_floating_point() or not isinstance(at, tuple) or len(at) < 2:
         return False
     rows, place, *rest = at
-    whole = all(isinstance(each, slice) and each == slice(None) for each in rest)
+    all_features = all(isinstance(each, slice) and each == slice(None) for each in rest)
     if isinstance(rows, slice):
-        return whole and rows == slice(None) and isinstance(place, int) and place in (0, -1)
-    if not isinstance(rows, torch.Tensor) or rows.shape != x.shape[:1] or rows.is_floating_point() or not whole:
+        return all_features and rows == slice(None) and isinstance(place, int) and place in (0, -1)
+    if not isinstance(rows, torch.Tensor) or rows.shape != x.shape[:1] or rows.is_floating_point() or not all_features:
         return False
     one = place.shape == rows.shape if isinstance(place, torch.Tensor) else isinstance(place, int)
     return one and torch.equal(rows, torch.arange(len(rows), device=rows.device))

@@ -415,7 +415,8 @@ class _Step:
                 output = self._loss_of(output, target, share)
         if self.train:
             self._refuse_cut_off(stage, received, output)
-            self.pipe._tied_params.after_forward(stage, number)
+            for tied in self.pipe._tied_params.of_stage(stage):
+                tied.after_forward(stage, number)
             self._open[stage, number] = (gradients, output if after is None else sent_tensors(output))
         if after is None:
             return
@@ -489,7 +490,9 @@ class _Step:
 
     def _backward(self, stage: int, number: int, gradients: Sequence[torch.Tensor | None]) -> None:
         found, sent = self._open.pop((stage, number))
-        roots: list[tuple[Any, torch.Tensor | None]] = [*self.pipe._tied_params.later_grads(stage, number)]
+        tied_params = [*self.pipe._tied_params.of_stage(stage)]
+        roots: list[tuple[Any, torch.Tensor | None]] = []
+        roots += [root for tied in tied_params if (root := tied.later_grad(stage, number)) is not None]
         if isinstance(sent, torch.Tensor):
             roots.append((sent, None))
         else:
@@ -508,9 +511,8 @@ class _Step:
             self._local_messages["backward", stage, number] = found
         elif before is not None:
             self.pipe.messages.send_gradients(found, stage, before)
-        self.pipe._tied_params.after_backward(
-            stage, number
-        )  # after the input gradients: the receiver takes those first
+        for tied in tied_params:  # after the input gradients: the receiver takes those first
+            tied.after_backward(stage, number)
 
 
 _Gradients = list[torch.Tensor | None]

@@ -78,23 +78,9 @@ class TiedParams:
             for tied in self.local:
                 tied.leave()
 
-    def _of(self, stage: int) -> Iterator[_LocalTiedParam]:
+    def of_stage(self, stage: int) -> Iterator[_LocalTiedParam]:
+        """Yields the trained ones that a stage uses."""
         return (tied for tied in self.local if tied.param.requires_grad and stage in tied.here)
-
-    def after_forward(self, stage: int, microbatch: int) -> None:
-        """Called after a forward pass of a stage that a backward pass will follow."""
-        for tied in self._of(stage):
-            tied.after_forward(stage, microbatch)
-
-    def later_grads(self, stage: int, microbatch: int) -> list[tuple[GradientEdge, torch.Tensor]]:
-        """Returns the roots that a stage's backward pass needs besides its results: where the tied gradients enter, and
-        these."""
-        return [found for tied in self._of(stage) if (found := tied.later_grad(stage, microbatch)) is not None]
-
-    def after_backward(self, stage: int, microbatch: int) -> None:
-        """Called after a backward pass of a stage."""
-        for tied in self._of(stage):
-            tied.after_backward(stage, microbatch)
 
     def reduce_grads(self) -> None:
         """After all backward passes: gives every rank's parameters the sum; a collective of the ranks that share

@@ -5,7 +5,7 @@ parameters are this rank's shards, and carry a description of the shard (`ringco
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -100,6 +100,8 @@ class _ParallelLayer(nn.Module):
 
     turned: bool
     bias: nn.Parameter | None
+    _init_from: Callable[..., None]
+    """Takes over a module's values; the module's name is empty where the layer was constructed by itself."""
 
     def __init__(self, group: TensorParallelGroup, sequence_dim: int | None, overlap: bool = False) -> None:
         super().__init__()
@@ -109,6 +111,28 @@ class _ParallelLayer(nn.Module):
                 f"{type(self).__name__}: rank {group.rank} got overlap=True without a sequence_dim, expected one: "
                 "only the messages of sequence parallel layers can be cut; pass sequence_dim"
             )
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        group: TensorParallelGroup,
+        name: str,
+        *,
+        sequence_dim: int | None = None,
+        overlap: bool = False,
+        **options: Any,
+    ) -> _ParallelLayer:
+        """Returns a layer that replaces a module and takes over its values.
+
+        Args:
+            name: the module's name in errors.
+            options: of `_init_from`.
+        """
+        made = cls.__new__(cls)
+        _ParallelLayer.__init__(made, group, sequence_dim, overlap)
+        made._init_from(module, name, **options)
+        return made
 
     def _apply(self, fn: Any, recurse: bool = True) -> _ParallelLayer:
         super()._apply(fn, recurse)
@@ -174,39 +198,17 @@ class ColumnParallelLinear(_ParallelLayer):
         dtype: Any = None,
     ) -> None:
         super().__init__(_group(comm, "ColumnParallelLinear"), sequence_dim, overlap)
-        self.entered = entered
-        self._init_from(nn.Linear(in_features, out_features, bias, device, dtype), "", gather_output, parts, pad)
-
-    @classmethod
-    def of(
-        cls,
-        linear: nn.Module,
-        group: TensorParallelGroup,
-        name: str,
-        *,
-        gather_output: bool = False,
-        sequence_dim: int | None = None,
-        parts: Sequence[int] | None = None,
-        pad: bool = False,
-        overlap: bool = False,
-        entered: bool = False,
-        multiple: int = 1,
-    ) -> ColumnParallelLinear:
-        """Returns a layer that replaces a linear layer and takes over its values; ``name`` is the layer's name in
-        errors."""
-        made = cls.__new__(cls)
-        _ParallelLayer.__init__(made, group, sequence_dim, overlap)
-        made.entered = entered
-        made._init_from(linear, name, gather_output, parts, pad, multiple)
-        return made
+        linear = nn.Linear(in_features, out_features, bias, device, dtype)
+        self._init_from(linear, "", gather_output, parts, pad, entered)
 
     def _init_from(
         self,
         linear: nn.Module,
         name: str,
-        gather_output: bool,
-        parts: Sequence[int] | None,
-        pad: bool,
+        gather_output: bool = False,
+        parts: Sequence[int] | None = None,
+        pad: bool = False,
+        entered: bool = False,
         multiple: int = 1,
     ) -> None:
         self.turned, self.in_features, self.out_features = linear_shape(linear, self.group, name)
@@ -222,7 +224,7 @@ class ColumnParallelLinear(_ParallelLayer):
                 "expected one of the two: padding lies behind all parts; use extents that divide"
             )
         part = shard_along(extents, self.group, f"{_call(self, name)}: outputs{_of(name)}", pad, multiple)
-        self.gather_output, self.gathered = gather_output, extents
+        self.gather_output, self.gathered, self.entered = gather_output, extents, entered
         self.local_features = sum(self.local_extents)
         if not gather_output:
             self.group.outputs.setdefault(self.local_features, set()).add(self.out_features)
@@ -294,26 +296,7 @@ class RowParallelLinear(_ParallelLayer):
         super().__init__(_group(comm, "RowParallelLinear"), sequence_dim, overlap)
         self._init_from(nn.Linear(in_features, out_features, bias, device, dtype), "", input_is_parallel)
 
-    @classmethod
-    def of(
-        cls,
-        linear: nn.Module,
-        group: TensorParallelGroup,
-        name: str,
-        *,
-        input_is_parallel: bool = True,
-        sequence_dim: int | None = None,
-        overlap: bool = False,
-        multiple: int = 1,
-    ) -> RowParallelLinear:
-        """Returns a layer that replaces a linear layer and takes over its values; ``name`` is the layer's name in
-        errors."""
-        made = cls.__new__(cls)
-        _ParallelLayer.__init__(made, group, sequence_dim, overlap)
-        made._init_from(linear, name, input_is_parallel, multiple)
-        return made
-
-    def _init_from(self, linear: nn.Module, name: str, input_is_parallel: bool, multiple: int = 1) -> None:
+    def _init_from(self, linear: nn.Module, name: str, input_is_parallel: bool = True, multiple: int = 1) -> None:
         self.turned, self.in_features, self.out_features = linear_shape(linear, self.group, name)
         self.input_is_parallel = input_is_parallel
         part = shard_along([self.in_features], self.group, f"{_call(self, name)}: inputs{_of(name)}", multiple=multiple)
@@ -373,43 +356,31 @@ class VocabParallelEmbedding(_ParallelLayer):
         dtype: Any = None,
     ) -> None:
         super().__init__(_group(comm, "VocabParallelEmbedding"), sequence_dim)
-        self._init_from(nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype))
-        self.embed_scale = None
+        self._init_from(nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype), "")
 
-    @classmethod
-    def of(
-        cls, embedding: nn.Module, group: TensorParallelGroup, name: str, *, sequence_dim: int | None = None
-    ) -> VocabParallelEmbedding:
-        """Returns a layer that replaces an embedding and takes over its values; ``name`` is the embedding's name in
-        errors."""
-        scale = _scale_of(embedding)
-        if scale is None:
-            refuse_changed(embedding, nn.Embedding, group, name, hooks=sequence_dim is None)
-        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-            if getattr(embedding, option):
-                raise UnsupportedError(
-                    f"parallelize: rank {group.rank} got {name}, an embedding with {option}, expected one without; "
-                    "leave it out of the plan"
-                )
-        made = cls.__new__(cls)
-        _ParallelLayer.__init__(made, group, sequence_dim)
-        for hooks in _HOOKS:  # they see the same inputs and outputs as before
-            made.__dict__[hooks] = vars(embedding)[hooks]
-        made._init_from(embedding)
-        if "embed_scale" in embedding._buffers:
-            made.register_buffer("embed_scale", scale, "embed_scale" not in embedding._non_persistent_buffers_set)
-        else:
-            made.embed_scale = scale
-        return made
-
-    def _init_from(self, unsharded: Any) -> None:
-        group = self.group
-        self.num_embeddings, self.embedding_dim = unsharded.weight.shape
+    def _init_from(self, embedding: Any, name: str) -> None:
+        group, scale = self.group, _scale_of(embedding)
+        if name:
+            if scale is None:
+                refuse_changed(embedding, nn.Embedding, group, name, hooks=self.sequence_dim is None)
+            for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+                if getattr(embedding, option):
+                    raise UnsupportedError(
+                        f"parallelize: rank {group.rank} got {name}, an embedding with {option}, expected one without; "
+                        "leave it out of the plan"
+                    )
+            for hooks in _HOOKS:  # they see the same inputs and outputs as before
+                self.__dict__[hooks] = vars(embedding)[hooks]
+        self.num_embeddings, self.embedding_dim = embedding.weight.shape
         part = shard_along([self.num_embeddings], group, "VocabParallelEmbedding: rows", pad=True)
         self.rows = -(-self.num_embeddings // group.world_size)
         self.first, self.count = part.pieces[0]
-        set_shard(self, "weight", unsharded.weight, part, 0, self.rows)
-        self.padding_idx = unsharded.padding_idx
+        set_shard(self, "weight", embedding.weight, part, 0, self.rows)
+        self.padding_idx = embedding.padding_idx
+        if "embed_scale" in embedding._buffers:
+            self.register_buffer("embed_scale", scale, "embed_scale" not in embedding._non_persistent_buffers_set)
+        else:
+            self.embed_scale = scale
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Looks up rows: integers (...) -> (..., embedding_dim), or this rank's part of it along ``sequence_dim``."""
