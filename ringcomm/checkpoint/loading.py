@@ -10,13 +10,13 @@ from torch import nn
 
 from ringcomm.checkpoint.files import Source, parts_of
 from ringcomm.checkpoint.parts import (
+    NamedSegment,
     OptimizerParams,
     Piece,
-    Place,
     Replicated,
     name_of,
+    named_segments_of,
     names_of,
-    places_of,
     replicated_of,
     unsharded_shape,
     with_extra_state,
@@ -63,7 +63,7 @@ class Loading:
 
     def facts(self) -> tuple[set[str], list[list[str]]]:
         """Returns the names that this rank has of the model, and those in each of the optimizer's groups."""
-        known = places_of(self.flat)
+        known = named_segments_of(self.flat)
         names = {*names_of(known, replicated_of(self.flat, known)), *dict(with_extra_state(self.flat))}
         return names, OptimizerParams.of(self.flat, self.optimizer, "load").names
 
@@ -75,7 +75,7 @@ class Loading:
         """
         self.source = Source(path, "load", self.rank)
         own = self._read_extra()
-        known = places_of(self.flat)
+        known = named_segments_of(self.flat)
         replicated = replicated_of(self.flat, known)
         stateful = dict(with_extra_state(self.flat))
         self._refuse_unknown(set().union(*(names for names, _ in everyone)))
@@ -114,7 +114,7 @@ class Loading:
             if name not in names and (len(path) == 1 or path[0] not in ("optimizer", "ringcomm")):
                 raise self._wrong(f"{name}, which the module does not have", "a checkpoint of its parameters")
 
-    def _read_masters(self, known: dict[int, Place]) -> None:
+    def _read_masters(self, known: dict[int, NamedSegment]) -> None:
         for bucket in self.flat.buckets:
             master = torch.zeros(bucket.end - bucket.start, dtype=bucket.types.master)
             for i, p in enumerate(bucket.params):

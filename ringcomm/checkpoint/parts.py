@@ -47,25 +47,25 @@ def unsharded_shape(bucket: Bucket, i: int) -> tuple[int, ...]:
     return part_of(bucket.params[i]).unsharded_shape(bucket.layout.segments[i].shape)
 
 
-def is_primary_copy(bucket: Bucket, i: int) -> bool:
-    """Whether this rank writes those of a parameter's values that are written once."""
+def is_writer(bucket: Bucket, i: int) -> bool:
+    """Returns whether this rank writes those of a parameter's values that are written once."""
     ranks = bucket.ranks
     first = ranks.rank == 0 and (ranks.replicas is None or ranks.replicas.rank == 0)
     return first and bucket.counts(i) and (ranks.mesh is None or ranks.mesh.counts)
 
 
-class Place(NamedTuple):
+class NamedSegment(NamedTuple):
     bucket: Bucket
     i: int  # segment
     names: list[str]  # one name, or several for a tied parameter
 
 
-def places_of(flat: ShardedModel) -> dict[int, Place]:
+def named_segments_of(flat: ShardedModel) -> dict[int, NamedSegment]:
     """Returns the places of the buckets' parameters, by id."""
     found = {}
     for bucket in flat.buckets:
         for i, p in enumerate(bucket.params):
-            found[id(p)] = Place(bucket, i, [*part_of(p).names] or [bucket.names[i]])
+            found[id(p)] = NamedSegment(bucket, i, [*part_of(p).names] or [bucket.names[i]])
     for name, p in flat.module.named_parameters(remove_duplicate=False):
         if id(p) in found and name not in found[id(p)].names:
             found[id(p)].names.append(name)
@@ -76,7 +76,7 @@ Replicated = tuple[list[str], torch.Tensor]
 """The names of a tensor that every rank has, and the tensor: a buffer or an ignored parameter."""
 
 
-def replicated_of(flat: ShardedModel, known: dict[int, Place]) -> list[Replicated]:
+def replicated_of(flat: ShardedModel, known: dict[int, NamedSegment]) -> list[Replicated]:
     found: dict[int, Replicated] = {}
     for prefix, module in flat.module.named_modules(remove_duplicate=False):
         kept = {key: b for key, b in module._buffers.items() if key not in module._non_persistent_buffers_set}
@@ -86,7 +86,7 @@ def replicated_of(flat: ShardedModel, known: dict[int, Place]) -> list[Replicate
     return list(found.values())
 
 
-def names_of(known: dict[int, Place], replicated: list[Replicated]) -> set[str]:
+def names_of(known: dict[int, NamedSegment], replicated: list[Replicated]) -> set[str]:
     """Returns all names of tensors in a state dict."""
     every = [*(place.names for place in known.values()), *(names for names, _ in replicated)]
     return {name for names in every for name in names}
@@ -144,7 +144,7 @@ class OptimizerParams:
             sharded.close()
             pieces = [(e.bucket, e.start, e.end, e.param) for e in sharded.entries]
             names = [[name_of(bucket, i) for bucket, i in places] for places in sharded.places]
-            own = {id(tensor): names[0] for names, tensor in replicated_of(flat, places_of(flat))}
+            own = {id(tensor): names[0] for names, tensor in replicated_of(flat, named_segments_of(flat))}
             held = OptimizerParams(pieces, names, sharded=sharded)
             for plain, of_group in zip(sharded.plain, names, strict=True):
                 trained = [p for p in plain.values() if p.requires_grad]
@@ -152,7 +152,7 @@ class OptimizerParams:
                 of_group += [own[id(p)] for p in trained]
                 held.plain |= {own[id(p)]: p for p in trained}
             return held
-        known = places_of(flat)
+        known = named_segments_of(flat)
         mine = [[known.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
         foreign = sharded is not None or flat.stage > 0 or not all(place for places in mine for place in places)
         if foreign and any(mine):  # a frozen stage's optimizer has no parameters

@@ -13,9 +13,9 @@ from ringcomm.checkpoint.files import Names, Outgoing, pack_value
 from ringcomm.checkpoint.parts import (
     OptimizerParams,
     is_alike,
-    is_primary_copy,
+    is_writer,
     name_of,
-    places_of,
+    named_segments_of,
     replicated_of,
     unsharded_shape,
     with_extra_state,
@@ -59,7 +59,7 @@ class Saving:
     ) -> None:
         self.flat, self.optimizer, self.world, self.rank = flat, optimizer, world, world.rank
         self.mine: dict[str, dict[str, Any]] = {"extra": extra, "module": {}, "optimizer": {}}
-        self.known = places_of(flat)
+        self.known = named_segments_of(flat)
         self.replicated = replicated_of(flat, self.known)
 
     def facts(self) -> _Facts:
@@ -80,7 +80,7 @@ class Saving:
         for group, names in self._groups():
             facts.groups.append((names, self._digest("the optimizer's param_groups", settings_of(group))))
         for place in self.known.values():
-            if is_primary_copy(place.bucket, place.i):
+            if is_writer(place.bucket, place.i):
                 facts.primary.append(place.names[0])
         for p in [*(p for _, _, _, p in self.held.pieces), *self.held.plain.values()]:
             for key, value in self._state(p).items():
@@ -185,7 +185,7 @@ class Saving:
             return next(rank for rank, facts in enumerate(everyone) if key in facts.digests) == self.rank
 
         for place in self.known.values():
-            if is_primary_copy(place.bucket, place.i):
+            if is_writer(place.bucket, place.i):
                 bucket, i = place.bucket, place.i
                 if not bucket.layout.segments[i].numel:
                     out.tensor((place.names[0],), unsharded_shape(bucket, i), bucket.master[:0])

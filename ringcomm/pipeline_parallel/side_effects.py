@@ -29,7 +29,7 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.
 _FOREIGN = ("torch", "ringcomm", "logging", "threading", "multiprocessing", "concurrent", "asyncio")
 """Packages whose objects are not inspected, since what they record is not a result of the model."""
 _OPENED = 3  # how many levels of objects in attributes are inspected; objects in arguments are inspected at all levels
-Place = tuple[Any, ...]
+Location = tuple[Any, ...]
 """The location of a container: the name of a module, or None for the arguments of the call, followed by keys."""
 
 
@@ -47,7 +47,7 @@ class SideEffect:
         written: the same, for a tensor that is an argument of the call.
     """
 
-    place: Place
+    place: Location
     key: Any
     value: Any
     replaces_all: bool = False
@@ -146,7 +146,7 @@ def tensors_inside(x: Any, seen: set[int] | None = None) -> Iterator[torch.Tenso
             yield from tensors_inside(each, seen)
 
 
-Snapshot = tuple[Place, Any, Any, Mapping[Any, int]]
+Snapshot = tuple[Location, Any, Any, Mapping[Any, int]]
 """A container before a call: its location, the container, a copy, and the versions of the tensors in it."""
 
 
@@ -174,7 +174,7 @@ def snapshots(
 
 
 def _snapshot(
-    found: list[Snapshot], seen: set[int], place: Place, x: Any, own: Collection[str] = (), opens: int = 0
+    found: list[Snapshot], seen: set[int], place: Location, x: Any, own: Collection[str] = (), opens: int = 0
 ) -> None:
     """Adds the state of a container and of the containers in it.
 
@@ -259,7 +259,7 @@ def can_be_sent(value: Any) -> bool:
     return found
 
 
-def container_at(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) -> Any:
+def container_at(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], place: Location) -> Any:
     """Returns the container at a place.
 
     Raises: LookupError where the place does not exist.
