@@ -105,26 +105,26 @@ def test_list_forms_with_uneven_sizes() -> None:
         rank, world_size = comm.rank, comm.world_size
         mine = torch.full((rank * 3,), float(rank))
         outputs = [torch.empty(r * 3) for r in range(world_size)]
-        comm.all_gather_list(outputs, mine)
+        comm.all_gather_list(mine, outputs)
         assert [x.tolist() for x in outputs] == [[float(r)] * (3 * r) for r in range(world_size)]
 
         inputs = [torch.full((r + 1, 2), float(r)) for r in range(world_size)]
         out = torch.empty(rank + 1, 2)
-        assert comm.reduce_scatter_list(out, inputs) is out
+        assert comm.reduce_scatter_list(inputs, out) is out
         assert bool((out == 4 * rank).all())
 
         sent = [torch.full((p + rank,), rank) for p in range(world_size)]
         received = [torch.empty(p + rank, dtype=torch.int64) for p in range(world_size)]
-        comm.all_to_all_list(received, sent)
+        comm.all_to_all_list(sent, received)
         assert [x.tolist() for x in received] == [[p] * (p + rank) for p in range(world_size)]
 
-        got = comm.gather_list([torch.empty(r * 3) for r in range(world_size)] if rank == 2 else None, mine, 2)
+        got = comm.gather_list(mine, [torch.empty(r * 3) for r in range(world_size)] if rank == 2 else None, 2)
         assert (got is None) == (rank != 2)
         if got is not None:
             assert [x.tolist() for x in got] == [[float(r)] * (3 * r) for r in range(world_size)]
 
         parts = [torch.full((2 * r,), r) for r in range(world_size)] if rank == 1 else None
-        assert comm.scatter_list(torch.empty(2 * rank, dtype=torch.int64), parts, 1).tolist() == [rank] * (2 * rank)
+        assert comm.scatter_list(parts, torch.empty(2 * rank, dtype=torch.int64), 1).tolist() == [rank] * (2 * rank)
 
     four(fn)
 
@@ -134,7 +134,7 @@ def test_list_forms_with_strided_and_own_arrays() -> None:
         block = torch.zeros(5, 4)
         outputs = list(block.unbind(1))  # four columns
         outputs[comm.rank].fill_(comm.rank)
-        comm.all_gather_list(outputs, outputs[comm.rank])
+        comm.all_gather_list(outputs[comm.rank], outputs)
         assert bool((block == torch.arange(4.0)).all())
 
     four(fn)
@@ -361,20 +361,20 @@ def every_method(rank: int, world_size: int) -> dict[str, Any]:
         "reduce avg": lambda c: c.reduce(x(), 0, "avg"),
         "reduce_scatter": lambda c: c.reduce_scatter(x().repeat(world_size), "avg"),
         "reduce_scatter_list": lambda c: c.reduce_scatter_list(
-            torch.empty(rank + 1), [torch.ones(r + 1) for r in range(world_size)]
+            [torch.ones(r + 1) for r in range(world_size)], torch.empty(rank + 1)
         ),
         "all_gather": lambda c: c.all_gather(x()),
         "all_gather_list": lambda c: c.all_gather_list(
-            [torch.empty(r + 1) for r in range(world_size)], torch.full((rank + 1,), 1.0)
+            torch.full((rank + 1,), 1.0), [torch.empty(r + 1) for r in range(world_size)]
         ),
         "broadcast": lambda c: c.broadcast(x(), 1),
         "gather": lambda c: c.gather(x(), 1),
         "gather_list": lambda c: c.gather_list(
-            [torch.empty(r + 1) for r in range(world_size)] if rank == 1 else None, torch.ones(rank + 1), 1
+            torch.ones(rank + 1), [torch.empty(r + 1) for r in range(world_size)] if rank == 1 else None, 1
         ),
         "scatter": lambda c: c.scatter(x().repeat(world_size) if rank == 1 else None, 1, out=x()),
         "scatter_list": lambda c: c.scatter_list(
-            torch.empty(rank + 1), [torch.ones(r + 1) for r in range(world_size)] if rank == 0 else None
+            [torch.ones(r + 1) for r in range(world_size)] if rank == 0 else None, torch.empty(rank + 1)
         ),
         "all_to_all": lambda c: c.all_to_all(x().repeat(world_size)),
         "all_to_all uneven": lambda c: c.all_to_all(rows(), send_counts=list(range(world_size))),
@@ -426,18 +426,18 @@ def test_two_outputs_that_share_memory_are_refused() -> None:
         mine = torch.ones(2)
         for outputs in ([x[:2], x[:2]], [x[:2], x[1:3]], [x[::2], x[:2]], [x[:3:2], x[2:]]):
             for call in (
-                lambda: comm.all_gather_list(outputs, mine),  # noqa: B023
-                lambda: comm.all_to_all_list(outputs, [mine, mine]),  # noqa: B023
-                lambda: comm.gather_list(outputs, mine, comm.rank),  # noqa: B023
+                lambda: comm.all_gather_list(mine, outputs),  # noqa: B023
+                lambda: comm.all_to_all_list([mine, mine], outputs),  # noqa: B023
+                lambda: comm.gather_list(mine, outputs, comm.rank),  # noqa: B023
                 lambda: comm.all_reduce_coalesced([other, *outputs]),  # noqa: B023
             ):
                 with pytest.raises(errors.InvalidArgumentError, match="two outputs that share memory"):
                     call()
         both = np.zeros((2, 2), np.float32)
-        comm.all_gather_list([both[:, 0], both[:, 1]], np.full(2, comm.rank, np.float32))  # columns share no element
+        comm.all_gather_list(np.full(2, comm.rank, np.float32), [both[:, 0], both[:, 1]])  # columns share no element
         assert both.tolist() == [[0, 1], [0, 1]]
         pairs = np.zeros(3, [("a", "f4"), ("b", "f4")])
-        comm.all_gather_list([pairs["a"], pairs["b"]], np.full(3, 1 + comm.rank, np.float32))
+        comm.all_gather_list(np.full(3, 1 + comm.rank, np.float32), [pairs["a"], pairs["b"]])
         assert pairs.tolist() == [(1, 2)] * 3
         assert bool((x == 1).all())
 
@@ -462,8 +462,8 @@ def test_whole_numbers_of_any_library(whole: Any) -> None:
         assert (comm.reduce(x.clone(), whole(1)) is None) == (rank == 0)
         assert (comm.gather(x, whole(1)) is None) == (rank == 0)
         assert comm.scatter(torch.arange(2.0) if rank == 1 else None, whole(1), out=torch.zeros(1)).tolist() == [rank]
-        assert (comm.gather_list([x.clone(), x.clone()] if rank else None, x, whole(1)) is None) == (rank == 0)
-        comm.scatter_list(x.clone(), [x, x] if rank else None, whole(1))
+        assert (comm.gather_list(x, [x.clone(), x.clone()] if rank else None, whole(1)) is None) == (rank == 0)
+        comm.scatter_list([x, x] if rank else None, x.clone(), whole(1))
         if rank == 0:
             comm.send(x, whole(1), whole(5))
         else:
