@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
@@ -11,7 +13,7 @@ from typing import Any, Protocol
 from ringcomm import _C
 from ringcomm.arrays.libraries import stream_number, usual_stream
 from ringcomm.comm.args import CollectiveArgs, Rank, milliseconds
-from ringcomm.errors import RingcommError
+from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, RingcommError, shown
 
 
 class Request(Protocol):
@@ -138,6 +140,10 @@ class Work:
             self._result = self._request.source
         return self._result
 
+    def __await__(self) -> Generator[Any, None, Any]:
+        """``await work`` in a coroutine of asyncio: like ``synchronize``, but other tasks run meanwhile."""
+        return _finished(self).__await__()
+
     def __repr__(self) -> str:
         return f"<Work {'done' if self._request.done else 'in flight'}>"
 
@@ -154,12 +160,85 @@ class Group:
         return all(work.done for work in self.works)
 
     def wait(self, timeout: float | timedelta | None = None) -> list[Any]:
-        """Waits for every call, in order, up to ``timeout`` seconds for each. Returns their results."""
-        return [work.wait(timeout) for work in self.works]
+        """Waits for every call, up to ``timeout`` seconds for all together. Returns their results; see `wait_all`."""
+        return wait_all(self.works, timeout)
 
     def synchronize(self, timeout: float | timedelta | None = None) -> list[Any]:
         """Same as ``wait``, but blocks the host, even for calls on a device."""
         return [work.synchronize(timeout) for work in self.works]
 
+    def __await__(self) -> Generator[Any, None, list[Any]]:
+        """``await group`` in a coroutine of asyncio: like ``synchronize``, but other tasks run meanwhile."""
+        return _finished(self).__await__()
+
     def __len__(self) -> int:
         return len(self.works)
+
+
+_LONGEST_NAP_S = 1e-3  # between two looks at calls in flight
+
+
+async def _finished(work: Work | Group) -> Any:
+    """Looks at calls until they are done. No thread waits for them: threads are few, and a call that waits for a later
+    one would keep them all."""
+    import asyncio
+
+    nap = 0.0
+    while not work.done:
+        await asyncio.sleep(nap)
+        nap = min(2 * nap + 2e-5, _LONGEST_NAP_S)
+    return work.synchronize()
+
+
+def wait_all(works: Sequence[Work | Group], timeout: float | timedelta | None = None) -> list[Any]:
+    """Waits for all of some asynchronous calls, of any communicators: MPI's Waitall.
+
+    Args:
+        works: Works, or Groups of them.
+        timeout: seconds (or a timedelta) for all together; None: each call's own limit.
+    Returns: what each ``wait`` returns, in the order of ``works``.
+    Raises:  the first error in that order; the calls after it may still be in flight. CollectiveTimeoutError: the
+             timeout, also with calls in flight.
+    """
+    works = _checked("wait_all", works)
+    limit_ms = milliseconds(timeout, "wait_all", 0)
+    if not limit_ms:
+        return [work.wait() for work in works]
+    end = time.monotonic() + limit_ms / 1e3
+    return [work.wait(max(end - time.monotonic(), 1e-3)) for work in works]
+
+
+def wait_any(works: Sequence[Work | Group], timeout: float | timedelta | None = None) -> int:
+    """Waits until one of some asynchronous calls is done, of any communicators: MPI's Waitany.
+
+    ``works.pop(wait_any(works)).wait()`` is the result of the next call that ends.
+
+    Args:
+        works: Works, or Groups of them; at least one.
+        timeout: seconds (or a timedelta); None: no other limit than the calls' own.
+    Returns: the index of the first one in ``works`` that is done. Its ``wait`` returns its result, or raises its error.
+    Raises:  CollectiveTimeoutError: none was done in time; all stay in flight.
+    """
+    works = _checked("wait_any", works)
+    limit_ms = milliseconds(timeout, "wait_any", 0)
+    if not works:
+        raise InvalidArgumentError("wait_any: got no work, expected at least one; pass those in flight")
+    end = time.monotonic() + limit_ms / 1e3 if limit_ms else math.inf
+    nap = 0.0
+    while True:
+        for index, work in enumerate(works):
+            if work.done:
+                return index
+        if time.monotonic() > end:
+            raise CollectiveTimeoutError(
+                f"wait_any: waited {limit_ms / 1e3:g} s for one of {len(works)} calls, expected one to end, got none; "
+                "they are still in flight: wait longer, or abort their communicators"
+            )
+        time.sleep(nap)
+        nap = min(2 * nap + 2e-5, _LONGEST_NAP_S)
+
+
+def _checked(call: str, works: Sequence[Work | Group]) -> list[Work | Group]:
+    if not isinstance(works, (list, tuple)) or not all(isinstance(work, (Work, Group)) for work in works):
+        raise InvalidArgumentError(f"{call}: got {shown(works)}, expected a list of Works; pass those in flight")
+    return list(works)
