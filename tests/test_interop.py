@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ringcomm
-from ringcomm import Communicator
+from ringcomm import Communicator, errors
 from tests.support.choice import slow
 
 
@@ -31,6 +31,14 @@ class OnlyDlpack:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.device
+
+
+class OnlyArrayInterface:
+    """An array of some other library, which describes itself as NumPy's do."""
+
+    def __init__(self, array: np.ndarray, **changes: Any) -> None:
+        self.array = array
+        self.__array_interface__ = {**array.__array_interface__, **changes}
 
 
 def three(fn: Any) -> list[Any]:
@@ -49,6 +57,26 @@ def test_numpy_arrays() -> None:
         assert isinstance(gathered, np.ndarray)
         assert gathered.shape == (6, 3)
         assert gathered[:, 0].tolist() == [0, 0, 1, 1, 2, 2]
+
+    three(fn)
+
+
+def test_arrays_with_numpys_interface() -> None:
+    def fn(comm: Communicator) -> None:
+        x, columns = np.ones(4), np.ones((4, 3), np.float32)[:, ::2]
+        for each in (x, columns):
+            described = OnlyArrayInterface(each)
+            assert comm.all_reduce(described) is described
+            assert (each == 3).all()
+        frozen = np.ones(2)
+        frozen.flags.writeable = False
+        told = b"12345678"
+        copied = OnlyArrayInterface(x, data=bytearray(32))  # in a buffer: NumPy alone knows where
+        for to_read in (OnlyArrayInterface(frozen), copied, OnlyArrayInterface(np.frombuffer(told, np.uint8))):
+            with pytest.raises(errors.InvalidArgumentError, match="got a read-only array to write to"):
+                comm.all_reduce(to_read)
+            assert comm.all_gather(to_read).size > 0
+        assert told == b"12345678"
 
     three(fn)
 

@@ -72,6 +72,17 @@ def milliseconds(timeout: float | timedelta | None, call: str, rank: int) -> int
     return max(1, math.ceil(seconds * 1e3))
 
 
+def named_reduction(op: Any, factor: Any) -> tuple[Any, Any]:
+    """Returns the name of a ReduceOp of torch.distributed, and the factor that it may hold; anything else as it is."""
+    kind = getattr(sys.modules.get("torch.distributed"), "ReduceOp", None)
+    if kind is None or not isinstance(op, kind):
+        return op, factor
+    name = getattr(op, "op", op).name.lower()
+    if name == "premul_sum" and factor is None:
+        factor = getattr(op, "factor", None)
+    return {"product": "prod"}.get(name, name), factor
+
+
 class Rank:
     """One rank of a communicator: whose call it is."""
 
@@ -139,7 +150,8 @@ class CollectiveArgs:
     # ---- options -------------------------------------------------------------------------------------------------
 
     def reduces(self, op: str, factor: float | None) -> None:
-        """Sets the reduction operation."""
+        """Sets the reduction operation: a name, or a ReduceOp of torch.distributed."""
+        op, factor = named_reduction(op, factor)
         op = self.one_of("op", op, _C.REDUCE_OPS)
         if (factor is not None) != (op == "premul_sum"):
             raise InvalidArgumentError(
@@ -277,10 +289,10 @@ class CollectiveArgs:
         with self.on_stream(array):
             return array.copy()
 
-    def fresh(self, like: Array, shape: Sequence[int]) -> Array:
-        """Returns new contiguous memory."""
+    def fresh(self, like: Array, shape: Sequence[int], dtype: str | None = None) -> Array:
+        """Returns new contiguous memory of the element type of ``like``, or of another one."""
         with self.on_stream(like):
-            return like.empty(shape)
+            return like.empty(shape, dtype)
 
     def read(self, x: Any) -> Array:
         """Returns ``x`` as contiguous memory to read."""
@@ -407,7 +419,8 @@ class CollectiveArgs:
     def engine_op(self) -> str:
         """The op that runs this call. Uneven parts from or to one rank run as an all_to_all in which the other parts
         are empty, because only all_to_all exchanges counts between the ranks."""
-        return "all_to_all" if self.op in ("gather_list", "scatter_list") else self.op.removesuffix("_list")
+        uneven = self.op in ("gather_list", "scatter_list", "scan", "exscan")
+        return "all_to_all" if uneven else self.op.removesuffix("_list")
 
     def to_native(self) -> tuple[Any, ...]:
         """Returns the call in the form that the native engine takes."""

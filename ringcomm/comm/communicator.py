@@ -1,11 +1,11 @@
 """A communicator: collectives on arrays, and the lifetime of a group of ranks.
 
-All methods share these rules. Arrays are torch tensors, NumPy and CuPy arrays, buffers or anything with ``__dlpack__``
-or ``__cuda_array_interface__``, on the communicator's device. An array that is not contiguous goes through a contiguous
-copy and is written back. Writing to a torch tensor raises its version counter, as torch's in-place operations do, so
-that a backward pass which needs the old values raises an error. Every rank makes the same calls in the same order with
-the same counts and element types. ``timeout`` is in seconds (or a timedelta); None means the communicator's. With
-``async_op=True`` a method returns a Work at once, whose ``wait()`` returns the result.
+All methods share these rules. Arrays are torch tensors, NumPy and CuPy arrays, buffers or anything with ``__dlpack__``,
+``__cuda_array_interface__`` or ``__array_interface__``, on the communicator's device. An array that is not contiguous
+goes through a contiguous copy and is written back. Writing to a torch tensor raises its version counter, as torch's
+in-place operations do, so that a backward pass which needs the old values raises an error. Every rank makes the same
+calls in the same order with the same counts and element types. ``timeout`` is in seconds (or a timedelta); None means
+the communicator's. With ``async_op=True`` a method returns a Work at once, whose ``wait()`` returns the result.
 
 On a device a method returns once the call is enqueued on a stream: ``stream`` (a stream of torch or CuPy, or its
 address), else the stream on which the library of the first array currently works. ``barrier`` and ``synchronize`` wait,
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import struct
 import threading
 from collections import deque
@@ -29,9 +30,9 @@ from types import TracebackType
 from typing import Any
 
 from ringcomm import _C
-from ringcomm.arrays.interop import Array, dtype_in
+from ringcomm.arrays.interop import Array, dtype_in, identity
 from ringcomm.comm import profiling
-from ringcomm.comm.args import CollectiveArgs, Pairs, Piece, Timeout, milliseconds, rows
+from ringcomm.comm.args import CollectiveArgs, Pairs, Piece, Timeout, milliseconds, named_reduction, rows
 from ringcomm.comm.engine import MOST_BYTES, Engine
 from ringcomm.comm.work import Group, Work
 from ringcomm.errors import (
@@ -41,12 +42,15 @@ from ringcomm.errors import (
     MismatchError,
     ShapeError,
     UnsupportedError,
+    one_line,
     rank_list,
     shown,
 )
 from ringcomm.validation import as_int
 
 _CASTABLE = ("float32", "float64", "float16", "bfloat16")
+_NARROW = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")  # floats that are added in float32
+_SCANS = {op: _C.REDUCE_OPS[op] for op in ("sum", "prod", "min", "max", "band", "bor", "bxor")}
 
 
 class Communicator:
@@ -228,7 +232,7 @@ class Communicator:
         """Reduces ``x`` over all ranks elementwise; every rank gets the result, in ``x`` or in ``out``.
 
         Args:
-            op: sum, avg, prod, min, max, premul_sum, band, bor, bxor.
+            op: sum, avg, prod, min, max, premul_sum, band, bor, bxor; or a ReduceOp of torch.distributed.
             factor: with premul_sum: this rank's values are multiplied by it before the sum.
             algorithm: auto, ring, direct, oneshot. ``auto`` never changes the bits.
         Shapes:  any; the same number of elements on every rank.
@@ -325,6 +329,78 @@ class Communicator:
         call.input = call.separate(source, call.output, self.rank * call.output.count)
         result = call.output.data if out is None else out
         return self._launch(call.validate(call.output.count, source.dtype), result, async_op)
+
+    def scan(self, x: Any, op: str = "sum", *, out: Any = None, timeout: Timeout = None, stream: Any = None) -> Any:
+        """Reduces ``x`` over this rank and all ranks before it elementwise, in ``x`` or in ``out``: MPI's Scan, the
+        inclusive prefix reduction.
+
+        Args:
+            op: sum, prod, min, max, band, bor, bxor; or a ReduceOp of torch.distributed.
+        Shapes:  any; the same number of elements on every rank.
+        Dtypes:  as in all_reduce.
+        Order:   for each rank a fixed tree over the ranks before it, the same for every number of ranks and every
+                 engine. 16- and 8-bit floats are added in float32 and rounded once.
+        Cost:    ceil(log2 W) rounds, in each of which a rank sends and receives its bytes once (16- and 8-bit floats
+                 as float32), and memory for two copies. A round needs the one before, so there is no ``async_op``, and
+                 `coalesce` does not defer it.
+        Returns: ``x``, or ``out``.
+        """
+        return self._scan("scan", x, op, out, timeout, stream)
+
+    def exscan(self, x: Any, op: str = "sum", *, out: Any = None, timeout: Timeout = None, stream: Any = None) -> Any:
+        """Reduces ``x`` over all ranks before this one elementwise, in ``x`` or in ``out``: MPI's Exscan, the exclusive
+        prefix reduction.
+
+        Rank r gets the bits that `scan` gives rank r-1. Rank 0 gets the operation's identity: zeros for sum, bor and
+        bxor, ones for prod, all bits set for band, the type's largest value (infinity) for min, its smallest for max.
+
+        Args, shapes, dtypes, order: as in `scan`.
+        Cost:    one round more than `scan`.
+        Returns: ``x``, or ``out``.
+        """
+        return self._scan("exscan", x, op, out, timeout, stream)
+
+    def _scan(self, name: str, x: Any, op: str, out: Any, timeout: Timeout, stream: Any) -> Any:
+        """Recursive doubling: after the round of distance d a rank holds the reduction over itself and the 2d - 1 ranks
+        before it."""
+        call = self._begin(name, timeout, stream)
+        op = call.one_of("op", named_reduction(op, None)[0], _SCANS)
+        call.reduces(op, None)
+        if out is None:
+            source = target = call.update(x)
+        else:
+            source = call.read(x)
+            target = call.output_like(source, out, source.shape)
+        call.validate(target.count, target.dtype)
+        call.note_writes()
+        engine = self._open
+        mine = call.fresh(source, source.shape, "float32" if source.dtype.name in _NARROW else None)
+        theirs = call.fresh(mine, mine.shape)
+        engine.pack(call, [(Piece.of(source), Piece.of(mine))], 1.0)
+        distance = 1
+        while distance < self.world_size:
+            self._shift(call, mine, theirs, distance)
+            if self.rank >= distance:
+                engine.combine(call, theirs, mine)
+            distance *= 2
+        if name == "exscan":
+            self._shift(call, mine, theirs, 1)
+            mine = theirs
+        if name == "exscan" and self.rank == 0:
+            with call.on_stream(target):
+                target.library.assign(target.data, identity(op, target.dtype))
+        else:
+            engine.pack(call, [(Piece.of(mine), Piece.of(target))], 1.0)
+        return call.finish(-1, x if out is None else out)
+
+    def _shift(self, call: CollectiveArgs, source: Array, target: Array, distance: int) -> None:
+        """Sends an array to the rank ``distance`` after this one, and receives that of the rank as far before it."""
+        ranks = range(self.world_size)
+        turn = CollectiveArgs(call.op, call.engine)
+        turn.first, turn.stream, turn.timeout_ms = call.first, call.stream, call.timeout_ms
+        turn.input = [Piece(source, 0, source.count if r == self.rank + distance else 0) for r in ranks]
+        turn.output = [Piece(target, 0, target.count if r == self.rank - distance else 0) for r in ranks]
+        self._open.run(turn.validate(0, source.dtype))
 
     # ---- movement ------------------------------------------------------------------------------------------------
 
@@ -937,6 +1013,62 @@ class Communicator:
             )
         return self._open.exchange(payload)
 
+    # Every rank's bytes go to every rank, since objects are small and their sizes unknown to the others.
+
+    def all_gather_object(self, x: Any) -> list[Any]:
+        """Gathers an object of every rank, by rank, on every rank; a collective.
+
+        Objects travel pickled, through host memory on any device. Loading a pickle runs code that its sender chose, so
+        use this only among ranks that trust each other; for arrays `all_gather` is faster and runs no code.
+
+        Cost:    that of `exchange`: every rank receives W times the bytes of the largest object.
+        Raises:  InvalidArgumentError: the object cannot be pickled; nothing was sent.
+        """
+        return [pickle.loads(each) for each in self._exchange_objects("all_gather_object", x)]
+
+    def broadcast_object(self, x: Any = None, root: int = 0) -> Any:
+        """Returns the root's object on every rank; a collective. See `all_gather_object` for trust, cost and errors.
+
+        Args:
+            x: the object at the root; ignored elsewhere.
+        """
+        root = self._begin("broadcast_object").peer("root", root)
+        payloads = self._exchange_objects("broadcast_object", x if self.rank == root else None)
+        return x if self.rank == root else pickle.loads(payloads[root])
+
+    def gather_object(self, x: Any, root: int = 0) -> list[Any] | None:
+        """Gathers an object of every rank, by rank, at the root; a collective. See `all_gather_object` for trust, cost
+        and errors.
+
+        Returns: the list at the root, None elsewhere.
+        """
+        root = self._begin("gather_object").peer("root", root)
+        payloads = self._exchange_objects("gather_object", x)
+        return [pickle.loads(each) for each in payloads] if self.rank == root else None
+
+    def scatter_object(self, xs: Sequence[Any] | None = None, root: int = 0) -> Any:
+        """Returns the r-th of the root's objects on rank r; a collective. See `all_gather_object` for trust, cost and
+        errors.
+
+        Args:
+            xs: one object for each rank at the root; ignored elsewhere.
+        """
+        call = self._begin("scatter_object")
+        root = call.peer("root", root)
+        mine: list[bytes] | None = None
+        if self.rank == root:
+            if not isinstance(xs, (list, tuple)) or len(xs) != self.world_size:
+                raise InvalidArgumentError(
+                    f"scatter_object: rank {self.rank} got xs={shown(xs)}, expected a list of {self.world_size} "
+                    "objects; pass one for each rank"
+                )
+            mine = [_pickled(call, x) for x in xs]
+        payloads = self._exchange_objects("scatter_object", mine)
+        return pickle.loads(pickle.loads(payloads[root])[self.rank])
+
+    def _exchange_objects(self, op: str, x: Any) -> list[bytes]:
+        return self._open.exchange(_pickled(self._begin(op), x))
+
     # ---- memory --------------------------------------------------------------------------------------------------
 
     def empty(self, shape: int | Sequence[int], dtype: Any = None, like: str | None = None) -> Any:
@@ -1147,6 +1279,16 @@ class Communicator:
         state = "closed" if self._closed else "aborted" if self.aborted else "open"
         where = self.device if self.engine == "cuda" else self.engine
         return f"<ringcomm.{type(self).__name__} rank {self.rank} of {self.world_size}, {where}, {state}>"
+
+
+def _pickled(call: CollectiveArgs, x: Any) -> bytes:
+    try:
+        return pickle.dumps(x)
+    except Exception as error:  # raised by the object's own code
+        raise InvalidArgumentError(
+            f"{call.op}: rank {call.rank} got {type(x).__name__}, which cannot be pickled ({type(error).__name__}: "
+            f"{one_line(error)}); pass an object that can"
+        ) from error
 
 
 def _cut(call: CollectiveArgs, bucket: Array, tensors: Sequence[Array]) -> list[Piece]:

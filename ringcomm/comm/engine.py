@@ -125,6 +125,10 @@ class Engine(Rank, ABC):
         """Copies pairs of pieces that were already checked."""
 
     @abstractmethod
+    def combine(self, call: CollectiveArgs, first: Array, second: Array) -> None:
+        """Writes ``first`` combined with ``second``, by the call's reduction, to ``second``."""
+
+    @abstractmethod
     def exchange(self, payload: bytes) -> list[bytes]:
         """Returns every rank's bytes, by rank; a collective."""
 
@@ -366,6 +370,14 @@ class NativeEngine(Engine):
         (before, each), (after, _) = (self._wire(pairs[0][end].array, call) for end in (0, 1))
         pieces = [(source.address, target.address, source.count * each) for source, target in pairs]
         self.native.pack(pieces, before, after, scale, call.stream or 0)
+        self._wait_for(call)
+
+    def combine(self, call: CollectiveArgs, first: Array, second: Array) -> None:
+        """Writes ``first`` combined with ``second``, by the call's reduction, to ``second``."""
+        op, _ = call.reduction or ("sum", 1.0)
+        code, each = wire_type(second.dtype, op, call.op, self.rank)
+        count, reduce_op = second.count * each, _C.REDUCE_OPS[op]
+        self.native.combine(first.address, second.address, second.address, count, code, reduce_op, 1, call.stream or 0)
         self._wait_for(call)
 
     def _wire(self, array: Array, call: CollectiveArgs) -> tuple[int, int]:

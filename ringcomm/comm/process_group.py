@@ -15,6 +15,16 @@ from ringcomm.comm.args import CollectiveArgs, Pairs, Piece
 from ringcomm.comm.engine import Engine
 from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, RingcommError, UnsupportedError
 
+_COMBINES = {
+    "sum": "add",
+    "prod": "mul",
+    "min": "minimum",
+    "max": "maximum",
+    "band": "bitwise_and",
+    "bor": "bitwise_or",
+    "bxor": "bitwise_xor",
+}
+"""torch's functions of two tensors, by reduction."""
 Started = tuple[list[Any], Callable[[], None]]
 """The process group's handles of a call, and the functions to run when they are done."""
 
@@ -174,6 +184,14 @@ class ProcessGroupEngine(Engine):
             if x.dtype != y.dtype or scale != 1:
                 x = x.to(torch.float64 if torch.float64 in (x.dtype, y.dtype) else torch.float32) * scale
             y.copy_(x)
+
+    def combine(self, call: CollectiveArgs, first: Array, second: Array) -> None:
+        """Writes ``first`` combined with ``second``, by the call's reduction, to ``second``."""
+        import torch
+
+        op, _ = call.reduction or ("sum", 1.0)
+        target = flat(Piece.of(second))
+        getattr(torch, _COMBINES[op])(flat(Piece.of(first)), target, out=target)
 
     def _reduction(self, call: CollectiveArgs) -> tuple[Any, float]:
         """Returns the group's reduce op and the divisor of its result, because Gloo has no average."""
