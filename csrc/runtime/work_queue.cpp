@@ -13,7 +13,9 @@ namespace ringcomm {
 
 namespace {
 constexpr auto kLookEvery = std::chrono::milliseconds(50);  // how often a wait polls for signals
-}
+constexpr auto kDelay = std::chrono::microseconds(100);     // how long a small call waits for a caller to execute it
+constexpr auto kDozeFor = std::chrono::milliseconds(2);     // after a small call more of them are likely
+}  // namespace
 
 void RequestBase::on_done(std::function<void(std::exception_ptr)> callback) {
   {
@@ -87,8 +89,9 @@ void WorkQueue::let_go() {
   busy_.store(false);
   if (waiting_.load() == 0) return;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
-  }  // a thread between its check and its wait must not miss the notification
+    const std::lock_guard<std::mutex> lock(mutex_);  // a thread between its check and its wait must not miss this
+    if (!items_.empty() && !dozes_) queued_up_.notify_one();
+  }
   changed_.notify_all();
 }
 
@@ -116,6 +119,16 @@ void WorkQueue::run(const Call& call) {
   enqueue(call)->wait(0);
 }
 
+bool WorkQueue::is_small(const Call& call) const {
+  return call.input_parts.empty() && call.output_parts.empty() &&
+         call.count <= small_bytes_ / element_bytes(call.dtype) && small_bytes_ != 0;
+}
+
+void WorkQueue::hurry() {
+  start_at_ = {};
+  queued_up_.notify_one();
+}
+
 std::shared_ptr<WorkQueue::Item> WorkQueue::enqueue(Call call) {
   if (!call.site) call.site = site_here();  // another thread may execute it
   Unplaced::place(call.site);
@@ -123,10 +136,15 @@ std::shared_ptr<WorkQueue::Item> WorkQueue::enqueue(Call call) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (stopping_) fail(ErrorCode::kInvalid, name(item->call().op), ": the communicator is closed; create a new one");
+    if (!is_small(item->call()))
+      hurry();
+    else if (items_.empty())
+      start_at_ = Clock::now() + kDelay;
     items_.push_back(item);
     waiting_.fetch_add(1);
     queued_.fetch_add(1);
     if (!thread_.joinable()) thread_ = std::thread([this] { progress(); });
+    if (!dozes_) queued_up_.notify_one();
   }
   changed_.notify_all();
   return item;
@@ -151,6 +169,7 @@ void WorkQueue::run_queued(std::unique_lock<std::mutex>& lock) {
 
 WorkQueue::Waited WorkQueue::await(const Item& item, Clock::time_point end, bool helps) {
   std::unique_lock<std::mutex> lock(mutex_);
+  if (!helps) hurry();
   waiting_.fetch_add(1);
   Waited waited = Waited::kDone;
   Watch watch;
@@ -201,11 +220,21 @@ void WorkQueue::wait(Item& item, std::int64_t timeout_ms) {
 void WorkQueue::progress() {
   trace::set_role("collectives");
   std::unique_lock<std::mutex> lock(mutex_);
+  Clock::time_point doze_until{};
   while (!stopping_ || !items_.empty()) {
-    if (!items_.empty() && take())
+    const Clock::time_point now = Clock::now();
+    const bool delays = !stopping_ && now < start_at_;
+    if (!items_.empty() && !delays && take()) {
       run_queued(lock);
+      continue;
+    }
+    if (delays) doze_until = now + kDozeFor;
+    dozes_ = delays || (items_.empty() && now < doze_until);
+    if (dozes_)
+      queued_up_.wait_until(lock, delays ? start_at_ : now + kDelay);
     else
-      changed_.wait(lock, [&] { return (stopping_ && items_.empty()) || (!items_.empty() && !busy_.load()); });
+      queued_up_.wait(lock, [&] { return items_.empty() ? stopping_ : !busy_.load() || Clock::now() < start_at_; });
+    dozes_ = false;
   }
 }
 
@@ -227,6 +256,7 @@ void WorkQueue::stop() {
     const char* why = ": the communicator was closed by a signal's handler before this call began; create a new one";
     item->finish(std::make_exception_ptr(Error(ErrorCode::kAborted, concat(name(item->call().op), why))));
   }
+  queued_up_.notify_one();
   changed_.notify_all();
   if (thread_.joinable()) thread_.join();
 }

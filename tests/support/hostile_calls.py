@@ -44,6 +44,7 @@ WRONG: dict[str, dict[str, Make]] = {
     "norm": _but(NO_OPTIONS, "infinite", "huge", text=lambda: "1", negative=lambda: -1.0),
     "share": {**NO_OPTIONS, "text": lambda: "1", "above": lambda: 1.5, "negative": lambda: -0.5},
     "positive": _but(NO_OPTIONS, "huge", text=lambda: "1", zero=lambda: 0, negative=lambda: -0.5),
+    "limit": {**NO_OPTIONS, "text": lambda: "1", "zero": lambda: 0, "negative": lambda: -0.5, "True": lambda: True},
     "size": _but(NO_OPTIONS, "huge", text=lambda: "1", negative=lambda: -0.5),
     "choice": {**NO_OPTIONS, "number": lambda: 3, "unknown": lambda: "star", "bytes": lambda: b"sum"},
     "text": NO_TEXTS,
@@ -306,6 +307,8 @@ CALLS: dict[str, tuple[Right, dict[str, str]]] = {  # right arguments, and of wh
             "label_smoothing:share"
         ),
     ),
+    "wait_all": (lambda c: {"works": [c.barrier(async_op=True)]}, kinds("works:list timeout:limit")),
+    "wait_any": (lambda c: {"works": [c.barrier(async_op=True)]}, kinds("works:list timeout:limit")),
     "whole": (_wrapped, kinds("module:object write:flag")),
     "checkpoint.save": (
         lambda c: _sharded(c, path=Path("saved")),
