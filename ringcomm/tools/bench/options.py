@@ -116,7 +116,7 @@ def sizes_between(low: int, high: int, step: int, factor: int) -> tuple[int, ...
 def build_parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="ringcomm bench",
-        usage="%(prog)s [COLLECTIVE ...] [-g RANKS] [-b SIZE] [-e SIZE] [-f FACTOR] [flags, see --help]",
+        usage="%(prog)s [COLLECTIVE ...] [-g RANKS] [-b SIZE] [-e SIZE]\n       [-f FACTOR] [flags, see --help]",
         description="Bandwidth and latency of the collectives, measured and printed as nccl-tests does.",
         epilog="Sizes take K, M, G. Exit status 1: a wrong element, or an average bus bandwidth below --min-bw.",
     )  # fmt: skip

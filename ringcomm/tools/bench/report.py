@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import platform
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from ringcomm.tools.terminal import columns, folded
 
 if TYPE_CHECKING:
     from ringcomm.tools.bench.options import Options
@@ -175,9 +175,13 @@ def header(name: str, options: Options, devices: Sequence[Device]) -> str:
         *(f"#  Rank {d.rank:2d} Pid {d.pid:6d} on {d.host:>10s} {d.name}, {d.cores} cores" for d in devices),
         *shared(devices),
         "#",
-        *_titles(options),
     ]
-    return "\n".join(words)
+    return "\n".join([folded("\n".join(words)), *_titles(options)])
+
+
+def _short(options: Options) -> bool:
+    """Whether the terminal is too narrow for nccl-tests' columns: then a line has those of the faster half alone."""
+    return columns() < len(_wide_titles(options)[1])
 
 
 def shared(devices: Sequence[Device]) -> list[str]:
@@ -186,7 +190,34 @@ def shared(devices: Sequence[Device]) -> list[str]:
     return [f"# {most} ranks sharing one GPU (L2/HBM)"] if most > 1 else []
 
 
+_SHORT = "{:>10s} {:>8s} {:>6s} {:>7s} {:>6s} {:>6s}"
+
+
 def _titles(options: Options) -> list[str]:
+    if not _short(options):
+        return _wide_titles(options)
+    more = " " + f"{'ratio':>6s}" if options.peer else ""
+    more += " " + f"{'of it':>5s}" if options.limit else ""
+    names = _SHORT.format("size", "type", "redop", "time", "busbw", "#wrong")
+    units = _SHORT.format("(B)", "", "", "(us)", "(GB/s)", "")
+    return ["#" + names[1:] + more, "#" + units[1:].rstrip()]
+
+
+def _short_line(row: Row, options: Options) -> str:
+    half = max(row.halves.values(), key=lambda half: half.busbw, default=None)
+    cells = ("N/A",) * 3
+    if half is not None:
+        wrong = "N/A" if half.wrong is None else f"{half.wrong:g}"
+        cells = (number(half.timing.mean_us, 7), number(half.busbw, 6), wrong)
+    text = _SHORT.format(str(row.nbytes), row.type_name, row.reduction, *cells)
+    if options.peer:
+        text += f" {statistics.median(row.peer.ratios):6.2f}" if row.peer and row.peer.ratios else f" {'N/A':>6s}"
+    if options.limit:
+        text += f" {100 * row.of_limit:4.0f}%" if row.of_limit is not None else f" {'N/A':>5s}"
+    return text
+
+
+def _wide_titles(options: Options) -> list[str]:
     half, units = "  {:>7s}  {:>6s}  {:>6s}  {:>6s}", ("(us)", "(GB/s)", "(GB/s)", "")
     spread = "  {:>7s}  {:>7s}  {:>7s}  {:>7s}" if options.per_iter else ""
     more, more_units = ("i_min", "i_max", "i_p99", "i_cv%"), ("(us)", "(us)", "(us)", "(%)")
@@ -223,6 +254,8 @@ def _half_text(half: Half | None, options: Options) -> str:
 
 def line(row: Row, options: Options) -> str:
     """Returns one line of numbers."""
+    if _short(options):
+        return _short_line(row, options)
     text = f"{row.nbytes:12d}  {row.count:12d}  {row.type_name:>8s}  {row.reduction:>6s}  {row.root:6d}"
     text += _half_text(row.halves.get("out_of_place"), options) + _half_text(row.halves.get("in_place"), options)
     if options.peer and row.peer is None:
@@ -259,7 +292,7 @@ def footer(table: Table, options: Options) -> str:
             f"# {'Ratio to ' + (options.peer or ''):<20s} : {several if len(ratios) > 1 else f'{ratios[0]:.2f}'}, "
             "its time over ours"
         )
-    return "\n".join([*words, "#", f"# Collective test concluded: {table.collective}"])
+    return folded("\n".join(words)) + "\n".join(["", "#", f"# Collective test concluded: {table.collective}"])
 
 
 def _half_json(half: Half | None) -> dict[str, Any] | None:
@@ -442,18 +475,10 @@ def machine(devices: Sequence[Device]) -> str:
     import torch
 
     import ringcomm
+    from ringcomm.observe.info import processor
 
     hosts = list(dict.fromkeys(device.host for device in devices))
     names = list(dict.fromkeys(device.name.partition(" ")[2] or device.name for device in devices))
-    what = _processor() if names == ["cpu"] else ", ".join(names)
+    what = processor() if names == ["cpu"] else ", ".join(names)
     cores = f"{devices[0].cores} cores, " if devices else ""
     return f"{', '.join(hosts)}: {cores}{what}; ringcomm {ringcomm.__version__}, torch {torch.__version__}"
-
-
-def _processor() -> str:
-    """Returns the processor's name as the system has it."""
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return " ".join(line.partition(":")[2].split())
-    return platform.processor() or platform.machine()
