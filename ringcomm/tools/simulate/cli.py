@@ -12,6 +12,7 @@ from typing import Any
 
 from ringcomm.data_parallel.budget import _count as parse_count
 from ringcomm.errors import InvalidArgumentError, RingcommError
+from ringcomm.progress import Progress
 from ringcomm.tools.bench.options import parse_size, sizes_between
 from ringcomm.tools.simulate import (
     COLLECTIVES,
@@ -95,7 +96,8 @@ def _report_in(path: str) -> Any:
 def _cluster(a: argparse.Namespace) -> Cluster:
     cluster = preset(a.preset, a.hosts, a.ranks_per_host)
     for path, hosts in a.calibrate:
-        found = calibrate(_report_in(path), cluster, hosts=hosts)
+        with Progress(f"calibrate by {path}"):
+            found = calibrate(_report_in(path), cluster, hosts=hosts)
         worst = max(found.deviations, key=lambda each: abs(each.relative))
         said = (
             f"# {path}: links {'between' if found.between else 'inside'} hosts from {len(found.deviations)} "
@@ -141,7 +143,8 @@ def _collective(a: argparse.Namespace, cluster: Cluster, collective: str) -> lis
     found: list[Prediction] = []
     winners: list[tuple[int, str]] = []
     for nbytes in sizes:
-        some = [predict(collective, nbytes, cluster, name, a.dtype, root_host=a.root_host) for name in names]
+        with Progress(f"simulate {collective} of {nbytes} bytes"):
+            some = [predict(collective, nbytes, cluster, name, a.dtype, root_host=a.root_host) for name in names]
         usual = winners[-1][1] if winners else in_order(collective, cluster)
         best = winner({each.algorithm: each for each in some}, usual)
         if not winners or winners[-1][1] != best:
@@ -205,18 +208,19 @@ def _steps(a: argparse.Namespace, cluster: Cluster) -> list[dict[str, Any]]:
     print(f"{'stage':>5} {'step (ms)':>10} {'compute':>10} {'exposed':>10} {'all comm.':>10} {'efficiency':>10}")
     found = []
     for stage in range(4) if a.stage is None else (a.stage,):
-        each = step(
-            a.model_parameters,
-            cluster,
-            stage=stage,
-            layers=a.layers,
-            forward_us=passes_us,
-            microbatches=a.microbatches,
-            param_dtype=a.dtype,
-            reduce_dtype=a.reduce_dtype,
-            overlap=not a.no_overlap,
-            algorithm=algorithm,
-        )
+        with Progress(f"simulate a step of stage {stage}"):
+            each = step(
+                a.model_parameters,
+                cluster,
+                stage=stage,
+                layers=a.layers,
+                forward_us=passes_us,
+                microbatches=a.microbatches,
+                param_dtype=a.dtype,
+                reduce_dtype=a.reduce_dtype,
+                overlap=not a.no_overlap,
+                algorithm=algorithm,
+            )
         times = (each.time_us, each.compute_us, each.exposed_us, each.communication_us)
         print(f"{stage:>5} " + " ".join(f"{us / 1e3:>10.2f}" for us in times) + f" {each.efficiency:>10.1%}")
         found.append({"stage": stage, **asdict(each), "exposed_us": each.exposed_us, "efficiency": each.efficiency})
