@@ -96,7 +96,7 @@ def _shown_of_libraries(value: Any) -> str:
         return f"{value.dtype} array of shape {value.shape}" if kind is numpy.ndarray else f"dtype {value}"
     if torch is not None and kind in (torch.dtype, torch.device, torch.Size):
         return str(value)
-    if torch is not None and kind in (torch.Tensor, torch.nn.Parameter):
+    if torch is not None and kind in (torch.Tensor, torch.nn.Parameter) and not value.is_nested:  # else without a shape
         return f"{value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
     return f"a value of type {kind.__name__}"
 
