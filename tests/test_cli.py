@@ -173,7 +173,8 @@ def test_a_command_ends_quietly_when_nobody_reads_on(words: str) -> None:
         assert process.stdout.readline()
         process.stdout.close()
         assert process.stderr.read() == ""
-    assert process.returncode == 141
+    endless = "-N 0" in words  # others may have written all of it before
+    assert process.returncode in ((141,) if endless else (0, 141))
 
 
 @pytest.mark.parametrize(
