@@ -49,6 +49,9 @@ def __dir__() -> list[str]:
 if _os.environ.get("RINGCOMM_TRACE"):
     _importlib.import_module("ringcomm.observe.trace").trace_process(_os.environ["RINGCOMM_TRACE"])
 
+if _os.environ.get("RINGCOMM_METRICS"):
+    _importlib.import_module("ringcomm.observe.metrics").serve_process(_os.environ["RINGCOMM_METRICS"])
+
 
 # ---- the torch.distributed backend -------------------------------------------------------------------------------
 

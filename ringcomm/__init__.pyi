@@ -50,6 +50,7 @@ from ringcomm.errors import UnsupportedError as UnsupportedError
 from ringcomm.mesh import Mesh as Mesh
 from ringcomm.mesh import init_mesh as init_mesh
 from ringcomm.observe import record as record
+from ringcomm.observe.metrics import metrics as metrics
 from ringcomm.observe.record import step as step
 from ringcomm.observe.trace import trace as trace
 from ringcomm.pipeline_parallel.pipeline import Pipeline as Pipeline

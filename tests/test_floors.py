@@ -74,7 +74,7 @@ FORBIDDEN_INCLUDES = {
     "tests/support/emulator": r"cuda\.h|nccl|pybind11|torch|c10|ATen|Python\.h|(core|runtime|cpu|cuda|hierarchy|bind)/",
 }
 FLOORS = (
-    *("errors", "validation", "arrays", "comm", "backend", "observe", "mesh", "data_parallel"),
+    *("errors", "validation", "progress", "arrays", "comm", "backend", "observe", "mesh", "data_parallel"),
     *("tensor_parallel", "pipeline_parallel", "context", "checkpoint", "tools", "__main__"),
 )
 APART = {"tensor_parallel", "pipeline_parallel", "context"}

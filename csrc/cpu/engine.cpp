@@ -132,6 +132,10 @@ class CpuEngine final : public Engine {
   void absorbed() override { absorbed_.store(true); }
   bool runs_this_thread() const override { return queue_->runs_this_thread() || p2p_->runs_this_thread(); }
 
+  bool count_waits(std::shared_ptr<Flag> waited) override {
+    group_.count_waits(std::move(waited));
+    return true;
+  }
   std::vector<std::pair<std::string, std::string>> describe() const override {
     return {{"engine", "cpu"},
             {"isa", kernels().isa},

@@ -23,6 +23,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.engine import NativeEngine
 from ringcomm.comm.hosts import Hosts, Network, check_network, client_store, memory_store, server_store
 from ringcomm.errors import AbortedError, InvalidArgumentError, RankFailedError, RankLostError, one_line, shown
+from ringcomm.progress import Progress
 from ringcomm.validation import as_int
 
 _UNGUARDED = (
@@ -266,9 +267,11 @@ class _Processes:
         self.news: tuple[str, bool] | None = None  # the reason for the other ranks to abort, until it was sent
         self.news_at = 0.0
         self.store: Any = None
+        self.starting = Progress("run_ranks: ranks that have started", world_size)
 
     def start(self, job: _Job) -> None:
         """Starts every rank."""
+        self.starting.start()
         self.store = None if job.hosts is None else server_store()  # lives as long as the ranks
         port = self.store.port if self.store is not None else 0
         context = multiprocessing.get_context("spawn")
@@ -314,7 +317,9 @@ class _Processes:
             return
         if kind == "handle":
             self.handles[rank] = value
+            self.starting.done = len(self.handles)
             if len(self.handles) == len(self.processes):
+                self.starting.end()
                 for each in self.open:
                     each.send([self.handles[r] for r in range(len(self.processes))])
         elif kind == "result":
@@ -335,6 +340,7 @@ class _Processes:
 
     def fail(self, pipe: Connection, rank: int, error: BaseException, died: bool = False) -> None:
         """Records a failure and tells the other ranks to abort."""
+        self.starting.end()
         del self.open[pipe]
         self.outcome.failures.append((rank, error))
         connected = len(self.handles) == len(self.processes)
@@ -359,6 +365,7 @@ class _Processes:
 
     def end(self) -> None:
         """Ends all processes."""
+        self.starting.end()
         for process, pipe in zip(self.processes, self.pipes, strict=True):
             if pipe in self.open:
                 process.kill()

@@ -239,6 +239,7 @@ CALLS: dict[str, tuple[Right, dict[str, str]]] = {  # right arguments, and of wh
         lambda c: {"tensor": _x(), "mean": 0.0, "std": 1.0, "seed": 1, "name": "a", "start": 4},
         kinds("tensor:tensor mean:finite std:finite seed:integer name:text start:whole"),
     ),
+    "metrics": (lambda c: {"pid": os.getpid()}, kinds("pid:count")),
     "random.uniform_": (
         lambda c: {"tensor": _x(), "seed": 1, "name": "a", "start": 4, "low": 0.0, "high": 1.0},
         kinds("tensor:tensor seed:integer name:text start:whole low:finite high:finite"),
