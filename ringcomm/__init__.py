@@ -7,7 +7,8 @@
     torch.distributed.init_process_group("ringcomm")
 
 Importing this module imports neither torch nor NumPy. The torch.distributed backend registers itself as soon as
-torch.distributed has been imported, before or after.
+torch.distributed has been imported, before or after. Where ringcomm is installed, ``import torch`` imports this module
+too, for the entry point ``torch.backends``; torch 2.14 also finds the backend under ``torch.distributed.backends``.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ _TORCH_DISTRIBUTED = "torch.distributed"
 
 
 def _register_backend() -> None:
-    if hasattr(_sys.modules[_TORCH_DISTRIBUTED], "Backend"):  # false in a torch that was built without it
-        _importlib.import_module("ringcomm.backend").register()
+    """Registers the backend, if torch.distributed has been imported. Idempotent: the entry point ``torch.backends``."""
+    if hasattr(_sys.modules.get(_TORCH_DISTRIBUTED), "Backend"):  # false in a torch that was built without it
+        _importlib.import_module("ringcomm.backend")  # its last line registers it
 
 
 class _AfterTorchDistributed(_abc.MetaPathFinder):

@@ -203,7 +203,9 @@ def test_importing_ringcomm_imports_nothing_heavy() -> None:
     assert run_python("import sys, ringcomm; ringcomm.init(); print('torch' in sys.modules)") == "False"
 
 
-@pytest.mark.parametrize("order", ["import ringcomm, torch", "import torch, ringcomm"])
+@pytest.mark.parametrize(
+    "order", ["import ringcomm, torch", "import torch, ringcomm", "import ringcomm.backend, torch"]
+)
 def test_the_backend_registers_itself_in_either_order(order: str) -> None:
     program = f"{order}; import torch.distributed as dist; print('ringcomm' in dist.Backend.backend_list)"
     assert run_python(program) == "True"
