@@ -18,6 +18,7 @@ import importlib.abc as _abc
 import importlib.machinery as _machinery
 import os as _os
 import sys as _sys
+import warnings as _warnings
 from pathlib import Path as _Path
 from types import ModuleType as _ModuleType
 from typing import Any as _Any
@@ -57,9 +58,20 @@ _TORCH_DISTRIBUTED = "torch.distributed"
 
 
 def _register_backend() -> None:
-    """Registers the backend, if torch.distributed has been imported. Idempotent: the entry point ``torch.backends``."""
-    if hasattr(_sys.modules.get(_TORCH_DISTRIBUTED), "Backend"):  # false in a torch that was built without it
+    """Registers the backend, and replaces others by it if the environment says so. Idempotent."""
+    if not hasattr(_sys.modules.get(_TORCH_DISTRIBUTED), "Backend"):  # a torch that was built without it
+        return
+    if _os.environ.get("RINGCOMM_REPLACE"):
+        _importlib.import_module("ringcomm.replace").install(_os.environ["RINGCOMM_REPLACE"])
+    try:
         _importlib.import_module("ringcomm.backend")  # its last line registers it
+    except ImportError as error:
+        # A build that does not load, or is not there yet, must not end `import torch`, which imports this module.
+        _warnings.warn(
+            f"import torch: ringcomm's backend is not registered, because it cannot be imported: {error}; reinstall "
+            "ringcomm with `pip install --no-build-isolation --force-reinstall --no-deps ringcomm`",
+            stacklevel=2,
+        )
 
 
 class _AfterTorchDistributed(_abc.MetaPathFinder):
@@ -87,3 +99,7 @@ if _TORCH_DISTRIBUTED in _sys.modules:
     _register_backend()
 else:
     _sys.meta_path.insert(0, _AfterTorchDistributed())
+
+
+def _autoload() -> None:
+    """The entry point ``torch.backends``: to import this module is all that it is for."""

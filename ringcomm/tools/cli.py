@@ -12,6 +12,7 @@ commands:
   doctor    what was built, what is usable on this machine, and what is not and why (or: info); with --pid or
             files: which rank of a job that hangs is in which call
   memory    bytes on each rank at every ZeRO stage, from a number of parameters
+  run       a Python program, with ringcomm in the place of Gloo and NCCL
   schedule  a pipeline schedule as a table or a picture, its idle share, and what each rank holds
   simulate  collectives and training steps on clusters of any number of hosts, by a model of their links
   trace     timelines of several ranks as one
@@ -57,6 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from ringcomm.tools.simulate.cli import main as simulate
 
         return simulate(words[1:])
+    if command == "run":
+        from ringcomm.tools.run import main as run
+
+        return run(words[1:])
     if command == "trace":
         from ringcomm.observe.trace import main as trace
 
@@ -64,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("doctor", "info"):
         return _doctor(command, words[1:])
     print(
-        f"ringcomm: got the command {command!r}, expected bench, doctor, memory, schedule, simulate, trace or tune; "
-        "ringcomm --help describes them",
+        f"ringcomm: got the command {command!r}, expected bench, doctor, memory, run, schedule, simulate, trace or "
+        "tune; ringcomm --help describes them",
         file=sys.stderr,
     )
     return 2
