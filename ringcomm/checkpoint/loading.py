@@ -259,7 +259,8 @@ class Loading:
 
     def _commit_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self.sharded is not None:
-            self.sharded._stepped = self.stepped
+            for bucket, part in self.sharded.parts.items():
+                part.stepped = self.stepped[bucket]
         for group, hyperparameters in zip(optimizer.param_groups, self.hyperparameters, strict=True):
             group.update(hyperparameters)
         inside = [group["params"] for group in optimizer.param_groups]

@@ -39,7 +39,7 @@ def flat_of(model: nn.Module, call: str) -> ShardedModel:
 def name_of(bucket: Bucket, i: int) -> str:
     """Returns a parameter's name in checkpoints: the first name that it has in the whole model."""
     names = part_of(bucket.params[i]).names
-    return names[0] if names else bucket.names[i]
+    return names[0] if names else bucket.layout.segments[i].name
 
 
 def unsharded_shape(bucket: Bucket, i: int) -> tuple[int, ...]:
@@ -51,7 +51,7 @@ def is_primary_copy(bucket: Bucket, i: int) -> bool:
     """Whether this rank writes those of a parameter's values that are written once."""
     ranks = bucket.ranks
     first = ranks.rank == 0 and (ranks.replicas is None or ranks.replicas.rank == 0)
-    return first and bucket.counts(i) and (ranks.mesh is None or ranks.mesh.counts)
+    return first and bucket.is_primary_copy(i) and (ranks.mesh is None or ranks.mesh.counts)
 
 
 class Place(NamedTuple):
@@ -65,7 +65,7 @@ def places_of(flat: ShardedModel) -> dict[int, Place]:
     found = {}
     for bucket in flat.buckets:
         for i, p in enumerate(bucket.params):
-            found[id(p)] = Place(bucket, i, [*part_of(p).names] or [bucket.names[i]])
+            found[id(p)] = Place(bucket, i, [*part_of(p).names] or [bucket.layout.segments[i].name])
     for name, p in flat.module.named_parameters(remove_duplicate=False):
         if id(p) in found and name not in found[id(p)].names:
             found[id(p)].names.append(name)
@@ -130,7 +130,7 @@ class Held:
     def has_state(self, bucket: Bucket, i: int) -> bool:
         """Whether a parameter ever had a gradient. Without one it may still have zeros as state, because it shares
         an entry with others; they are not saved."""
-        return self.sharded is None or i in self.sharded._stepped[bucket]
+        return self.sharded is None or i in self.sharded.parts[bucket].stepped
 
     @staticmethod
     def of(flat: ShardedModel, optimizer: torch.optim.Optimizer | None, call: str) -> Held:
@@ -148,14 +148,14 @@ class Held:
                 "one over this one; save its state_dict(), or make an optimizer for each"
             )
         if sharded is not None and sharded.optimizer in flat.optimizers:  # `optimizer` may be a wrapper around it
-            sharded.settle()
+            sharded.refresh()
             sharded.close()
             pieces = [Piece(e.bucket, e.start, e.end, e.segments, e.param) for e in sharded.entries]
             names = [[name_of(bucket, i) for bucket, i in places] for places in sharded.places]
             own = {id(each.tensor): each.names[0] for each in replicated_of(flat, places_of(flat))}
             held = Held(pieces, names, sharded=sharded)
             for plain, of_group in zip(sharded.plain, names, strict=True):
-                trained = [p for p in plain.values() if p.requires_grad]
+                trained = [p for p in plain if p.requires_grad]
                 _refuse_foreign([p for p in trained if id(p) not in own], flat, call)
                 of_group += [own[id(p)] for p in trained]
                 held.plain |= {own[id(p)]: p for p in trained}

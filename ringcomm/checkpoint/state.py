@@ -147,7 +147,7 @@ class Saving:
         for bucket in self.flat.buckets:
             start, end = bucket.layout.shard_range(self.flat.ranks.rank)
             for i, first, last in spans_of(bucket, start, end):
-                if not bucket.counts(i):
+                if not bucket.is_primary_copy(i):
                     continue
                 segment = bucket.layout.segments[i]
                 values = self.masters[bucket][first - bucket.start : last - bucket.start]
@@ -160,7 +160,7 @@ class Saving:
             bucket = piece.bucket
             start, end = bucket.layout.shard_range(self.flat.ranks.rank)
             spans = spans_of(bucket, max(start, piece.start), min(end, piece.end))
-            spans = [each for each in spans if self.held.has_state(bucket, each[0]) and bucket.counts(each[0])]
+            spans = [each for each in spans if self.held.has_state(bucket, each[0]) and bucket.is_primary_copy(each[0])]
             for key, value in self._state(piece.param).items():
                 for i, first, last in spans:
                     segment, cut = bucket.layout.segments[i], part_of(bucket.params[i])

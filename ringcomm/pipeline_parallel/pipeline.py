@@ -439,7 +439,8 @@ class _Step:
     def _end(self, output: Any, target: Any, share: Fraction | None) -> torch.Tensor | None:
         """Computes the loss of a micro-batch, from which its backward pass starts."""
         if self.flat is not None:
-            output = self.flat.wrapping.precision.cast(output, self.flat.wrapping.precision.output_dtype)
+            precision = self.flat.config.mixed_precision
+            output = precision.cast(output, precision.output_dtype)
         if not self.train:
             self.outputs.append(output)
         if not self.computes:
