@@ -26,7 +26,7 @@ from ringcomm.tools import cli
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(command in text for command in ("bench", "doctor", "info", "schedule", "tune"))
+    assert all(command in text for command in ("bench", "doctor", "info", "run", "schedule", "tune"))
 
 
 @pytest.mark.parametrize("words", [[], ["fly"], ["info", "more"], ["doctor", "more"]])

@@ -74,7 +74,7 @@ FORBIDDEN_INCLUDES = {
     "tests/support/emulator": r"cuda\.h|nccl|pybind11|torch|c10|ATen|Python\.h|(core|runtime|cpu|cuda|hierarchy|bind)/",
 }
 FLOORS = (
-    *("errors", "validation", "progress", "arrays", "comm", "backend", "observe", "mesh", "data_parallel"),
+    *("errors", "validation", "progress", "arrays", "comm", "backend", "replace", "observe", "mesh", "data_parallel"),
     *("tensor_parallel", "pipeline_parallel", "context", "checkpoint", "tools", "__main__"),
 )
 APART = {"tensor_parallel", "pipeline_parallel", "context"}
@@ -85,7 +85,7 @@ ROOT_NAMES = {"_C", "_c10d", "__version__"}
 # The only primitives beside arrays/ that import torch or NumPy at all, and then inside functions, or for type checkers,
 # unless named in TORCH_AT_IMPORT.
 KNOWS_ARRAYS = {
-    *("backend", "comm.communicator", "comm.hosts", "comm.process_group", "comm.rendezvous"),
+    *("backend", "replace", "comm.communicator", "comm.hosts", "comm.process_group", "comm.rendezvous"),
     *("observe.cuda", "observe.info"),
 }
 TORCH_AT_IMPORT = {"backend"}
@@ -203,7 +203,9 @@ def test_importing_ringcomm_imports_nothing_heavy() -> None:
     assert run_python("import sys, ringcomm; ringcomm.init(); print('torch' in sys.modules)") == "False"
 
 
-@pytest.mark.parametrize("order", ["import ringcomm, torch", "import torch, ringcomm"])
+@pytest.mark.parametrize(
+    "order", ["import ringcomm, torch", "import torch, ringcomm", "import ringcomm.backend, torch"]
+)
 def test_the_backend_registers_itself_in_either_order(order: str) -> None:
     program = f"{order}; import torch.distributed as dist; print('ringcomm' in dist.Backend.backend_list)"
     assert run_python(program) == "True"

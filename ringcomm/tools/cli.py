@@ -18,6 +18,7 @@ COMMANDS = {  # name: (module, what it does)
         "which rank of a job that hangs is in which call",
     ),
     "memory": ("ringcomm.data_parallel.budget", "bytes on each rank at every ZeRO stage, from a number of parameters"),
+    "run": ("ringcomm.tools.run", "a Python program, with ringcomm in the place of Gloo and NCCL"),
     "schedule": (
         "ringcomm.pipeline_parallel.show",
         "a pipeline schedule as a table or a picture, its idle share, and what each rank holds",
