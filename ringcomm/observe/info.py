@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import resource
 
 from ringcomm.observe import cuda
@@ -79,6 +80,18 @@ def _backend() -> Fact:
     return Fact("torch", name, fits, text if fits else text + "; reinstall ringcomm with --no-build-isolation")
 
 
+def _gloo() -> list[Fact]:
+    """Returns a warning about a torch whose Gloo has the receive check of before pytorch/gloo#509, else nothing."""
+    version = _torch_version()
+    if version is None or tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= (2, 14):
+        return []
+    text = (
+        f"torch {version} checks received sizes wrongly (pytorch/gloo#509), so whoever can connect to a rank can write "
+        "into its memory; use torch 2.14 or newer, or a trusted network"
+    )
+    return [Fact("torch", "gloo between hosts", None, text)]
+
+
 def _memory_limit() -> str:
     """Returns the limit of shared memory: the machine's, or the control group's."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -146,7 +159,7 @@ def facts() -> list[Fact]:
     Returns: facts in the order of their sections. Creates no communicator and leaves nothing behind.
     """
     devices = cuda.driver()
-    return [*_build(), *_engines(), *devices, _backend(), *cuda.libraries(), *_machine(), *_extras()]
+    return [*_build(), *_engines(), *devices, _backend(), *_gloo(), *cuda.libraries(), *_machine(), *_extras()]
 
 
 def text(found: list[Fact]) -> str:
