@@ -61,23 +61,18 @@ def _backend() -> Fact:
     torch_version = _torch_version()
     if torch_version is None:
         return Fact("torch", name, False, "torch is not installed; pip install torch, then ringcomm again")
-    if importlib.util.find_spec("ringcomm._c10d") is None:
-        return Fact(
-            "torch",
-            name,
-            False,
-            f"not built; reinstall ringcomm beside torch {torch_version}: pip install --no-build-isolation ringcomm",
-        )
+    from ringcomm.comm.hosts import REINSTALL
+
     try:
         import torch  # noqa: F401  its libraries must be there first
 
         from ringcomm import _c10d
     except ImportError as error:
-        return Fact("torch", name, False, f"does not load beside torch {torch_version}: {error}")
+        return Fact("torch", name, False, f"does not load beside torch {torch_version}: {error}; {REINSTALL}")
     built_for = _c10d.built_for
-    fits = built_for.split("+")[0] == torch_version.split("+")[0]
+    fits = built_for.split(".")[:2] == torch_version.split(".")[:2]  # a patch release changes no interface
     text = f"built for torch {built_for}, torch {torch_version} is installed"
-    return Fact("torch", name, fits, text if fits else text + "; reinstall ringcomm with --no-build-isolation")
+    return Fact("torch", name, fits, text if fits else f"{text}; {REINSTALL}")
 
 
 def _gloo() -> list[Fact]:
