@@ -224,6 +224,17 @@ def test_errors_show_what_they_got(value: Any, text: str) -> None:
 def test_info_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(info, "_torch_version", lambda: None)
     assert "torch is not installed" in info._backend().text
+    assert info._gloo() == []
+
+
+@pytest.mark.parametrize(("version", "lines"), [("2.9.1", 1), ("2.13.0+cpu", 1), ("2.14.0a0", 0), ("2.15.0", 0)])
+def test_doctor_names_the_receive_check_of_an_old_gloo(
+    version: str, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(info, "_torch_version", lambda: version)
+    found = [line for line in info.text(info.facts()).splitlines() if "gloo#509" in line]
+    assert len(found) == lines, found
+    assert all(f"torch {version} " in line for line in found)
 
 
 class TwoDevices:

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 import textwrap
@@ -65,23 +66,30 @@ def _backend() -> Fact:
     torch_version = _torch_version()
     if torch_version is None:
         return Fact("torch", name, False, "torch is not installed; pip install torch, then ringcomm again")
-    if importlib.util.find_spec("ringcomm._c10d") is None:
-        return Fact(
-            "torch",
-            name,
-            False,
-            f"not built; reinstall ringcomm beside torch {torch_version}: pip install --no-build-isolation ringcomm",
-        )
+    from ringcomm.comm.hosts import REINSTALL
+
     try:
         import torch  # noqa: F401  its libraries must be there first
 
         from ringcomm import _c10d
     except ImportError as error:
-        return Fact("torch", name, False, f"does not load beside torch {torch_version}: {error}")
+        return Fact("torch", name, False, f"does not load beside torch {torch_version}: {error}; {REINSTALL}")
     built_for = _c10d.built_for
-    fits = built_for.split("+")[0] == torch_version.split("+")[0]
+    fits = built_for.split(".")[:2] == torch_version.split(".")[:2]  # a patch release changes no interface
     text = f"built for torch {built_for}, torch {torch_version} is installed"
-    return Fact("torch", name, fits, text if fits else text + "; reinstall ringcomm with --no-build-isolation")
+    return Fact("torch", name, fits, text if fits else f"{text}; {REINSTALL}")
+
+
+def _gloo() -> list[Fact]:
+    """Returns a warning about a torch whose Gloo has the receive check of before pytorch/gloo#509, else nothing."""
+    version = _torch_version()
+    if version is None or tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= (2, 14):
+        return []
+    text = (
+        f"torch {version} checks received sizes wrongly (pytorch/gloo#509), so whoever can connect to a rank can write "
+        "into its memory; use torch 2.14 or newer, or a trusted network"
+    )
+    return [Fact("torch", "gloo between hosts", None, text)]
 
 
 def _memory_limit() -> str:
@@ -181,7 +189,7 @@ def facts() -> list[Fact]:
     Returns: facts in the order of their sections. Creates no communicator and leaves nothing behind.
     """
     devices = cuda.driver()
-    return [*_build(), *_engines(), *devices, _backend(), *cuda.libraries(), *_machine(), *_extras()]
+    return [*_build(), *_engines(), *devices, _backend(), *_gloo(), *cuda.libraries(), *_machine(), *_extras()]
 
 
 def text(found: list[Fact]) -> str:
