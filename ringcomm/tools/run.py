@@ -16,7 +16,8 @@ from ringcomm.errors import InvalidArgumentError
 from ringcomm.replace import VARIABLE, names_of
 
 _DESCRIPTION = """\
-Runs `python PROGRAM ...`. Its process groups that ask for one of the backends NAMES are made over ringcomm. All options
+Runs `python PROGRAM ...`. Its process groups that ask for
+one of the backends NAMES are made over ringcomm. All options
 of python may stand before the program.
 
   ringcomm run -m torch.distributed.run --nproc-per-node 2 train.py
@@ -31,7 +32,7 @@ def main(words: list[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         "ringcomm run",
-        usage="ringcomm run [--replace NAMES] PROGRAM.py | -m MODULE [ARGUMENTS]",
+        usage="ringcomm run [--replace NAMES] PROGRAM.py | -m MODULE\n       [ARGUMENTS]",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
