@@ -16,8 +16,8 @@ from ringcomm.errors import InvalidArgumentError
 from ringcomm.replace import VARIABLE, names_of
 
 _DESCRIPTION = """\
-Runs `python PROGRAM ...`. Its process groups that ask for one of the backends NAMES are made over ringcomm. All options
-of python may stand before the program.
+Runs `python PROGRAM ...`. Its process groups that ask for one of the backends
+NAMES are made over ringcomm. All options of python may stand before the program.
 
   ringcomm run -m torch.distributed.run --nproc-per-node 2 train.py
   torchrun --nproc-per-node 2 -m ringcomm run train.py"""
