@@ -124,7 +124,7 @@ class _Outcome:
             raise first[0]
 
 
-def _choose_kernels() -> None:
+def choose_kernels() -> None:
     """Calls an elementary function of torch. MKL chooses its kernels in the first such call of a process; if several
     threads make that call at once, some compute with other kernels, and with other bits, than later ones."""
     torch = sys.modules.get("torch")
@@ -133,7 +133,7 @@ def _choose_kernels() -> None:
 
 
 def _run_threads(job: _Job) -> list[Any]:
-    _choose_kernels()
+    choose_kernels()
     world_size = len(job.places)
     store = None if job.hosts is None else memory_store()
     engines = [job.engine(rank, store) for rank in range(world_size)]
