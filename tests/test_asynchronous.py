@@ -193,6 +193,24 @@ def test_no_worker_is_further_ahead_than_the_bound() -> None:
     assert all(bool(x.isfinite().all()) for each in found for x in each["values"])
 
 
+def test_without_a_bound_nobody_waits() -> None:
+    """One worker makes all its steps before the other makes its first."""
+    first_is_done = threading.Event()
+
+    def rank(comm: Communicator) -> dict[str, Any]:
+        def before(model: AsynchronousDataParallel, step: int) -> None:
+            if comm.rank == 1:
+                assert first_is_done.wait(20)
+            elif step == 5:
+                threading.Timer(0.1, first_is_done.set).start()
+
+        return train(comm, steps=6, before=before, max_staleness=None)
+
+    found = run_ranks(rank, 2, timeout=10)
+    assert [each["counters"]["waits"] for each in found] == [0, 0]
+    assert [each["counters"]["updates"] for each in found] == [12, 12]
+
+
 def test_the_learning_rate_is_scaled_by_the_staleness() -> None:
     """Two gradients of the same values: the second is one update behind."""
 

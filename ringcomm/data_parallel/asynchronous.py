@@ -56,7 +56,7 @@ from ringcomm.errors import (
     rank_list,
     shown,
 )
-from ringcomm.validation import COMMUNICATOR, FLAG, FUNCTION, INTEGER, expects, several, validate_int
+from ringcomm.validation import COMMUNICATOR, FLAG, FUNCTION, INTEGER, expects, or_none, several, validate_int
 
 CALL = "AsynchronousDataParallel"
 _LOOK_S = 0.5  # between two looks whether a worker is silent, while a rank only serves
@@ -78,9 +78,9 @@ class AsynchronousDataParallel(nn.Module):
             ``ringcomm.init()``. A module on another device is copied through host memory in each step.
         optimizer: makes an ordinary optimizer from a list of parameters; called on every rank. Element-wise ones of
             torch run on flat shards, which may split a parameter; others see whole parameters.
-        max_staleness: how many of its own steps a worker may be ahead of the slowest. 0: synchronous; the servers then
-            update with the mean of the workers' gradients, with the bits of `shard` at stages 0 and 1. Above 0, they
-            update with each gradient by itself.
+        max_staleness: how many of its own steps a worker may be ahead of the slowest; None: any number. 0: synchronous;
+            the servers then update with the mean of the workers' gradients, with the bits of `shard` at stages 0 and 1.
+            Otherwise they update with each gradient by itself.
         servers: the ranks that serve; None: all. Others may end, even by a signal, without ending the training.
         staleness_scale: factor of the learning rate, by a gradient's staleness: the number of updates of the shard
             between the values with which it was computed and now; for example ``lambda s: 1 / (1 + s)``.
@@ -100,7 +100,7 @@ class AsynchronousDataParallel(nn.Module):
         module=MODULE,
         comm=COMMUNICATOR,
         optimizer=FUNCTION,
-        max_staleness=validate_int(0, 1 << 31),
+        max_staleness=or_none(validate_int(0, 1 << 31)),
         servers=several("a list of ranks", INTEGER),
         staleness_scale=FUNCTION,
         record=FLAG,
@@ -112,7 +112,7 @@ class AsynchronousDataParallel(nn.Module):
         comm: Communicator | None = None,
         *,
         optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-        max_staleness: int = 4,
+        max_staleness: int | None = 4,
         servers: Sequence[int] | None = None,
         staleness_scale: Callable[[int], float] | None = None,
         record: bool = False,
@@ -151,7 +151,7 @@ class AsynchronousDataParallel(nn.Module):
             shard = [x.clone() for x in self._flat.shard(self._values, self.servers.index(self.rank))]
             self._server = ParameterServer(
                 self._flat,
-                self.servers.index(self.rank),
+                self.servers,
                 shard,
                 made,
                 self.rank,
@@ -241,12 +241,13 @@ class AsynchronousDataParallel(nn.Module):
         self._ask(PULL)
 
     def _ask(self, kind: int) -> None:
+        call = "step" if kind == STEP else "pull"
         options = pickle.dumps(self.optimizer.options()) if kind == STEP else b""
         try:
             for rank, channel in self._asked.items():
                 new = options if options != self._knows.get(rank) else b""
                 gradient = self._flat.shard(self._gradient, self.servers.index(rank)) if kind == STEP else []
-                with self._explained(rank):
+                with self._explained(call, rank):
                     channel.send((kind, self._base[rank], 0), new, gradient)
                 self._knows[rank] = options or self._knows.get(rank, b"")
             if self._server is not None:
@@ -256,11 +257,11 @@ class AsynchronousDataParallel(nn.Module):
                     self._server.push(self.rank, self._base[self.rank], shard, self.optimizer.options())
                 self._base[self.rank] = self._server.pull(self.rank, self._flat.shard(self._values, mine))
             for rank, channel in self._asked.items():
-                with self._explained(rank):
+                with self._explained(call, rank):
                     # The server waits for other workers as long as the limit is, and answers then.
                     (status, version, _), blob = channel.receive(2 * self.comm.timeout)
                 raise_answer(status, blob)
-                with self._explained(rank):
+                with self._explained(call, rank):
                     channel.receive_tensors(self._flat.shard(self._values, self.servers.index(rank)))
                 self._base[rank] = version
         except BaseException as error:  # a message may be sent or received in part
@@ -280,13 +281,13 @@ class AsynchronousDataParallel(nn.Module):
                     target.zero_()
 
     @contextmanager
-    def _explained(self, server: int) -> Iterator[None]:
+    def _explained(self, call: str, server: int) -> Iterator[None]:
         """Errors of a connection count its two ranks from 0; says which they are."""
         try:
             yield
         except (AbortedError, CollectiveTimeoutError, MismatchError) as error:
             raise type(error)(
-                f"step: rank {self.rank} expected the server on rank {server} to answer, got an error of the "
+                f"{call}: rank {self.rank} expected the server on rank {server} to answer, got an error of the "
                 f"connection, whose ranks 0 and 1 are ranks {min(server, self.rank)} and {max(server, self.rank)}: "
                 f"{error}"
             ) from error
@@ -356,7 +357,7 @@ class AsynchronousDataParallel(nn.Module):
                 if rank == self.rank and self._server is not None:
                     states.append(self._server.state())
                     continue
-                with self._explained(rank):
+                with self._explained("state_dict", rank):
                     self._asked[rank].send((STATE, 0, 0))
                     (status, _, _), blob = self._asked[rank].receive(self.comm.timeout)
                 raise_answer(status, blob)

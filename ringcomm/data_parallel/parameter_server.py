@@ -11,6 +11,7 @@ connections.
 
 from __future__ import annotations
 
+import math
 import pickle
 import threading
 import time
@@ -186,7 +187,7 @@ class ParameterServer:
     """A rank's shard of the parameters, and the optimizer that updates it; threads of several workers use it.
 
     Args:
-        server: index among the servers.
+        servers: the ranks that serve, in order; this rank is one of them.
         values: this server's shard; it belongs to this object from now on.
         optimizer: a new one over the module's parameters; from now on it is over the shard.
         workers: the ranks that work; all have made no step.
@@ -203,27 +204,30 @@ class ParameterServer:
     def __init__(
         self,
         flat: FlatParameters,
-        server: int,
+        servers: Sequence[int],
         values: list[torch.Tensor],
         optimizer: torch.optim.Optimizer,
         rank: int,
         workers: Sequence[int],
-        max_staleness: int,
+        max_staleness: int | None,
         staleness_scale: Callable[[int], float] | None,
         record: bool,
         replay: Sequence[int] | None,
         limit_s: float,
     ) -> None:
-        self._flat, self._server, self._values, self._optimizer = flat, server, values, optimizer
-        self._rank, self._max_staleness, self._scale = rank, max_staleness, staleness_scale
+        self._flat, self._servers, self._values, self._optimizer = flat, servers, values, optimizer
+        self._server = servers.index(rank)
+        self._rank, self._scale = rank, staleness_scale
+        self._max_staleness = math.inf if max_staleness is None else max_staleness
         self._limit_s, self._record, self._replay, self._next = limit_s, record, replay, 0
+        self._left = Counter(replay)  # the events of the replay that have not happened
         self._changed = threading.Condition()
         self._clock = dict.fromkeys(workers, 0)  # of those that still work: the steps that they have made
         self._heard = dict.fromkeys(workers, time.monotonic())  # when each asked for something, or was answered
         self._round: dict[int, tuple[list[torch.Tensor], Options]] = {}  # max_staleness=0: the step's gradients so far
         self._failure: RingcommError | None = None
-        self._entries = [*flat.entries(server)]
-        self._params = [nn.Parameter(x) for x in flat.cut(values, server)]
+        self._entries = [*flat.entries(self._server)]
+        self._params = [nn.Parameter(x) for x in flat.cut(values, self._server)]
         self._place(optimizer)
         self.version = self.waits = 0
         self.waited_s = 0.0
@@ -325,9 +329,9 @@ class ParameterServer:
             self._changed.notify_all()
 
     def lose(self, worker: int, error: RingcommError) -> None:
-        """Notes that a worker was lost; the others go on without it."""
+        """Notes that a worker was lost; the others go on without it, unless it serves, too: they get an error then."""
         with self._changed:
-            ends = self._failure is not None or worker not in self._clock
+            ends = worker in self._servers or self._failure is not None or worker not in self._clock
             self.lost.setdefault(worker, str(error))
         if not ends:
             warnings.warn(
@@ -373,10 +377,10 @@ class ParameterServer:
         mine = self._clock[worker]
         slowest = min(self._clock, key=self._clock.__getitem__)
         return CollectiveTimeoutError(
-            f"step: rank {worker} has made {mine} steps and expected step {mine - self._max_staleness} of rank "
+            f"step: rank {worker} has made {mine} steps and expected step {mine - self._max_staleness:g} of rank "
             f"{slowest}, which has made {self._clock[slowest]}, within the timeout of {self._limit_s:g} s "
-            f"(max_staleness={self._max_staleness}); see whether rank {slowest} has stalled; it calls close() when it "
-            "makes no more steps"
+            f"(max_staleness={self._max_staleness:g}); see whether rank {slowest} has stalled; it calls close() when "
+            "it makes no more steps"
         )
 
     def _await_turn(self, worker: int, event: int) -> None:
@@ -385,7 +389,7 @@ class ParameterServer:
         self._check()
         if replay is None:
             return
-        if event not in replay[self._next :]:
+        if not self._left[event]:
             raise InvalidArgumentError(
                 f"step: the server on rank {self._rank} got a {'gradient' if event >= 0 else 'request for values'} of "
                 f"rank {worker} that is not in replay, expected one of its {len(replay)} events, of which "
@@ -412,6 +416,7 @@ class ParameterServer:
     def _happened(self, event: int) -> None:
         if self._record:
             self.order.append(event)
+        self._left[event] -= 1
         self._next += 1
         self._changed.notify_all()
 
