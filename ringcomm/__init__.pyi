@@ -17,6 +17,7 @@ from ringcomm.context.attention import ring_attention as ring_attention
 from ringcomm.context.mode import context_parallel as context_parallel
 from ringcomm.data_parallel import hooks as hooks
 from ringcomm.data_parallel import random as random
+from ringcomm.data_parallel.asynchronous import AsynchronousDataParallel as AsynchronousDataParallel
 from ringcomm.data_parallel.clip import clip_grad_norm_ as clip_grad_norm_
 from ringcomm.data_parallel.ddp import DistributedDataParallel as DistributedDataParallel
 from ringcomm.data_parallel.ddp import NaiveDataParallel as NaiveDataParallel

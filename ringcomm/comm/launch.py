@@ -145,7 +145,7 @@ def _instead_of_exit(rank: int, error: BaseException) -> BaseException:
     return failed
 
 
-def _choose_kernels() -> None:
+def choose_kernels() -> None:
     """Calls an elementary function of torch. MKL chooses its kernels in the first such call of a process; if several
     threads make that call at once, some compute with other kernels, and with other bits, than later ones."""
     torch = sys.modules.get("torch")
@@ -154,7 +154,7 @@ def _choose_kernels() -> None:
 
 
 def _run_threads(job: _Job) -> list[Any]:
-    _choose_kernels()
+    choose_kernels()
     world_size = len(job.places)
     store = None if job.hosts is None else memory_store()
     engines = [job.engine(rank, store) for rank in range(world_size)]

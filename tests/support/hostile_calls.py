@@ -64,6 +64,7 @@ WRONG: dict[str, dict[str, Make]] = {
         "heads": lambda: {"0": tensor.Heads(attributes=("\0",))},
     },
 }
+WRONG["whole?"] = _but(WRONG["whole"], "None")
 WRONG["list?"] = _but(WRONG["list"], "None")
 WRONG["tensor?"] = _but(WRONG["tensor"], "None")
 WRONG["extent"] = _but(WRONG["whole"], "negative", other=lambda: 7, zero=lambda: 0)
@@ -120,6 +121,13 @@ def kinds(said: str) -> dict[str, str]:
 
 OVER, ALONG = kinds("x:tensor comm:object"), kinds("x:tensor comm:object dim:dim")
 CALLS: dict[str, tuple[Right, dict[str, str]]] = {  # right arguments, and of what kind each of them is
+    "AsynchronousDataParallel": (
+        lambda c: _here(c, module=model(), optimizer=lambda params: torch.optim.SGD(params, lr=0.1), max_staleness=2),
+        kinds(
+            "module:object comm:object? optimizer:function max_staleness:whole? servers:list? staleness_scale:function "
+            "record:flag replay:list?"
+        ),
+    ),
     "ColumnParallelLinear": (
         lambda c: _here(c, in_features=4, out_features=4),
         kinds(

@@ -1,0 +1,591 @@
+"""Asynchronous data parallel training: workers do not wait for one another, and train on values that may be stale.
+
+    model = ringcomm.AsynchronousDataParallel(module, comm, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    with model:
+        for x, y in batches:
+            model.optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            model.optimizer.step()        # sends the gradients to the servers, gets new values
+
+The parameters and the optimizer's state are sharded over servers (`parameter_server.py`). A step sends each server its
+part of this worker's gradient, and copies the values that the servers answer into the module.
+"""
+
+from __future__ import annotations
+
+import atexit
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.launch import choose_kernels
+from ringcomm.comm.rendezvous import communicator_of
+from ringcomm.data_parallel.arguments import MODULE
+from ringcomm.data_parallel.group import DataParallelGroup
+from ringcomm.data_parallel.optimizer import is_elementwise, refuse_foreign, refuse_unusable
+from ringcomm.data_parallel.parameter_server import (
+    LEAVE,
+    PULL,
+    STATE,
+    STEP,
+    Channel,
+    FlatParameters,
+    ParameterServer,
+    raise_answer,
+    unsharded_state,
+)
+from ringcomm.data_parallel.partition import named_parameters
+from ringcomm.errors import (
+    AbortedError,
+    ClosedError,
+    CollectiveTimeoutError,
+    DeviceError,
+    InvalidArgumentError,
+    MismatchError,
+    RingcommError,
+    UnsupportedError,
+    rank_list,
+    shown,
+)
+from ringcomm.validation import COMMUNICATOR, FLAG, FUNCTION, INTEGER, expects, or_none, several, validate_int
+
+CALL = "AsynchronousDataParallel"
+_LOOK_S = 0.5  # between two looks whether a worker is silent, while a rank only serves
+_open: set[AsynchronousDataParallel] = set()  # ended with the program, because a server's threads are inside calls
+
+
+class AsynchronousDataParallel(nn.Module):
+    """Wraps a module for training in which no rank waits for the gradients of the others (stale-synchronous parallel).
+
+    Each rank works: ``backward()`` leaves its own gradients, and ``optimizer.step()`` sends them to the servers, which
+    update the parameters at once, and copies the new values into the module. Each rank also serves a shard of the
+    parameters, on threads of its own, unless ``servers`` names fewer ranks. A rank that only serves calls `close` at
+    once. Use it as a context manager, or call `close`: it serves until every worker has closed.
+
+    Args:
+        module: the same on all ranks; all get rank 0's parameters and buffers now. Parameters that require no gradient
+            now are never sent, and neither are buffers: each rank keeps its own, also the statistics of batch norms.
+        comm: a communicator on the cpu by ringcomm's own engine; None: that of torch.distributed's default group, or
+            ``ringcomm.init()``. A module on another device is copied through host memory in each step.
+        optimizer: makes an ordinary optimizer from a list of parameters; called on every rank. Element-wise ones of
+            torch run on flat shards, which may split a parameter; others see whole parameters.
+        max_staleness: how many of its own steps a worker may be ahead of the slowest; None: any number. 0: synchronous;
+            the servers then update with the mean of the workers' gradients, with the bits of `shard` at stages 0 and 1.
+            Otherwise they update with each gradient by itself.
+        servers: the ranks that serve; None: all. Others may end, even by a signal, without ending the training.
+        staleness_scale: factor of the learning rate, by a gradient's staleness: the number of updates of the shard
+            between the values with which it was computed and now; for example ``lambda s: 1 / (1 + s)``.
+        record: whether `order` is kept: two numbers a step and worker.
+        replay: this rank's `order` of an earlier run, with as many ranks and the same servers and data: the gradients
+            are used in that order again, which gives the same bits.
+    Order:   of updates: as the gradients come. With max_staleness=0, the canonical order of sums.
+    Cost:    a step sends the gradients and receives the parameters once, less this rank's own shard; two
+             communicators of two ranks with each other rank, and a thread and a shard's memory for each worker.
+    Raises:  InvalidArgumentError: nothing to train, or no such servers. DeviceError, UnsupportedError: another kind of
+             communicator, or an optimizer that cannot be sharded. MismatchError: the ranks differ in module, optimizer
+             or arguments. Its own collectives raise the errors of a communicator's.
+    """
+
+    @expects(
+        CALL,
+        module=MODULE,
+        comm=COMMUNICATOR,
+        optimizer=FUNCTION,
+        max_staleness=or_none(validate_int(0, 1 << 31)),
+        servers=several("a list of ranks", INTEGER),
+        staleness_scale=FUNCTION,
+        record=FLAG,
+        replay=several("a list of whole numbers, another run's order", INTEGER),
+    )
+    def __init__(
+        self,
+        module: nn.Module,
+        comm: Communicator | None = None,
+        *,
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        max_staleness: int | None = 4,
+        servers: Sequence[int] | None = None,
+        staleness_scale: Callable[[int], float] | None = None,
+        record: bool = False,
+        replay: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__()
+        self._closed, self._failure = False, ""
+        self._made_comm = comm is None
+        self.comm = comm = communicator_of(None, CALL) if comm is None else comm
+        self.rank, self.max_staleness = comm.rank, max_staleness
+        _refuse_engine(comm)
+        self.servers = _servers(servers, comm)
+        named = [(name, p) for name, p in named_parameters(module, CALL, comm.rank) if p.requires_grad]
+        made = self._make(optimizer, module, named, staleness_scale)
+        self.optimizer = AsynchronousOptimizer(self, made)
+        group_of = {id(p): n for n, group in enumerate(made.param_groups) for p in group["params"]}
+        named = [(name, p) for name, p in named if id(p) in group_of]
+        # Some optimizers begin with state, which has the shapes of the parameters.
+        atom = "element" if is_elementwise(made) and not made.state else "tensor"
+        self._flat = FlatParameters(named, group_of, len(self.servers), atom)
+        facts = [f"max_staleness={max_staleness}", f"servers={self.servers}", f"the optimizer {type(made).__name__}"]
+        facts += [f"{'no ' if staleness_scale is None else ''}staleness_scale", f"replay={replay is not None}"]
+        facts += [f"the parameter {name} of {tuple(p.shape)} {p.dtype}" for name, p in named]
+        DataParallelGroup(comm).agree(CALL, facts)
+        _send_values(module, comm)
+        self._params = [p for params in self._flat.params for p in params]
+        self._gradient, self._values = self._flat.empty(), self._flat.empty()
+        self._gradients, self._new = self._flat.parts(self._gradient), self._flat.parts(self._values)
+        self._collect([p.detach() for p in self._params], self._new)
+        self._options = b""
+        self._base = dict.fromkeys(self.servers, 0)  # by server: the version of the values in the module
+        self._knows: dict[int, bytes] = {}  # by server: the options that it was sent last
+        self._steps, self._step_s = 0, 0.0
+        self._server: ParameterServer | None = None
+        if self.rank in self.servers:
+            shard = [x.clone() for x in self._flat.shard(self._values, self.servers.index(self.rank))]
+            self._server = ParameterServer(
+                self._flat,
+                self.servers,
+                shard,
+                made,
+                self.rank,
+                range(comm.world_size),
+                max_staleness,
+                staleness_scale,
+                record,
+                replay,
+                comm.timeout,
+            )
+        choose_kernels()  # before threads use them at once
+        self._asked, self._served = _connect(comm, self.servers)
+        serve = None if self._server is None else self._server.serve
+        self._threads = [
+            threading.Thread(target=serve, args=(channel,), name=f"ringcomm server of rank {peer}", daemon=True)
+            for peer, channel in self._served.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+        _open.add(self)
+        self.module = module
+
+    def _make(
+        self,
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        module: nn.Module,
+        named: Sequence[tuple[str, nn.Parameter]],
+        staleness_scale: Callable[[int], float] | None,
+    ) -> torch.optim.Optimizer:
+        """Returns the user's optimizer, once it is known that it can be sharded."""
+        if not named:
+            raise InvalidArgumentError(
+                f"{CALL}: rank {self.rank} got a module without parameters to train, expected some; there is nothing "
+                "to wrap"
+            )
+        made = optimizer([p for _, p in named])
+        refuse_unusable(made, CALL, self.rank)
+        refuse_foreign(made, module, CALL, self.rank)
+        known = {id(p) for _, p in named}
+        if any(id(p) not in known for group in made.param_groups for p in group["params"]):
+            raise InvalidArgumentError(
+                f"{CALL}: rank {self.rank} got an optimizer with parameters that it was not given, expected some of "
+                "the module's that are trained; make it from the list that the function gets"
+            )
+        if staleness_scale is not None and any("lr" not in group for group in made.param_groups):
+            raise UnsupportedError(
+                f"{CALL}: rank {self.rank} got staleness_scale with {type(made).__name__}, which has no learning rate "
+                "'lr', expected one that has; leave staleness_scale out"
+            )
+        return made
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's own forward."""
+        return self.module(*args, **kwargs)
+
+    # ---- steps -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Sends this worker's gradients to the servers, and copies the new values into the module, as
+        ``model.optimizer.step()`` does.
+
+        Gradients may be accumulated or clipped before. A parameter without a gradient counts as one with a zero
+        gradient. Waits while this worker is more than ``max_staleness`` steps ahead of the slowest.
+
+        Raises:  RankLostError: a server was lost. AbortedError: a server's rank left its block with an error.
+                 CollectiveTimeoutError: another worker has not come within the communicator's time limit.
+                 RingcommError: the optimizer raised on a server. After any of these, and after an interrupt, this
+                 object is closed. ClosedError: it was closed before.
+        """
+        self._check_open("step")
+        for p in self._params:
+            if p.grad is not None and p.grad.layout != torch.strided:
+                raise UnsupportedError(
+                    f"step: rank {self.rank} got a gradient of layout {p.grad.layout}, expected a dense one; use "
+                    "sparse=False"
+                )
+        began = time.perf_counter()
+        self._collect([p.grad for p in self._params], self._gradients)
+        self._ask(STEP)
+        self._steps += 1
+        self._step_s += time.perf_counter() - began
+
+    def pull(self) -> None:
+        """Copies the servers' current values into the module, for example before an evaluation. Raises what `step`
+        raises."""
+        self._check_open("pull")
+        self._ask(PULL)
+
+    def _ask(self, kind: int) -> None:
+        call = "step" if kind == STEP else "pull"
+        options = pickle.dumps(self.optimizer.options()) if kind == STEP else b""
+        try:
+            for rank, channel in self._asked.items():
+                new = options if options != self._knows.get(rank) else b""
+                gradient = self._flat.shard(self._gradient, self.servers.index(rank)) if kind == STEP else []
+                with self._explained(call, rank):
+                    channel.send((kind, self._base[rank], 0), new, gradient)
+                self._knows[rank] = options or self._knows.get(rank, b"")
+            if self._server is not None:
+                mine = self.servers.index(self.rank)
+                if kind == STEP:
+                    shard = self._flat.shard(self._gradient, mine)
+                    self._server.push(self.rank, self._base[self.rank], shard, self.optimizer.options())
+                self._base[self.rank] = self._server.pull(self.rank, self._flat.shard(self._values, mine))
+            for rank, channel in self._asked.items():
+                with self._explained(call, rank):
+                    # The server waits for other workers as long as the limit is, and answers then.
+                    (status, version, _), blob = channel.receive(2 * self.comm.timeout)
+                raise_answer(status, blob)
+                with self._explained(call, rank):
+                    channel.receive_tensors(self._flat.shard(self._values, self.servers.index(rank)))
+                self._base[rank] = version
+        except BaseException as error:  # a message may be sent or received in part
+            self._end(error)
+            raise
+        with torch.no_grad():
+            torch._foreach_copy_(self._params, self._new)
+
+    def _collect(self, sources: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor]) -> None:
+        """Copies tensors to their places in flat buffers."""
+        pairs = [(target, source) for target, source in zip(targets, sources, strict=True) if source is not None]
+        with torch.no_grad():
+            if pairs:
+                torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+            for target, source in zip(targets, sources, strict=True):
+                if source is None:
+                    target.zero_()
+
+    @contextmanager
+    def _explained(self, call: str, server: int) -> Iterator[None]:
+        """Errors of a connection count its two ranks from 0; says which they are."""
+        try:
+            yield
+        except (AbortedError, CollectiveTimeoutError, MismatchError) as error:
+            raise type(error)(
+                f"{call}: rank {self.rank} expected the server on rank {server} to answer, got an error of the "
+                f"connection, whose ranks 0 and 1 are ranks {min(server, self.rank)} and {max(server, self.rank)}: "
+                f"{error}"
+            ) from error
+
+    # ---- what it has done ------------------------------------------------------------------------------------------
+
+    @property
+    def order(self) -> list[int]:
+        """With ``record``, what came to this rank's server in which order, for ``replay``: a rank for a gradient of
+        that rank, and ``-1 - rank`` for its look at the values."""
+        return [] if self._server is None else list(self._server.order)
+
+    def counters(self) -> dict[str, Any]:
+        """Returns what this rank has done so far.
+
+        Returns: of the worker: "steps", "step_s" (seconds in `step`), "sent_bytes" and "received_bytes" (as a worker
+                 and as a server); of the server, if this rank serves: "updates", "staleness" (how many gradients had
+                 which; with max_staleness=0 a mean counts as one), "waits" and "waited_s" (answers that waited for
+                 slower workers), "lost" (why workers were lost, by rank).
+        """
+        channels = [*self._asked.values(), *self._served.values()]
+        found: dict[str, Any] = {
+            "steps": self._steps,
+            "step_s": self._step_s,
+            "sent_bytes": sum(channel.sent_bytes for channel in channels),
+            "received_bytes": sum(channel.received_bytes for channel in channels),
+        }
+        server = self._server
+        if server is not None:
+            found |= {"updates": server.version, "staleness": dict(sorted(server.staleness.items()))}
+            found |= {"waits": server.waits, "waited_s": server.waited_s, "lost": dict(server.lost)}
+        return found
+
+    # ---- state -----------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads a state dict, the same on every rank, and gives the servers its values; a collective.
+
+        Raises:  UnsupportedError: with ``assign``, which would replace the parameters.
+        """
+        self._check_open("load_state_dict")
+        if assign:
+            raise UnsupportedError(
+                f"load_state_dict: rank {self.rank} got assign=True, expected False: the wrapped parameters stay; "
+                "leave it out"
+            )
+        with self._alone():
+            found = super().load_state_dict(state_dict, strict)
+            self._collect([p.detach() for p in self._params], self._new)
+            if self._server is not None:
+                self._server.set_values(self._flat.shard(self._values, self.servers.index(self.rank)))
+        return found
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Inside, no rank makes a step."""
+        self.comm.barrier()
+        yield
+        self.comm.barrier()
+
+    def optimizer_state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """Returns the optimizer's state of each parameter, gathered from the servers; other workers may go on."""
+        self._check_open("state_dict")
+        states = []
+        try:
+            for rank in self.servers:
+                if rank == self.rank and self._server is not None:
+                    states.append(self._server.state())
+                    continue
+                with self._explained("state_dict", rank):
+                    self._asked[rank].send((STATE, 0, 0))
+                    (status, _, _), blob = self._asked[rank].receive(self.comm.timeout)
+                raise_answer(status, blob)
+                states.append(pickle.loads(blob))
+        except BaseException as error:
+            self._end(error)
+            raise
+        return unsharded_state(self._flat, states)
+
+    def load_optimizer_state(self, state: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        """Gives this rank's server its part of an optimizer's state; a collective."""
+        self._check_open("load_state_dict")
+        with self._alone():
+            if self._server is not None:
+                self._server.set_state(lambda p: state.get(p, {}))
+
+    def __getstate__(self) -> NoReturn:
+        raise UnsupportedError(
+            f"{CALL}: rank {self.rank} expected not to be copied or pickled: it has connections; copy model.module, or "
+            "save state_dict()"
+        )
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or ended by an error."""
+        return self._closed
+
+    def close(self) -> None:
+        """Makes no more steps, serves until every other worker has closed or was lost, and disconnects; a second call
+        does nothing. The module keeps its last values.
+
+        Raises:  CollectiveTimeoutError: a worker that has not closed has asked for nothing within the communicator's
+                 time limit.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            for channel in self._asked.values():
+                with suppress(RingcommError):  # a server that is gone needs not be told
+                    channel.send((LEAVE, 0, 0))
+                    channel.receive(self.comm.timeout)
+            if self._server is not None:
+                self._server.leave(self.rank)
+            self._await_workers()
+        except BaseException as error:
+            self._end(error)
+            raise
+        self._disconnect()
+
+    def _await_workers(self) -> None:
+        """Waits until the workers that this rank serves have closed or are lost."""
+        began = time.monotonic()
+        for thread in self._threads:
+            while thread.is_alive():
+                thread.join(_LOOK_S)
+                silent = [] if self._server is None else self._server.silent(began)
+                if silent:
+                    raise CollectiveTimeoutError(
+                        f"close: rank {self.rank} expected a step or close() of {rank_list(silent)}, which it serves, "
+                        f"got none within the timeout of {self.comm.timeout:g} s; see whether they have stalled"
+                    )
+
+    def _end(self, error: BaseException) -> None:
+        """Closes because of an error: if this rank serves, the workers are told."""
+        self._closed = True
+        reason = f"rank {self.rank} left its {CALL} with {type(error).__name__}: {error}"
+        self._failure = self._failure or f", got {type(error).__name__} in an earlier call: {error}"
+        if self._server is not None:
+            self._server.fail(error if isinstance(error, RingcommError) else AbortedError(reason))
+        for channel in (*self._asked.values(), *self._served.values()):
+            channel.abort(reason, error)
+        for thread in self._threads:
+            thread.join()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        _open.discard(self)
+        for channel in (*self._asked.values(), *self._served.values()):
+            channel.close()
+        if self._made_comm:
+            self.comm.close()
+
+    def __enter__(self) -> AsynchronousDataParallel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.close()
+        elif not self._closed:
+            self._end(error)
+
+    def _check_open(self, call: str) -> None:
+        if self._closed:
+            raise ClosedError(
+                f"{call}: rank {self.rank} expected an open {CALL}{self._failure or ', got one that was closed'}; "
+                "create a new one"
+            )
+
+
+class AsynchronousOptimizer(torch.optim.Optimizer):
+    """The optimizer of an `AsynchronousDataParallel`: its options are those with which the servers use this worker's
+    gradients, so schedulers of the learning rate work as usual; its state is on the servers."""
+
+    def __init__(self, model: AsynchronousDataParallel, made: torch.optim.Optimizer) -> None:
+        self._model: AsynchronousDataParallel | None = None  # parameters may be added until it is set
+        super().__init__([dict(group) for group in made.param_groups], made.defaults)
+        object.__setattr__(self, "_model", model)
+
+    def options(self) -> list[dict[str, Any]]:
+        """Returns the options of the groups, without the parameters."""
+        return [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+
+    @property
+    def model(self) -> AsynchronousDataParallel:
+        """The model whose parameters it has."""
+        assert self._model is not None
+        return self._model
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Makes a step of the model: see `AsynchronousDataParallel.step`.
+
+        Returns: what ``closure``, called before, returns.
+        """
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        self.model.step()
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the servers' shards do not change.
+
+        Raises:  UnsupportedError.
+        """
+        if self._model is not None:
+            raise UnsupportedError(
+                f"add_param_group: rank {self._model.rank} expected the parameters with which {CALL} was made, got "
+                f"{shown(param_group)}; make a new one"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of all shards, in torch's usual form. If other workers make steps meanwhile, the shards are
+        of different moments."""
+        state = self.model.optimizer_state()
+        order = [p for group in self.param_groups for p in group["params"]]
+        found = super().state_dict()
+        found["state"] = {i: state[p] for i, p in enumerate(order) if state.get(p)}
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict, the same on every rank, and gives the servers their parts; a collective."""
+        order = [p for group in self.param_groups for p in group["params"]]
+        super().load_state_dict({**state_dict, "state": {}})
+        self.model.load_optimizer_state({order[int(i)]: its for i, its in state_dict["state"].items()})
+
+
+def _refuse_engine(comm: Communicator) -> None:
+    if not comm.lends_memory:
+        raise UnsupportedError(
+            f"{CALL}: rank {comm.rank} got a communicator over {comm.engine}, expected one of ringcomm's own engine, "
+            "which survives the end of a rank; pass ringcomm.init()"
+        )
+    if comm.device != "cpu":
+        raise DeviceError(
+            f"{CALL}: rank {comm.rank} got a communicator on {comm.device}, expected one on the cpu, where the servers "
+            "keep the parameters, wherever the module is; pass ringcomm.init(device='cpu')"
+        )
+
+
+def _servers(servers: Sequence[int] | None, comm: Communicator) -> list[int]:
+    """Returns the ranks that serve, in order."""
+    if servers is None:
+        return [*range(comm.world_size)]
+    found = sorted(set(servers))
+    if not found or len(found) < len(servers) or not 0 <= found[0] <= found[-1] < comm.world_size:
+        raise InvalidArgumentError(
+            f"{CALL}: rank {comm.rank} got servers={shown(list(servers))}, expected one or more of the ranks 0 to "
+            f"{comm.world_size - 1}, each once; pass a list of these"
+        )
+    return found
+
+
+def _send_values(module: nn.Module, comm: Communicator) -> None:
+    """Gives all ranks rank 0's parameters and buffers."""
+    for x in (*module.parameters(), *module.buffers()):
+        host = x.detach().cpu().contiguous()
+        comm.broadcast(host, 0)
+        with torch.no_grad():
+            x.copy_(host)
+
+
+def _connect(comm: Communicator, servers: Sequence[int]) -> tuple[dict[int, Channel], dict[int, Channel]]:
+    """Makes a communicator of two ranks for each worker and server; a collective. In each round of a tournament, every
+    rank meets another one.
+
+    Returns: (the servers that this rank asks, the workers that it serves), by rank.
+    """
+    asked: dict[int, Channel] = {}
+    served: dict[int, Channel] = {}
+    rank, players = comm.rank, comm.world_size + comm.world_size % 2
+    for number in range(players - 1):
+        last = players - 1
+        peer = number if rank == last else (2 * number - rank) % last
+        peer = last if peer == rank else peer
+        low, high = sorted((rank, peer))
+        needed = [(worker, server) for worker, server in ((low, high), (high, low)) if server in servers]
+        here = peer < comm.world_size and bool(needed)
+        pair = comm.split(low if here else None, rank)
+        for i, (worker, _) in enumerate(needed if pair is not None else []):
+            assert pair is not None
+            channel = Channel(pair if i == 0 else pair.dup(), rank, peer)
+            (asked if worker == rank else served)[peer] = channel
+    return dict(sorted(asked.items())), dict(sorted(served.items()))
+
+
+def _end_all() -> None:
+    """At the end of the program: serves until the other workers have closed, or tells them of its error."""
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    for model in list(_open):
+        if error is None:
+            model.close()
+        else:
+            model._end(error)
+
+
+atexit.register(_end_all)

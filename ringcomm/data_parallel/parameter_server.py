@@ -1,0 +1,531 @@
+"""The serving side of asynchronous training: a rank's shard of the parameters, and the optimizer that updates it.
+
+    worker (any rank)                      server (a rank with a shard), one thread for each worker
+      step: gradient of the shard  ----->    the user's optimizer updates the shard
+                                             waits while the worker is too far ahead
+      copies it into the module    <-----    the shard's values
+
+A worker and a server talk over a communicator of their own, of two ranks, so that the end of one rank ends only its own
+connections.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ringcomm import errors
+from ringcomm.comm.communicator import Communicator
+from ringcomm.data_parallel.layout import Atom, FlatLayout, Segment
+from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, RingcommError
+
+STEP, PULL, STATE, LEAVE = range(4)
+"""What a worker asks for: an update and the new values, the values, the optimizer's state, the end."""
+_OK, _ERROR = 0, 1
+_HEAD, _BODY = 0, 1  # tags
+_FOREVER_S = 1e8  # a server waits for its workers' requests as long as they live
+Options = list[dict[str, Any]]
+"""The options of an optimizer's groups, such as the learning rate, without the parameters."""
+
+
+class Entry(NamedTuple):
+    """A parameter of a server's optimizer: a part of the shard of one layout.
+
+    Attributes:
+        group: of the optimizer.
+        start, end: in the layout's buffer.
+        shape: that of the module's parameter; None: the entry is one long tensor over several of them.
+    """
+
+    group: int
+    layout: int
+    start: int
+    end: int
+    segments: tuple[int, ...]
+    shape: tuple[int, ...] | None
+
+
+class FlatParameters:
+    """The layouts of a module's parameters, one for each element type, with a shard for each server.
+
+    Args:
+        named: the parameters that are trained.
+        group_of: the optimizer's group of each, by id.
+        atom: "tensor": the optimizer needs whole tensors; "element": it does not.
+    """
+
+    def __init__(
+        self, named: Sequence[tuple[str, nn.Parameter]], group_of: dict[int, int], servers: int, atom: Atom
+    ) -> None:
+        kinds: dict[torch.dtype, list[Segment]] = {}
+        for name, p in named:
+            kinds.setdefault(p.dtype, []).append(Segment(name, tuple(p.shape), group_of[id(p)]))
+        by_name = dict(named)
+        self.joins = atom == "element"
+        self.layouts = [FlatLayout.build(specs, dtype, servers, atom) for dtype, specs in kinds.items()]
+        self.params = [[by_name[segment.name] for segment in layout.segments] for layout in self.layouts]
+
+    def empty(self) -> list[torch.Tensor]:
+        """Returns new buffers for all shards, filled with zeros."""
+        return [torch.zeros(layout.numel, dtype=layout.dtype) for layout in self.layouts]
+
+    def parts(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the part of each of ``params`` in whole buffers, in their order."""
+        return [x for layout, buffer in zip(self.layouts, buffers, strict=True) for x in layout.parts(buffer)]
+
+    def shard(self, buffers: Sequence[torch.Tensor], server: int) -> list[torch.Tensor]:
+        """Returns a server's shard of whole buffers."""
+        return [x[slice(*layout.shard_range(server))] for layout, x in zip(self.layouts, buffers, strict=True)]
+
+    def entries(self, server: int) -> Iterator[Entry]:
+        """Yields the parameters of a server's optimizer."""
+        for number, layout in enumerate(self.layouts):
+            start, end = layout.shard_range(server)
+            segments = layout.segments
+            if self.joins:
+                for run in layout.runs(start, end, [s.group for s in segments], layout.dtype.itemsize > 2):
+                    yield Entry(run.group, number, run.start, run.end, run.segments, None)
+            else:
+                for fragment in layout.fragments(start, end, empty=True):
+                    its = segments[fragment.segment]
+                    yield Entry(its.group, number, its.offset, its.end, (fragment.segment,), its.shape)
+
+    def cut(self, shard: Sequence[torch.Tensor], server: int) -> list[torch.Tensor]:
+        """Returns the part of a server's shard that belongs to each of `entries`."""
+        found = []
+        for entry in self.entries(server):
+            first = self.layouts[entry.layout].shard_range(server)[0]
+            x = shard[entry.layout][entry.start - first : entry.end - first]
+            found.append(x if entry.shape is None else x.view(entry.shape))
+        return found
+
+    def overlaps(self, entry: Entry) -> Iterator[tuple[nn.Parameter, slice, slice]]:
+        """Yields what a server's parameter has of the module's: (the module's parameter, the part's place in it, its
+        place in the server's), places in flat tensors."""
+        for i in entry.segments:
+            segment = self.layouts[entry.layout].segments[i]
+            first, last = max(entry.start, segment.offset), min(entry.end, segment.end)
+            if first <= last:
+                inside = slice(first - segment.offset, last - segment.offset)
+                yield self.params[entry.layout][i], inside, slice(first - entry.start, last - entry.start)
+
+
+class Channel:
+    """One end of the connection between a worker and a server.
+
+    Args:
+        pair: a communicator of the two; this object closes it.
+        rank, peer: the two ranks, as the user counts them.
+    """
+
+    def __init__(self, pair: Communicator, rank: int, peer: int) -> None:
+        self._pair, self.rank, self.peer = pair, rank, peer
+        self._other = 1 - pair.rank
+        # A wait for any rank is no part of a deadlock: a server's threads wait for as long as a worker computes.
+        self._source = None if len(pair.hosts) == 1 else self._other
+        self.sent_bytes = self.received_bytes = 0
+
+    def send(self, numbers: Sequence[int], blob: bytes = b"", tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Sends a message of three numbers, bytes, and tensors."""
+        head = torch.tensor([*numbers, len(blob)], dtype=torch.int64)
+        self._post(head, _HEAD)
+        if blob:
+            self._post(torch.frombuffer(bytearray(blob), dtype=torch.uint8), _BODY)
+        self.send_tensors(tensors)
+
+    def send_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Sends the tensors that belong to a message."""
+        for x in tensors:
+            self._post(x, _BODY)
+
+    def receive(self, limit_s: float | None) -> tuple[list[int], bytes]:
+        """Returns the numbers and the bytes of a message; its tensors follow.
+
+        Args:
+            limit_s: None: no limit, as long as the other rank lives.
+        """
+        head = torch.empty(4, dtype=torch.int64)
+        self._take(head, _HEAD, _FOREVER_S if limit_s is None else limit_s)
+        *numbers, nbytes = head.tolist()
+        blob = torch.empty(nbytes, dtype=torch.uint8)
+        if nbytes:
+            self._take(blob, _BODY, None)
+        return numbers, blob.numpy().tobytes()
+
+    def receive_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Receives the tensors that belong to a message."""
+        for x in tensors:
+            self._take(x, _BODY, None)
+
+    def _post(self, x: torch.Tensor, tag: int) -> None:
+        self._pair.send(x, self._other, tag)
+        self.sent_bytes += x.nbytes
+
+    def _take(self, x: torch.Tensor, tag: int, limit_s: float | None) -> None:
+        self._pair.recv(x, self._source, tag, timeout=limit_s)
+        self.received_bytes += x.nbytes
+
+    def abort(self, reason: str, cause: BaseException | None) -> None:
+        """Ends the waits of both ranks, in any thread, with the kind of error that ``cause`` is."""
+        self._pair._open.abort(reason, cause)
+
+    def close(self) -> None:
+        """Disconnects."""
+        self._pair.close()
+
+
+class ParameterServer:
+    """A rank's shard of the parameters, and the optimizer that updates it; threads of several workers use it.
+
+    Args:
+        servers: the ranks that serve, in order; this rank is one of them.
+        values: this server's shard; it belongs to this object from now on.
+        optimizer: a new one over the module's parameters; from now on it is over the shard.
+        workers: the ranks that work; all have made no step.
+        max_staleness, staleness_scale, record, replay: see `AsynchronousDataParallel`.
+        limit_s: how long an answer may wait for another worker.
+
+    Attributes:
+        version: the number of updates so far.
+        order: what came in which order: a rank for its gradient, and ``-1 - rank`` for its look at the values.
+        staleness: how many gradients came with which staleness.
+        lost: the workers that were lost, and why.
+    """
+
+    def __init__(
+        self,
+        flat: FlatParameters,
+        servers: Sequence[int],
+        values: list[torch.Tensor],
+        optimizer: torch.optim.Optimizer,
+        rank: int,
+        workers: Sequence[int],
+        max_staleness: int | None,
+        staleness_scale: Callable[[int], float] | None,
+        record: bool,
+        replay: Sequence[int] | None,
+        limit_s: float,
+    ) -> None:
+        self._flat, self._servers, self._values, self._optimizer = flat, servers, values, optimizer
+        self._server = servers.index(rank)
+        self._rank, self._scale = rank, staleness_scale
+        self._max_staleness = math.inf if max_staleness is None else max_staleness
+        self._limit_s, self._record, self._replay, self._next = limit_s, record, replay, 0
+        self._left = Counter(replay)  # the events of the replay that have not happened
+        self._changed = threading.Condition()
+        self._clock = dict.fromkeys(workers, 0)  # of those that still work: the steps that they have made
+        self._heard = dict.fromkeys(workers, time.monotonic())  # when each asked for something, or was answered
+        self._round: dict[int, tuple[list[torch.Tensor], Options]] = {}  # max_staleness=0: the step's gradients so far
+        self._failure: RingcommError | None = None
+        self._entries = [*flat.entries(self._server)]
+        self._params = [nn.Parameter(x) for x in flat.cut(values, self._server)]
+        self._place(optimizer)
+        self.version = self.waits = 0
+        self.waited_s = 0.0
+        self.order: list[int] = []
+        self.staleness: Counter[int] = Counter()
+        self.lost: dict[int, str] = {}
+
+    def _place(self, optimizer: torch.optim.Optimizer) -> None:
+        """Puts the shard's parameters, and the state with which some optimizers begin, in place of the module's."""
+        begun = {id(p): state for p, state in optimizer.state.items()}
+        optimizer.state.clear()
+        for number, group in enumerate(optimizer.param_groups):
+            group["params"] = [p for p, e in zip(self._params, self._entries, strict=True) if e.group == number]
+        for p, entry in zip(self._params, self._entries, strict=True):
+            first = next((its for its, _, _ in self._flat.overlaps(entry)), None)
+            if id(first) in begun:  # then each entry is one whole parameter
+                optimizer.state[p] = begun[id(first)]
+
+    # ---- what workers ask for --------------------------------------------------------------------------------------
+
+    def serve(self, channel: Channel) -> None:
+        """Answers a worker's requests until it leaves or is lost; the body of a thread."""
+        worker = channel.peer
+        buffers = [torch.empty_like(x) for x in self._values]  # of its gradient, then of the answer
+        options: Options = []
+        try:
+            while True:
+                self._heard[worker] = time.monotonic()
+                (kind, base, _), blob = channel.receive(None)
+                self._heard[worker] = time.monotonic()
+                if kind == STEP:
+                    options = pickle.loads(blob) if blob else options
+                    channel.receive_tensors(buffers)
+                try:
+                    answer, more = self._answer(kind, worker, base, buffers, options)
+                except RingcommError as error:
+                    channel.send((_ERROR, 0, 0), pickle.dumps((type(error).__name__, str(error))))
+                    continue
+                channel.send((_OK, answer, 0), more, buffers if kind in (STEP, PULL) else ())
+                if kind == LEAVE:
+                    return
+        except RingcommError as error:
+            self.lose(worker, error)
+        except Exception as error:  # a thread that ends silently would leave the worker waiting
+            self.fail(
+                RingcommError(
+                    f"step: the server on rank {self._rank} expected to answer rank {worker}, raised "
+                    f"{type(error).__name__}: {error}; every worker ends"
+                )
+            )
+            channel.abort(str(self._failure), None)
+
+    def _answer(
+        self, kind: int, worker: int, base: int, buffers: list[torch.Tensor], options: Options
+    ) -> tuple[int, bytes]:
+        """Returns (version of the values that are in the buffers now, state)."""
+        if kind == STEP:
+            self.push(worker, base, buffers, options)
+        if kind in (STEP, PULL):
+            return self.pull(worker, buffers), b""
+        if kind == STATE:
+            return 0, pickle.dumps(self.state())
+        self.leave(worker)
+        return 0, b""
+
+    def push(self, worker: int, base: int, gradient: list[torch.Tensor], options: Options) -> None:
+        """Updates the shard with a worker's gradient.
+
+        Args:
+            base: the version of the values with which the gradient was computed.
+            gradient: of the shard; kept until the worker's next `pull` returns.
+        """
+        with self._changed:
+            self._await_turn(worker, worker)
+            self._clock[worker] += 1
+            if self._max_staleness:
+                self._update(gradient, options, self.version - base)
+            else:
+                self._round[worker] = gradient, options
+                self._end_round()
+            self._happened(worker)
+
+    def pull(self, worker: int, out: list[torch.Tensor]) -> int:
+        """Copies the shard's values to ``out``, once the worker may go on; returns their version."""
+        with self._changed:
+            self._await_others(worker)
+            self._await_turn(worker, -1 - worker)
+            for target, source in zip(out, self._values, strict=True):
+                target.copy_(source)
+            self._happened(-1 - worker)
+            return self.version
+
+    def leave(self, worker: int) -> None:
+        """Notes that a worker makes no more steps."""
+        with self._changed:
+            self._clock.pop(worker, None)
+            if not self._max_staleness:
+                self._end_round()
+            self._changed.notify_all()
+
+    def lose(self, worker: int, error: RingcommError) -> None:
+        """Notes that a worker was lost; the others go on without it, unless it serves, too: they get an error then."""
+        with self._changed:
+            ends = worker in self._servers or self._failure is not None or worker not in self._clock
+            self.lost.setdefault(worker, str(error))
+        if not ends:
+            warnings.warn(
+                f"AsynchronousDataParallel: the server on rank {self._rank} lost worker {worker}, the others go on "
+                f"without it: {error}",
+                stacklevel=2,
+            )
+        self.leave(worker)
+
+    def silent(self, since: float) -> list[int]:
+        """Returns the workers that still work, and have asked for nothing within the time limit.
+
+        Args:
+            since: on the clock of `time.monotonic`: the earliest time that counts.
+        """
+        now = time.monotonic()
+        with self._changed:
+            return [w for w in self._clock if now - max(since, self._heard[w]) > self._limit_s]
+
+    def fail(self, error: RingcommError) -> None:
+        """Ends the training: every request from now on raises ``error``."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    # ---- waiting ---------------------------------------------------------------------------------------------------
+
+    def _await_others(self, worker: int) -> None:
+        """Waits until the worker is at most ``max_staleness`` of its steps ahead of the slowest."""
+
+        def may_go() -> bool:
+            ahead = self._clock[worker] - min(self._clock.values())
+            return worker not in self._round and ahead <= self._max_staleness
+
+        if worker in self._clock and not may_go():
+            began = time.monotonic()
+            self.waits += 1
+            self._wait(may_go, lambda: self._slow(worker))
+            self.waited_s += time.monotonic() - began
+        self._check()
+
+    def _slow(self, worker: int) -> CollectiveTimeoutError:
+        mine = self._clock[worker]
+        slowest = min(self._clock, key=self._clock.__getitem__)
+        return CollectiveTimeoutError(
+            f"step: rank {worker} has made {mine} steps and expected step {mine - self._max_staleness:g} of rank "
+            f"{slowest}, which has made {self._clock[slowest]}, within the timeout of {self._limit_s:g} s "
+            f"(max_staleness={self._max_staleness:g}); see whether rank {slowest} has stalled; it calls close() when "
+            "it makes no more steps"
+        )
+
+    def _await_turn(self, worker: int, event: int) -> None:
+        """With ``replay``, waits until the event is the next one."""
+        replay = self._replay
+        self._check()
+        if replay is None:
+            return
+        if not self._left[event]:
+            raise InvalidArgumentError(
+                f"step: the server on rank {self._rank} got a {'gradient' if event >= 0 else 'request for values'} of "
+                f"rank {worker} that is not in replay, expected one of its {len(replay)} events, of which "
+                f"{self._next} have happened; make the steps of the recorded run"
+            )
+        self._wait(lambda: replay[self._next] == event, lambda: self._not_replayed(replay[self._next], worker))
+
+    def _not_replayed(self, event: int, worker: int) -> CollectiveTimeoutError:
+        return CollectiveTimeoutError(
+            f"step: rank {worker} expected its turn on the server on rank {self._rank} within the timeout of "
+            f"{self._limit_s:g} s, but event {self._next} of replay belongs to rank {max(event, -1 - event)}, which "
+            "did not come; make the steps of the recorded run"
+        )
+
+    def _wait(self, ready: Callable[[], bool], late: Callable[[], CollectiveTimeoutError]) -> None:
+        if not self._changed.wait_for(lambda: self._failure is not None or ready(), self._limit_s):
+            raise late()
+        self._check()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _happened(self, event: int) -> None:
+        if self._record:
+            self.order.append(event)
+        self._left[event] -= 1
+        self._next += 1
+        self._changed.notify_all()
+
+    # ---- updates ---------------------------------------------------------------------------------------------------
+
+    def _end_round(self) -> None:
+        """With max_staleness=0: updates the shard with the mean of the gradients, once all have come."""
+        if not self._round or not self._clock.keys() <= self._round.keys():
+            return
+        came = [self._round[worker] for worker in sorted(self._round)]
+        self._round = {}
+        mean = [_mean(list(some)) for some in zip(*(gradient for gradient, _ in came), strict=True)]
+        self._update(mean, came[0][1], 0)
+
+    def _update(self, gradient: list[torch.Tensor], options: Options, staleness: int) -> None:
+        """Makes one step of the optimizer, with a worker's options."""
+        try:
+            for group, new in zip(self._optimizer.param_groups, options, strict=True):
+                group.update(new)
+                if self._scale is not None:
+                    group["lr"] = group["lr"] * self._scale(staleness)
+            for p, grad in zip(self._params, self._flat.cut(gradient, self._server), strict=True):
+                p.grad = grad
+            self._optimizer.step()
+        except Exception as error:
+            self._failure = RingcommError(
+                f"step: the optimizer of the server on rank {self._rank} expected to update its shard, raised "
+                f"{type(error).__name__}: {error}; every worker ends"
+            )
+            self._changed.notify_all()
+            raise self._failure from error
+        finally:
+            for p in self._params:
+                p.grad = None
+        self.version += 1
+        self.staleness[staleness] += 1
+
+    # ---- values and state ------------------------------------------------------------------------------------------
+
+    def set_values(self, values: Sequence[torch.Tensor]) -> None:
+        """Replaces the shard's values."""
+        with self._changed, torch.no_grad():
+            for target, source in zip(self._values, values, strict=True):
+                target.copy_(source)
+
+    def state(self) -> list[dict[str, Any]]:
+        """Returns the optimizer's state of each of the shard's entries."""
+        with self._changed:
+            return [dict(self._optimizer.state.get(p, {})) for p in self._params]
+
+    def set_state(self, state_of: Callable[[nn.Parameter], dict[str, Any]]) -> None:
+        """Takes the shard's part of the state of the module's parameters."""
+        with self._changed:
+            self._optimizer.state.clear()
+            for p, entry in zip(self._params, self._entries, strict=True):
+                for its, inside, place in self._flat.overlaps(entry):
+                    for key, value in state_of(its).items():
+                        whole = torch.is_tensor(value) and value.shape == its.shape and value.dim() > 0
+                        mine = self._optimizer.state[p]
+                        if not whole:
+                            mine[key] = value.clone() if torch.is_tensor(value) else value
+                            continue
+                        if key not in mine:
+                            mine[key] = torch.zeros(p.shape, dtype=value.dtype)
+                        mine[key].view(-1)[place] = value.reshape(-1)[inside].cpu()
+
+
+def unsharded_state(
+    flat: FlatParameters, states: Sequence[Sequence[dict[str, Any]]]
+) -> dict[nn.Parameter, dict[str, Any]]:
+    """Returns the state of the module's parameters.
+
+    Args:
+        states: of each server, its `ParameterServer.state`.
+    """
+    found: dict[nn.Parameter, dict[str, Any]] = {}
+    for server, its in enumerate(states):
+        for entry, state in zip(flat.entries(server), its, strict=True):
+            shape = (entry.end - entry.start,) if entry.shape is None else entry.shape
+            for p, inside, place in flat.overlaps(entry):
+                mine = found.setdefault(p, {}) if state else {}
+                for key, value in state.items():
+                    if not torch.is_tensor(value) or value.shape != shape or not shape:
+                        mine[key] = value
+                        continue
+                    if key not in mine:
+                        mine[key] = torch.zeros(p.shape, dtype=value.dtype)
+                    mine[key].view(-1)[inside] = value.reshape(-1)[place]
+    return found
+
+
+def raise_answer(status: int, blob: bytes) -> None:
+    """Raises the error that a server has answered."""
+    if status == _ERROR:
+        name, text = pickle.loads(blob)
+        raise getattr(errors, name)(text)
+
+
+def _mean(values: list[torch.Tensor]) -> torch.Tensor:
+    """Returns the mean with the bits of the canonical order: a balanced tree over the ranks, and 16-bit floats in
+    float32, rounded once."""
+    dtype = values[0].dtype
+    if dtype.itemsize < 4:
+        values = [x.float() for x in values]
+    return (_tree_sum(values) / len(values)).to(dtype)
+
+
+def _tree_sum(values: list[torch.Tensor]) -> torch.Tensor:
+    if len(values) == 1:
+        return values[0]
+    cut = 1 << ((len(values) - 1).bit_length() - 1)
+    return _tree_sum(values[:cut]) + _tree_sum(values[cut:])
