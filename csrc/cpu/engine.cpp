@@ -37,9 +37,9 @@ class CpuEngine final : public Engine {
         heap_(group_),
         collectives_(group_, heap_),
         p2p_(std::make_unique<PointToPoint>(group_)),
-        queue_(std::make_unique<WorkQueue>(
-            [this](const Call& call) { collectives_.run(call); }, [this](const char* call) { group_.interrupt(call); },
-            true, tuning::kSmallCallBytes, [this] { return watch_item(group_); })) {
+        queue_(std::make_unique<WorkQueue>([this](const Call& call) { collectives_.run(call); },
+                                           [this](const char* call) { group_.interrupt(call); }, true,
+                                           tuning::kSmallCallBytes, [this] { return watch_item(group_); })) {
     group_.set_activity([this] {
       if (absorbed_.load()) return WaitGraph::Activity{};  // any thread may call it
       const std::size_t queued = queue_->queued();
