@@ -1,8 +1,8 @@
 """The ``ringcomm`` backend of :mod:`torch.distributed`.
 
-``import ringcomm`` registers it: ``torch.distributed.init_process_group("ringcomm")`` and everything that is built on
-process groups (DDP, FSDP2, DTensor, pipelining, checkpoints, device meshes) then runs unchanged over ringcomm's
-engines.
+``import ringcomm`` registers it, and so does ``import torch`` where ringcomm is installed:
+``torch.distributed.init_process_group("ringcomm")`` and everything that is built on process groups (DDP, FSDP2,
+DTensor, pipelining, checkpoints, device meshes) then runs unchanged over ringcomm's engines.
 
 A group serves tensors on cpu and on cuda. Its engine on the GPU is made by its first call there, which every rank must
 make together, or immediately by ``init_process_group(..., device_id=...)``.
@@ -56,6 +56,8 @@ class EngineError(errors.EngineError, dist.DistBackendError):
 
 def register() -> None:
     """Registers ``"ringcomm"`` as a backend of :mod:`torch.distributed`, for cpu and cuda devices. Idempotent.
+
+    torch 2.14 calls it for the entry point ``torch.distributed.backends`` when a group asks for ``"ringcomm"``.
 
     Cost:    one dictionary entry; the extension is loaded when the first process group is made.
     """
@@ -226,3 +228,5 @@ __all__ = [
     "create_in",
     "register",
 ]
+
+register()

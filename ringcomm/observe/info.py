@@ -3,12 +3,17 @@ is not."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import re
 import resource
+import shutil
+import textwrap
+from dataclasses import asdict
 
 from ringcomm.observe import cuda
 from ringcomm.observe.cuda import Fact
@@ -127,7 +132,37 @@ def _shared_memory() -> Fact:
 
 def _machine() -> list[Fact]:
     usable, present = len(os.sched_getaffinity(0)), os.cpu_count()
-    return [Fact("machine", "cores", None, f"{usable} usable of {present}"), _shared_memory()]
+    return [
+        Fact("machine", "system", None, f"{platform.platform()}, {_distribution()}"),
+        Fact("machine", "processor", None, processor()),
+        Fact("machine", "cores", None, f"{usable} usable of {present}"),
+        _shared_memory(),
+        *(Fact("machine", name, None, value) for name, value in sorted(os.environ.items()) if _matters(name)),
+    ]
+
+
+def _distribution() -> str:
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        return "of an unknown distribution"
+
+
+def processor() -> str:
+    """Returns the processor's name as the system has it."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return " ".join(line.partition(":")[2].split())
+    return platform.processor() or platform.machine()
+
+
+def _matters(variable: str) -> bool:
+    """Whether an environment variable may change what ringcomm does."""
+    return variable.startswith(("RINGCOMM_", "NCCL_", "GLOO_")) or variable in (
+        "CUDA_VISIBLE_DEVICES",
+        "OMP_NUM_THREADS",
+    )
 
 
 _PACKAGES = {"pynvml": "nvidia-ml-py"}  # packages whose names differ from their modules'
@@ -158,19 +193,26 @@ def facts() -> list[Fact]:
 
 
 def text(found: list[Fact]) -> str:
-    """Returns the facts as plain lines, one section after another."""
+    """Returns the facts as plain lines, one section after another, for a terminal of any width."""
+    columns = shutil.get_terminal_size((1 << 20, 24)).columns
+    indent = 33 if columns >= 100 else 6
     lines, section = [], ""
     for fact in found:
         if fact.section != section:
             section = fact.section
             lines.append(section)
         mark = {None: " ", True: "+", False: "-"}[fact.usable]
-        lines.append(f"  {mark} {fact.name:<28s} {fact.text}")
+        name = f"{fact.name:<28s}" if indent > 6 else f"{fact.name}:"
+        line = f"  {mark} {name} {fact.text}"
+        lines += textwrap.wrap(line, columns, subsequent_indent=" " * indent, replace_whitespace=False)
     return "\n".join([*lines, "", "+ usable   - not usable"])
 
 
-def main() -> int:
-    """Runs the command. Returns: 0 if the CPU engine is usable, else 1."""
+def main(as_json: bool = False) -> int:
+    """Prints the facts. Returns: 0 if the CPU engine is usable, else 1."""
     found = facts()
-    print(text(found))
+    if as_json:
+        print(json.dumps([asdict(fact) for fact in found], indent=1))
+    else:
+        print(f"```\n{text(found)}\n```\nTo report a bug, paste this, what you ran, what it printed.")
     return int(not any(fact.usable for fact in found if fact.name == "cpu"))
