@@ -53,17 +53,17 @@ class Waiting(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
         modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeferWeightGrads)]
-        ctx.store, ctx.seconds, ctx.weight = modes[0].store if modes else None, seconds, weight
+        ctx.deferred, ctx.seconds, ctx.weight = modes[0].deferred if modes else None, seconds, weight
         time.sleep(seconds)
         return x * weight
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         time.sleep(ctx.seconds)
-        if ctx.store is None:
+        if ctx.deferred is None:
             time.sleep(ctx.seconds)
         else:
-            ctx.store.waiting.append((ctx.weight, partial(late, ctx.seconds, ctx.weight)))
+            ctx.deferred.append((ctx.weight, partial(late, ctx.seconds, ctx.weight)))
         return grad.clone(), None, None
 
 

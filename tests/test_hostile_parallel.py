@@ -56,15 +56,10 @@ ELSEWHERE = {
     "schedule.Step": "a value, which ring_step gives",
     "tensor_parallel.TensorParallelGroup": "is made of a communicator by what is here",
     **dict.fromkeys(
-        [
-            f"tensor_parallel.{name}"
-            for name in ("Colwise", "Dropout", "GatherSequence", "Heads", "OnSequence", "Rowwise")
-        ],
+        [f"tensor_parallel.{name}" for name in ("Colwise", "Dropout", "Heads", "ModuleStyle", "Rowwise")],
         "a wish, which parallelize looks at",
     ),
-    **dict.fromkeys(
-        [f"tensor_parallel.{name}" for name in ("Experts", "Latent", "SequenceRegion", "Vocab")], "the same"
-    ),
+    **dict.fromkeys([f"tensor_parallel.{name}" for name in ("Experts", "Latent", "Vocab")], "the same"),
 }
 
 

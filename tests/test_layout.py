@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ringcomm.data_parallel.layout import ALIGN_BYTES, Atom, FlatLayout, Spec, up
+from ringcomm.data_parallel.layout import ALIGN_BYTES, Atom, FlatLayout, Segment, up
 from ringcomm.data_parallel.partition import blocks_of
 from ringcomm.errors import InvalidArgumentError
 
@@ -21,8 +21,8 @@ ATOMS: st.SearchStrategy[Atom] = st.one_of(st.sampled_from(["element", "row", "t
 WORLDS = st.integers(1, 9)
 
 
-def specs_of(shapes: list[tuple[int, ...]], groups: int = 1) -> list[Spec]:
-    return [Spec(f"p{i}", shape, i % groups) for i, shape in enumerate(shapes)]
+def specs_of(shapes: list[tuple[int, ...]], groups: int = 1) -> list[Segment]:
+    return [Segment(f"p{i}", shape, i % groups) for i, shape in enumerate(shapes)]
 
 
 @settings(max_examples=300, deadline=None)
@@ -137,7 +137,7 @@ def test_a_layout_is_a_pure_function() -> None:
 
 def test_an_example() -> None:
     """Three parameters of 40, 33 and 1 elements: 64, 64 and 32 with their padding, in two shards."""
-    layout = FlatLayout.build([Spec("a", (8, 5)), Spec("b", (33,)), Spec("c", ())], torch.float32, 2)
+    layout = FlatLayout.build([Segment("a", (8, 5)), Segment("b", (33,)), Segment("c", ())], torch.float32, 2)
     assert [s.offset for s in layout.segments] == [0, 64, 128]
     assert layout.shard_numel == 96
     assert [(f.segment, f.start, f.offset, f.numel) for f in layout.fragments(96, 192)] == [
@@ -154,7 +154,7 @@ def test_an_example() -> None:
 @pytest.mark.parametrize("atom", ["page", 0, -3, 1.5])
 def test_a_wrong_atom_is_refused(atom: Atom) -> None:
     with pytest.raises(InvalidArgumentError, match=r"layout: got atom=.* for a, expected"):
-        FlatLayout.build([Spec("a", (2, 3))], torch.float32, 2, atom)
+        FlatLayout.build([Segment("a", (2, 3))], torch.float32, 2, atom)
 
 
 def _modules(**children: nn.Module) -> nn.Module:

@@ -390,7 +390,7 @@ def test_a_step_that_fails_is_forgotten() -> None:
 
         with pytest.raises(ZeroDivisionError):
             fails()
-        assert (flat.sync.enabled, flat.sync.step) == (True, None)
+        assert (flat.sync.enabled, flat.sync.microbatches) == (True, None)
         assert all(p.grad is None for p in job.pipe.parameters())
         assert not any(group.is_unsharded for group in flat.buckets)
         return trained(job)

@@ -100,7 +100,7 @@ def test_what_the_optimizer_works_on_lies_apart() -> None:
     model(torch.ones(2, 24)).sum().backward()
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     gradients = {p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
-    with optimizer._ringcomm.working():
+    with optimizer._ringcomm.in_step():
         for p in optimizer.param_groups[0]["params"]:
             assert p.untyped_storage().data_ptr() not in weights
             assert p.grad is not None

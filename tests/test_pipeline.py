@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import ringcomm
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.pipeline_parallel.microbatches import Whole, joined
+from ringcomm.pipeline_parallel.microbatches import Replicate, merge_outputs
 from ringcomm.pipeline_parallel.pipeline import Pipeline
 from ringcomm.pipeline_parallel.split import Chain
 
@@ -740,7 +740,7 @@ def test_nests_are_handed_on(schedule: str, static: bool) -> None:
     x, ids = torch.randn(8, 4), torch.arange(8)[:, None]
     batches = [*zip(x.chunk(m), ids.chunk(m), strict=True)]
     loss, expected = plain(model, [lambda net, a=a, b=b: net(a, b)["loss"] for a, b in batches], m)
-    outputs = joined([model(a, b) for a, b in batches])
+    outputs = merge_outputs([model(a, b) for a, b in batches])
     at = ["parts.2", "parts.4"] if schedule != "interleaved" else [f"parts.{i}" for i in range(1, 6)]
 
     def step(pipe: Pipeline, rank: int) -> tuple[torch.Tensor, Gradients, Any]:
@@ -861,7 +861,10 @@ def test_an_argument_may_go_to_each_micro_batch_as_a_whole() -> None:
     model, x = make(Beside), torch.randn(6, 4)
     mask, label = torch.ones(2, 1), torch.zeros(2, dtype=torch.long)
     loss, _ = plain(model, [lambda net, a=a: net(a, mask, label=label) for a in x.chunk(3)], 3)
-    step: Callable[[Pipeline, int], torch.Tensor] = lambda pipe, rank: pipe.step(x, Whole(mask), label=Whole(label))  # noqa: E731
+
+    def step(pipe: Pipeline, _: int) -> torch.Tensor:
+        return pipe.step(x, Replicate(mask), label=Replicate(label))
+
     assert all(torch.equal(found, loss) for found in on_ranks(model, ["middle"], 2, step, microbatches=3))
 
 

@@ -521,7 +521,7 @@ def test_after_an_error_the_model_is_as_it_was() -> None:
     assert [type(error) for error in errors(rank_main)] == [AbortedError, ZeroDivisionError]
     for pipe, params in kept:
         assert all(p is params[name] for name, p in pipe.named_parameters())  # no stand-in is left
-        assert pipe._local.running is None
+        assert pipe._runner.running is None
         block = pipe.model.blocks[0 if pipe.comm.rank == 0 else 3]
         assert block(torch.ones(2, 6)).isfinite().all()  # and no guard
         with pytest.raises((AbortedError, ClosedError)):

@@ -19,7 +19,7 @@ import ringcomm
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import AbortedError, InvalidArgumentError, ShapeError, UnsupportedError
 from ringcomm.pipeline_parallel.pipeline import Pipeline
-from ringcomm.pipeline_parallel.shape_only import Maker, Reads, ShapeOnlyTensor, any_shape_only
+from ringcomm.pipeline_parallel.shape_only import ShapeOnlyTensor, ValueGuard, any_shape_only, shape_only
 from tests.test_pipeline import SCHEDULES, Gradients, differing, gradients, make, plain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -939,10 +939,10 @@ def test_a_mask_made_of_a_result_names_what_to_carry() -> None:
 
 # ---- tensors without values -----------------------------------------------------------------------------------------
 
-H = Maker().make((2, 3, 4), torch.float32, torch.device("cpu"))
-IDS = Maker().make((2, 3), torch.int64, torch.device("cpu"))
-NUMBER = Maker().make((), torch.int64, torch.device("cpu"))
-MASK = Maker().make((2, 3), torch.bool, torch.device("cpu"))
+H = shape_only((2, 3, 4), torch.float32, torch.device("cpu"))
+IDS = shape_only((2, 3), torch.int64, torch.device("cpu"))
+NUMBER = shape_only((), torch.int64, torch.device("cpu"))
+MASK = shape_only((2, 3), torch.bool, torch.device("cpu"))
 ONES = torch.ones(2, 3, 4)
 
 
@@ -1005,7 +1005,7 @@ ONES = torch.ones(2, 3, 4)
     ],
 )
 def test_what_depends_on_values_raises(read: Callable[[], Any]) -> None:
-    with Reads(), pytest.raises(InvalidArgumentError, match="lies on another rank"):
+    with ValueGuard(), pytest.raises(InvalidArgumentError, match="lies on another rank"):
         read()
 
 
@@ -1048,7 +1048,7 @@ def test_a_length_that_lies_on_another_rank() -> None:
     ],
 )
 def test_numbers_that_lie_on_another_rank_may_be_computed_with(made: Callable[[], Any]) -> None:
-    with Reads():
+    with ValueGuard():
         assert isinstance(made(), ShapeOnlyTensor)
 
 
@@ -1080,7 +1080,7 @@ def test_what_depends_on_shapes_alone_has_values() -> None:
 
 
 def test_a_filled_tensor_keeps_its_place_and_may_be_written_into() -> None:
-    h, x = Maker().make((2, 3), torch.float32, torch.device("cpu")), torch.randn(2, 3, requires_grad=True)
+    h, x = shape_only((2, 3), torch.float32, torch.device("cpu")), torch.randn(2, 3, requires_grad=True)
     assert h.fill(x) is h
     assert (type(h), h.requires_grad, h.is_leaf) == (torch.Tensor, True, False)
     h *= 3
@@ -1091,7 +1091,7 @@ def test_a_filled_tensor_keeps_its_place_and_may_be_written_into() -> None:
 def test_a_tensor_that_gets_its_values_late_takes_hooks() -> None:
     """It was a view, of which autograd lost the function that made it: the hook ended the process."""
     x = torch.ones(1, 4, 8, requires_grad=True)
-    own = Maker().make((1, 4, 8), torch.float32, torch.device("cpu"))
+    own = shape_only((1, 4, 8), torch.float32, torch.device("cpu"))
     own.fill(x)
     own.register_hook(lambda gradient: gradient * 0.5)
     (own * 2).sum().backward()
@@ -1101,7 +1101,7 @@ def test_a_tensor_that_gets_its_values_late_takes_hooks() -> None:
 
 
 def test_what_is_made_of_a_shape_only_tensor_is_no_view_of_it() -> None:
-    absent = Maker().make((2, 3, 4), torch.float32, torch.device("cpu"))
+    absent = shape_only((2, 3, 4), torch.float32, torch.device("cpu"))
     for made in (absent.transpose(1, 2), absent[0], absent.view(6, 4), *absent.split(1), *absent.unbind(2)):
         assert isinstance(made, ShapeOnlyTensor)
         with torch._C.DisableTorchFunctionSubclass():

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.tensor_parallel.outputs import CutOutputs
+from ringcomm.tensor_parallel.outputs import ShardedOutputs
 from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import Colwise
 from tests.support.tensor_cases import on_ranks
@@ -174,7 +174,7 @@ USES: list[tuple[tuple[int, ...], Callable[[torch.Tensor], Any], str | None]] = 
 def test_uses_of_outputs(number: int) -> None:
     """What is allowed gives the same values, as plain tensors."""
     extents, use, sentence = USES[number]
-    cut = CutOutputs("a.b", 1, extents, 24, frozenset())
+    cut = ShardedOutputs("a.b", 1, extents, 24, frozenset())
     y = cut.watch(X.clone())
     if sentence is not None:
         with pytest.raises(InvalidArgumentError, match=f"rank 1 got a.b, whose 24 outputs are .* but {sentence}"):
@@ -187,7 +187,7 @@ def test_uses_of_outputs(number: int) -> None:
 
 def test_the_number_of_heads_is_no_number_of_parts() -> None:
     """Three heads on this rank, and another factor behind: refused if nothing says that three are heads."""
-    cut = CutOutputs("a", 0, (12,), 24, frozenset({3}))
+    cut = ShardedOutputs("a", 0, (12,), 24, frozenset({3}))
     assert cut.watch(X.clone()).view(2, 3, 2, 2).shape == (2, 3, 2, 2)
 
 

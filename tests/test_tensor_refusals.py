@@ -235,8 +235,8 @@ REFUSED: list[tuple[Callable[[], nn.Module], Any, Any, type[Exception], str]] = 
     (lambda: GPT(1, 48, 6, 12), {"norm": Heads(("eps",))}, {}, InvalidArgumentError, r"got norm\.eps = 1e-05, exp"),
     (Counted, {"linear": "colwise"}, {}, None, ""),
     (Gated, {"gate": "colwise", "out": "rowwise"}, {}, InvalidArgumentError, r"norm\.weight .*, which lies"),
-    (make, {"token": "vocab"}, {}, InvalidArgumentError, r"got head\.weight whole, tied to token\.weight, which is"),
-    (make, {"head": "colwise_rep"}, {}, InvalidArgumentError, r"got token\.weight whole, tied to head\.weight"),
+    (make, {"token": "vocab"}, {}, InvalidArgumentError, r"got head\.weight unsharded, tied to token\.weight, which"),
+    (make, {"head": "colwise_rep"}, {}, InvalidArgumentError, r"got token\.weight unsharded, tied to head\.weight"),
     (lambda: GPT(1, 48, 6, 12), {"token": "vocab", "head": "rowwise"}, {}, InvalidArgumentError,
      "tied to token.weight and cut in another way, expected the same cut; pass pad=True"),
     (make, {"norm": "colwise"}, {}, UnsupportedError, "LayerNorm, expected a plain Linear; leave it out of the plan$"),
@@ -261,14 +261,14 @@ REFUSED: list[tuple[Callable[[], nn.Module], Any, Any, type[Exception], str]] = 
     (Torch, {"attention": "heads"}, {}, UnsupportedError, "got attention, of a MultiheadAttention of torch, whi"),
     (Torch, {"attention.out_proj": "rowwise"}, {}, UnsupportedError, "got attention.out_proj, of a Multihead"),
     (Torch, {"encoder.linear1": "colwise"}, {}, UnsupportedError, "encoder.linear1, of a TransformerEncoderLay"),
-    (make, {"layers": "sequence_region"}, {}, InvalidArgumentError, "SequenceRegion for layers without a seq"),
-    (make, {"*.norm1": "sequence"}, {}, InvalidArgumentError, "OnSequence for layers.0.norm1 without a"),
+    (make, {"layers": "sequence_region"}, {}, InvalidArgumentError, "sequence_region for layers without a seq"),
+    (make, {"*.norm1": "sequence"}, {}, InvalidArgumentError, "sequence for layers.0.norm1 without a"),
     (make, {"token": Vocab(scatter=True)}, {}, InvalidArgumentError, "Vocab for token without a sequence_dim"),
     (make, {"*.wq": "colwise"}, {"overlap": True}, InvalidArgumentError, "overlap=True without a sequence_d"),
     (make, {"layers": "sequence_region", "norm": "sequence"}, {"sequence_dim": 1}, InvalidArgumentError,
-     "OnSequence for norm outside of layers, expected it in a sequence region"),
+     "sequence for norm outside of layers, expected it in a sequence region"),
     (make, {"layers": "sequence_region", "*.attention": "sequence_region"}, {"sequence_dim": 1}, InvalidArgumentError,
-     "SequenceRegion for layers.0.attention inside of another region"),
+     "sequence_region for layers.0.attention inside of another region"),
     (make, {"layers": "sequence_region", "token": Vocab(scatter=True)}, {"sequence_dim": 1}, InvalidArgumentError,
      "Vocab for token with scatter=True and a sequence region, expected one"),
     (Odd, {"drop": "sequence"}, {"sequence_dim": 1}, UnsupportedError, "got drop, a Fewer with a forward pass of its"),
@@ -369,6 +369,6 @@ def test_a_sequence_that_does_not_divide() -> None:
 
 def test_every_style_has_a_name() -> None:
     assert {type(style).__name__ for style in STYLES.values()} == {
-        "Colwise", "Rowwise", "Vocab", "Heads", "Summed", "OnSequence", "SequenceRegion", "GatherSequence", "Whole",
+        "Colwise", "Rowwise", "Vocab", "Heads", "ModuleStyle",
         "Experts", "Latent",
     }  # fmt: skip

@@ -14,7 +14,7 @@ from torch import nn
 
 import ringcomm
 from ringcomm.errors import MismatchError
-from ringcomm.tensor_parallel.outputs import CutOutputs
+from ringcomm.tensor_parallel.outputs import ShardedOutputs
 from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import Colwise
 from ringcomm.tensor_parallel.verify import CHUNK, differ, digest
@@ -181,7 +181,7 @@ def test_a_block_that_computes_something_else(
     kind: str, plan: Plan, block: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing has seen what is made of the outputs."""
-    monkeypatch.setattr(CutOutputs, "watch", lambda self, y: y)
+    monkeypatch.setattr(ShardedOutputs, "watch", lambda self, y: y)
     for said in refused(MODELS[kind](), plan, lambda cut, _: run(cut), 2):
         assert f"that {block} gives rank 0 a difference of " in said
         assert "expected rounding alone; look at the styles of " in said

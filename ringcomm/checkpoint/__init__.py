@@ -66,11 +66,11 @@ def save(
     flat, path = flat_of(model, "save"), Path(path)
     world = World(flat.ranks, "save")
     saving = Saving(flat, optimizer, extra, world)
-    facts = world.together(saving.look)
-    folder = world.together(lambda: beside(path) if world.rank == 0 else None)[0]
+    facts = world.run_together(saving.facts)
+    folder = world.run_together(lambda: beside(path) if world.rank == 0 else None)[0]
     try:
-        written: list[Written] = world.together(lambda: write(folder, world.rank, saving.outgoing(facts)))
-        world.together(lambda: finish(folder, path, written) if world.rank == 0 else None)
+        written: list[Written] = world.run_together(lambda: write(folder, world.rank, saving.outgoing(facts)))
+        world.run_together(lambda: finish(folder, path, written) if world.rank == 0 else None)
     finally:
         if world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -97,8 +97,8 @@ def load(
     flat = flat_of(model, "load")
     world = World(flat.ranks, "load")
     loading = Loading(flat, optimizer, world)
-    everyone = world.together(loading.look)
-    world.together(lambda: loading.read(Path(path), everyone))
+    everyone = world.run_together(loading.facts)
+    world.run_together(lambda: loading.read(Path(path), everyone))
     with torch.no_grad():
         loading.commit()
     return loading.extra

@@ -19,7 +19,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,26 +84,26 @@ class Part:
 
 
 def parts_of(
-    name: str, shape: Sequence[int], values: torch.Tensor, start: int = 0, cut: ShardSpec = PLAIN
+    name: str, shape: Sequence[int], values: torch.Tensor, start: int = 0, spec: ShardSpec = PLAIN
 ) -> list[Part]:
     """Returns views of ``values``, which are a tensor's elements from ``start`` on, as boxes of the tensor.
 
     Args:
-        cut: the tensor's place in a larger tensor; the boxes are then those of the larger tensor, without padding.
+        spec: the tensor's place in a larger tensor; the boxes are then those of the larger tensor, without padding.
     """
     found = _parts_here(name, shape, values, start)
-    return [each for part in found for each in _moved(part, cut)] if cut.dim is not None else found
+    return [each for part in found for each in _moved(part, spec)] if spec.dim is not None else found
 
 
-def _moved(part: Part, cut: ShardSpec) -> list[Part]:
+def _moved(part: Part, spec: ShardSpec) -> list[Part]:
     """Converts a box of this rank's part of a tensor to boxes of the whole tensor."""
-    dim, found = cut.dim, []
+    dim, found = spec.dim, []
     assert dim is not None
-    shape = cut.unsharded_shape(part.shape)
+    shape = spec.unsharded_shape(part.shape)
     if 0 in shape:
         unsharded = ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))
         return [Part(part.name, shape, unsharded, part.values.reshape(-1)[:0].view(shape))]
-    for first, start, count in cut.boxes(part.chunk.offsets, part.chunk.sizes):
+    for first, start, count in spec.boxes(part.chunk.offsets, part.chunk.sizes):
         offsets, sizes = [*part.chunk.offsets], [*part.chunk.sizes]
         offsets[dim], sizes[dim] = start, count
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
@@ -130,8 +130,7 @@ def _parts_here(name: str, shape: Sequence[int], values: torch.Tensor, start: in
 # ---- writing -----------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Outgoing:
+class Outgoing(DefaultSavePlanner):
     """The tensors and values that a rank writes.
 
     Attributes:
@@ -139,24 +138,33 @@ class Outgoing:
         aliases: by name, other names of the same boxes.
     """
 
-    parts: list[Part] = field(default_factory=list)
-    values: dict[str, bytes] = field(default_factory=dict)
-    paths: dict[str, Names] = field(default_factory=dict)
-    aliases: dict[str, list[str]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: dict[MetadataIndex, Part] = {}
+        self.values: dict[str, bytes] = {}
+        self.paths: dict[str, Names] = {}
+        self.aliases: dict[str, list[str]] = {}
 
     def tensor(
-        self, path: Names, shape: Sequence[int], values: torch.Tensor, start: int = 0, cut: ShardSpec = PLAIN
+        self, path: Names, shape: Sequence[int], values: torch.Tensor, start: int = 0, spec: ShardSpec = PLAIN
     ) -> None:
         """Adds a tensor's elements from ``start`` on; arguments as of `parts_of`."""
         name = ".".join(path)
         self.paths[name] = path
-        self.parts += parts_of(name, shape, values, start, cut)
+        for part in parts_of(name, shape, values, start, spec):
+            self.parts[MetadataIndex(part.name, part.chunk.offsets)] = part
 
     def value(self, path: Names, value: bytes) -> None:
         """Adds a small value, packed by `pack_value`."""
         name = ".".join(path)
         self.paths[name] = path
         self.values[name] = value
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """Returns what torch's writer is to write."""
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(self.values[write_item.index.fqn])
+        return self.parts[write_item.index].values
 
 
 def pack_value(call: str, rank: int, what: str, value: Any) -> bytes:
@@ -174,18 +182,6 @@ def pack_value(call: str, rank: int, what: str, value: Any) -> bytes:
             "lists, tuples and dicts of these, which load without running code; convert it"
         ) from error
     return buffer.getvalue()
-
-
-class _Planner(DefaultSavePlanner):
-    def __init__(self, outgoing: Outgoing) -> None:
-        super().__init__()
-        self.tensors = {MetadataIndex(part.name, part.chunk.offsets): part.values for part in outgoing.parts}
-        self.values = outgoing.values
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        if write_item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(self.values[write_item.index.fqn])
-        return self.tensors[write_item.index]
 
 
 class _Writer(FileSystemWriter):
@@ -211,11 +207,11 @@ def _item(part: Part) -> WriteItem:
 def write(folder: Path, rank: int, outgoing: Outgoing) -> Written:
     """Writes this rank's file into an existing folder; returns its report, with checksums of the file as read back."""
     values = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in outgoing.values]
-    plan = SavePlan([*map(_item, outgoing.parts), *values], planner_data=outgoing.paths)
+    plan = SavePlan([*map(_item, outgoing.parts.values()), *values], planner_data=outgoing.paths)
     writer = _Writer(folder)
     writer.set_up_storage_writer(rank == 0, rank=rank)
     plan = writer.prepare_global_plan([plan] * (rank + 1))[rank]  # names this rank's file
-    results = writer.write_data(plan, _Planner(outgoing)).wait() if plan.items else []
+    results = writer.write_data(plan, outgoing).wait() if plan.items else []
     checksums: dict[str, dict[int, int]] = {}
     for file in {result.storage_data.relative_path for result in results}:
         with (folder / file).open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -244,7 +240,7 @@ def finish(folder: Path, path: Path, everyone: Sequence[Written]) -> None:
                     "for all ranks; save to a file system that all hosts share"
                 )
         checksums |= written.checksums
-    _, metadata = _Planner(Outgoing()).create_global_plan([written.plan for written in everyone])
+    _, metadata = DefaultSavePlanner().create_global_plan([written.plan for written in everyone])
     results = [result for written in everyone for result in written.results]
     for name, others in ((name, others) for written in everyone for name, others in written.aliases.items()):
         results += _also(metadata, results, name, others)
@@ -400,8 +396,8 @@ class Source:
         for item in sorted(items, key=lambda item: tuple(item.storage_index.offset)):
             if stored[0] != item.storage_index:
                 stored = item.storage_index, self._stored(name, item.storage_index)
-            source = _cut(stored[1], item.storage_offsets, item.lengths)
-            _cut(here[item.dest_index], item.dest_offsets, item.lengths).copy_(source)
+            source = _narrowed(stored[1], item.storage_offsets, item.lengths)
+            _narrowed(here[item.dest_index], item.dest_offsets, item.lengths).copy_(source)
 
     def place(self, name: str) -> Any:
         """Returns the place of a tensor's boxes; it is equal for names of the same tensor."""
@@ -436,7 +432,7 @@ class Source:
             raise self._damaged(name, f"{type(error).__name__}") from error
 
 
-def _cut(tensor: torch.Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> torch.Tensor:
+def _narrowed(tensor: torch.Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> torch.Tensor:
     for axis, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         tensor = tensor.narrow(axis, offset, length)
     return tensor

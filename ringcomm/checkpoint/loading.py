@@ -10,13 +10,13 @@ from torch import nn
 
 from ringcomm.checkpoint.files import Source, parts_of
 from ringcomm.checkpoint.parts import (
-    Held,
+    NamedSegment,
+    OptimizerParams,
     Piece,
-    Place,
     Replicated,
     name_of,
+    named_segments_of,
     names_of,
-    places_of,
     replicated_of,
     unsharded_shape,
     with_extra_state,
@@ -61,21 +61,21 @@ class Loading:
             f"load: rank {self.rank} got {got}, expected {expected}; load a checkpoint of this model and optimizer"
         )
 
-    def look(self) -> tuple[set[str], list[list[str]]]:
+    def facts(self) -> tuple[set[str], list[list[str]]]:
         """Returns the names that this rank has of the model, and those in each of the optimizer's groups."""
-        known = places_of(self.flat)
+        known = named_segments_of(self.flat)
         names = {*names_of(known, replicated_of(self.flat, known)), *dict(with_extra_state(self.flat))}
-        return names, Held.of(self.flat, self.optimizer, "load").names
+        return names, OptimizerParams.of(self.flat, self.optimizer, "load").names
 
     def read(self, path: Path, everyone: list[tuple[set[str], list[list[str]]]]) -> None:
         """Reads the checkpoint into separate memory, and raises for anything wrong.
 
         Args:
-            everyone: the results of `look`, by rank.
+            everyone: the results of `facts`, by rank.
         """
         self.source = Source(path, "load", self.rank)
         own = self._read_extra()
-        known = places_of(self.flat)
+        known = named_segments_of(self.flat)
         replicated = replicated_of(self.flat, known)
         stateful = dict(with_extra_state(self.flat))
         self._refuse_unknown(set().union(*(names for names, _ in everyone)))
@@ -114,7 +114,7 @@ class Loading:
             if name not in names and (len(path) == 1 or path[0] not in ("optimizer", "ringcomm")):
                 raise self._wrong(f"{name}, which the module does not have", "a checkpoint of its parameters")
 
-    def _read_masters(self, known: dict[int, Place]) -> None:
+    def _read_masters(self, known: dict[int, NamedSegment]) -> None:
         for bucket in self.flat.buckets:
             master = torch.zeros(bucket.end - bucket.start, dtype=bucket.types.master)
             for i, p in enumerate(bucket.params):
@@ -135,16 +135,17 @@ class Loading:
         self.source.check(self._name(names), shape, dtype)
 
     def _read_replicated(self, each: Replicated, own: dict[str, Any]) -> None:
-        self._check(each.names, tuple(each.tensor.shape), each.tensor.dtype)
-        mine = own.get(each.names[0])
-        self.replicated.append((each.tensor, self.source.tensor(self._name(each.names)) if mine is None else mine))
+        names, tensor = each
+        self._check(names, tuple(tensor.shape), tensor.dtype)
+        mine = own.get(names[0])
+        self.replicated.append((tensor, self.source.tensor(self._name(names)) if mine is None else mine))
 
     # ---- optimizer -----------------------------------------------------------------------------------------------
 
     def _read_optimizer(
         self, optimizer: torch.optim.Optimizer, own: dict[str, Any], everyone: list[list[list[str]]]
     ) -> None:
-        held = Held.of(self.flat, optimizer, "load")
+        held = OptimizerParams.of(self.flat, optimizer, "load")
         kind = type(optimizer).__name__
         if not self.source.has_value(ABOUT):
             raise self._wrong("a checkpoint without an optimizer", f"one with the state of {kind}")
@@ -163,9 +164,9 @@ class Loading:
                 keys.setdefault(path[2], []).append(path[3])
         if held.sharded is not None:  # parameters that were not always trained together have separate counters
             held.sharded.separate(lambda bucket, i: self._counters(name_of(bucket, i), keys, {*about["alike"]}))
-            held = Held.of(self.flat, optimizer, "load")
+            held = OptimizerParams.of(self.flat, optimizer, "load")
         for piece in held.pieces:
-            self.states.append((piece.param, self._read_state(piece, keys, {*about["alike"]})))
+            self.states.append((piece[-1], self._read_state(piece, keys, {*about["alike"]})))
         for name, p in held.plain.items():
             self.states.append(
                 (p, {key: self._read_plain(p, name, key, about["alike"], own) for key in keys.get(name, ())})
@@ -202,9 +203,9 @@ class Loading:
 
     def _read_state(self, piece: Piece, keys: dict[str, list[str]], alike: set[str]) -> State:
         state: State = {}
-        bucket = piece.bucket
+        bucket, start, end, param = piece
         names = [name_of(bucket, i) for i in range(len(bucket.params))]
-        for i, first, last in spans_of(bucket, piece.start, piece.end):
+        for i, first, last in spans_of(bucket, start, end):
             segment, cut = bucket.layout.segments[i], part_of(bucket.params[i])
             for key in keys.get(names[i], ()):
                 name = ".".join((*STATE, names[i], key))
@@ -213,10 +214,10 @@ class Loading:
                     self.source.check(name, unsharded_shape(bucket, i), facts.properties.dtype)
                     dtype = facts.properties.dtype
                     if dtype.is_floating_point:
-                        dtype = piece.param.dtype
+                        dtype = param.dtype
                     if key not in state:
-                        state[key] = torch.zeros(piece.end - piece.start, dtype=dtype)
-                    values = state[key][first - piece.start : last - piece.start]
+                        state[key] = torch.zeros(end - start, dtype=dtype)
+                    values = state[key][first - start : last - start]
                     self.source.read(parts_of(name, segment.shape, values, first - segment.offset, cut))
                     continue
                 value = self.source.value((*STATE, names[i], key)) if facts is None else self.source.tensor(name)
@@ -226,7 +227,7 @@ class Loading:
                         f"{name} = {value}, where a parameter that travels with it has {state[key]}", "equal ones"
                     )
                 state.setdefault(key, value)
-        return {key: value.view(piece.param.shape) if key in alike else value for key, value in state.items()}
+        return {key: value.view(param.shape) if key in alike else value for key, value in state.items()}
 
     def _read_plain(self, p: torch.Tensor, name: str, key: str, alike: list[str], own: dict[str, Any]) -> Any:
         path = (*STATE, name, key)
@@ -259,7 +260,8 @@ class Loading:
 
     def _commit_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self.sharded is not None:
-            self.sharded._stepped = self.stepped
+            for bucket, part in self.sharded.parts.items():
+                part.stepped = self.stepped[bucket]
         for group, hyperparameters in zip(optimizer.param_groups, self.hyperparameters, strict=True):
             group.update(hyperparameters)
         inside = [group["params"] for group in optimizer.param_groups]

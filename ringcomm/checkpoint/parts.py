@@ -39,7 +39,7 @@ def flat_of(model: nn.Module, call: str) -> ShardedModel:
 def name_of(bucket: Bucket, i: int) -> str:
     """Returns a parameter's name in checkpoints: the first name that it has in the whole model."""
     names = part_of(bucket.params[i]).names
-    return names[0] if names else bucket.names[i]
+    return names[0] if names else bucket.layout.segments[i].name
 
 
 def unsharded_shape(bucket: Bucket, i: int) -> tuple[int, ...]:
@@ -47,51 +47,49 @@ def unsharded_shape(bucket: Bucket, i: int) -> tuple[int, ...]:
     return part_of(bucket.params[i]).unsharded_shape(bucket.layout.segments[i].shape)
 
 
-def is_primary_copy(bucket: Bucket, i: int) -> bool:
-    """Whether this rank writes those of a parameter's values that are written once."""
+def is_writer(bucket: Bucket, i: int) -> bool:
+    """Returns whether this rank writes those of a parameter's values that are written once."""
     ranks = bucket.ranks
     first = ranks.rank == 0 and (ranks.replicas is None or ranks.replicas.rank == 0)
-    return first and bucket.counts(i) and (ranks.mesh is None or ranks.mesh.counts)
+    return first and bucket.is_primary_copy(i) and (ranks.mesh is None or ranks.mesh.counts)
 
 
-class Place(NamedTuple):
+class NamedSegment(NamedTuple):
     bucket: Bucket
     i: int  # segment
     names: list[str]  # one name, or several for a tied parameter
 
 
-def places_of(flat: ShardedModel) -> dict[int, Place]:
+def named_segments_of(flat: ShardedModel) -> dict[int, NamedSegment]:
     """Returns the places of the buckets' parameters, by id."""
     found = {}
     for bucket in flat.buckets:
         for i, p in enumerate(bucket.params):
-            found[id(p)] = Place(bucket, i, [*part_of(p).names] or [bucket.names[i]])
+            found[id(p)] = NamedSegment(bucket, i, [*part_of(p).names] or [bucket.layout.segments[i].name])
     for name, p in flat.module.named_parameters(remove_duplicate=False):
         if id(p) in found and name not in found[id(p)].names:
             found[id(p)].names.append(name)
     return found
 
 
-class Replicated(NamedTuple):
-    """A tensor that every rank has: a buffer or an ignored parameter."""
-
-    names: list[str]
-    tensor: torch.Tensor
+Replicated = tuple[list[str], torch.Tensor]
+"""The names of a tensor that every rank has, and the tensor: a buffer or an ignored parameter."""
 
 
-def replicated_of(flat: ShardedModel, known: dict[int, Place]) -> list[Replicated]:
+def replicated_of(flat: ShardedModel, known: dict[int, NamedSegment]) -> list[Replicated]:
     found: dict[int, Replicated] = {}
     for prefix, module in flat.module.named_modules(remove_duplicate=False):
         kept = {key: b for key, b in module._buffers.items() if key not in module._non_persistent_buffers_set}
         for key, tensor in [*kept.items(), *module._parameters.items()]:
             if tensor is not None and id(tensor) not in known:
-                found.setdefault(id(tensor), Replicated([], tensor)).names.append(f"{prefix}.{key}" if prefix else key)
+                found.setdefault(id(tensor), ([], tensor))[0].append(f"{prefix}.{key}" if prefix else key)
     return list(found.values())
 
 
-def names_of(known: dict[int, Place], replicated: list[Replicated]) -> set[str]:
+def names_of(known: dict[int, NamedSegment], replicated: list[Replicated]) -> set[str]:
     """Returns all names of tensors in a state dict."""
-    return {name for place in known.values() for name in place.names} | {n for each in replicated for n in each.names}
+    every = [*(place.names for place in known.values()), *(names for names, _ in replicated)]
+    return {name for names in every for name in names}
 
 
 def with_extra_state(flat: ShardedModel) -> Iterator[tuple[str, nn.Module]]:
@@ -102,19 +100,13 @@ def with_extra_state(flat: ShardedModel) -> Iterator[tuple[str, nn.Module]]:
             yield f"{prefix}._extra_state" if prefix else "_extra_state", module
 
 
-@dataclass
-class Piece:
-    """An optimizer's parameter, as elements of a bucket."""
-
-    bucket: Bucket
-    start: int
-    end: int
-    segments: tuple[int, ...]
-    param: torch.Tensor
+Piece = tuple[Bucket, int, int, torch.Tensor]
+"""A bucket, the first of its elements that an optimizer's parameter covers and the one past the last, and the
+parameter."""
 
 
 @dataclass
-class Held:
+class OptimizerParams:
     """An optimizer's parameters: as pieces of buckets, and by name for each of its groups.
 
     Attributes:
@@ -130,12 +122,12 @@ class Held:
     def has_state(self, bucket: Bucket, i: int) -> bool:
         """Whether a parameter ever had a gradient. Without one it may still have zeros as state, because it shares
         an entry with others; they are not saved."""
-        return self.sharded is None or i in self.sharded._stepped[bucket]
+        return self.sharded is None or i in self.sharded.parts[bucket].stepped
 
     @staticmethod
-    def of(flat: ShardedModel, optimizer: torch.optim.Optimizer | None, call: str) -> Held:
+    def of(flat: ShardedModel, optimizer: torch.optim.Optimizer | None, call: str) -> OptimizerParams:
         if optimizer is None:
-            return Held()
+            return OptimizerParams()
         if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
             raise UnsupportedError(
                 f"{call}: rank {flat.ranks.rank} got a ZeroRedundancyOptimizer, which holds its state itself, expected "
@@ -148,19 +140,19 @@ class Held:
                 "one over this one; save its state_dict(), or make an optimizer for each"
             )
         if sharded is not None and sharded.optimizer in flat.optimizers:  # `optimizer` may be a wrapper around it
-            sharded.settle()
+            sharded.refresh()
             sharded.close()
-            pieces = [Piece(e.bucket, e.start, e.end, e.segments, e.param) for e in sharded.entries]
+            pieces = [(e.bucket, e.start, e.end, e.param) for e in sharded.entries]
             names = [[name_of(bucket, i) for bucket, i in places] for places in sharded.places]
-            own = {id(each.tensor): each.names[0] for each in replicated_of(flat, places_of(flat))}
-            held = Held(pieces, names, sharded=sharded)
+            own = {id(tensor): names[0] for names, tensor in replicated_of(flat, named_segments_of(flat))}
+            held = OptimizerParams(pieces, names, sharded=sharded)
             for plain, of_group in zip(sharded.plain, names, strict=True):
-                trained = [p for p in plain.values() if p.requires_grad]
+                trained = [p for p in plain if p.requires_grad]
                 _refuse_foreign([p for p in trained if id(p) not in own], flat, call)
                 of_group += [own[id(p)] for p in trained]
                 held.plain |= {own[id(p)]: p for p in trained}
             return held
-        known = places_of(flat)
+        known = named_segments_of(flat)
         mine = [[known.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
         foreign = sharded is not None or flat.stage > 0 or not all(place for places in mine for place in places)
         if foreign and any(mine):  # a frozen stage's optimizer has no parameters
@@ -168,13 +160,13 @@ class Held:
                 f"{call}: rank {flat.ranks.rank} got a {type(optimizer).__name__} that is not the module's, expected "
                 "the one that ringcomm.shard returned with it; pass that"
             )
-        held = Held()
+        held = OptimizerParams()
         for group, places in zip(optimizer.param_groups, mine, strict=True):
             found = [place for place in places if place is not None]
             held.names.append([place.names[0] for place in found])
             for p, place in zip(group["params"], found, strict=True):
                 segment = place.bucket.layout.segments[place.i]
-                held.pieces.append(Piece(place.bucket, segment.offset, segment.end, (place.i,), p))
+                held.pieces.append((place.bucket, segment.offset, segment.end, p))
         return held
 
 

@@ -11,11 +11,11 @@ import torch
 
 from ringcomm.checkpoint.files import Names, Outgoing, pack_value
 from ringcomm.checkpoint.parts import (
-    Held,
+    OptimizerParams,
     is_alike,
-    is_primary_copy,
+    is_writer,
     name_of,
-    places_of,
+    named_segments_of,
     replicated_of,
     unsharded_shape,
     with_extra_state,
@@ -42,14 +42,14 @@ class _Facts:
     Attributes:
         digests: digests of the values that may differ, by kind and name.
         alike, other: kinds of optimizer state: with one value per element, and all others.
-        spoken: parameters of which this rank writes the values that are written once.
+        primary: parameters of which this rank writes the values that are written once.
         groups: names of the parameters in each of the optimizer's groups, and a digest of the hyperparameters.
     """
 
     digests: dict[tuple[str, str], bytes]
     alike: set[str]
     other: set[str]
-    spoken: list[str]
+    primary: list[str]
     groups: list[tuple[list[str], bytes]]
 
 
@@ -59,14 +59,14 @@ class Saving:
     ) -> None:
         self.flat, self.optimizer, self.world, self.rank = flat, optimizer, world, world.rank
         self.mine: dict[str, dict[str, Any]] = {"extra": extra, "module": {}, "optimizer": {}}
-        self.known = places_of(flat)
+        self.known = named_segments_of(flat)
         self.replicated = replicated_of(flat, self.known)
 
-    def look(self) -> _Facts:
+    def facts(self) -> _Facts:
         """Returns this rank's facts; raises for values that cannot be saved."""
         self.masters = {bucket: bucket.written_master("checkpoint") for bucket in self.flat.buckets}
-        self.held = Held.of(self.flat, self.optimizer, "save")
-        self.mine["module"] = {each.names[0]: each.tensor.detach().cpu().clone() for each in self.replicated}
+        self.held = OptimizerParams.of(self.flat, self.optimizer, "save")
+        self.mine["module"] = {names[0]: tensor.detach().cpu().clone() for names, tensor in self.replicated}
         for name, module in with_extra_state(self.flat):
             self.mine["module"][name] = module.get_extra_state()
         for name, p in self.held.plain.items():
@@ -80,9 +80,9 @@ class Saving:
         for group, names in self._groups():
             facts.groups.append((names, self._digest("the optimizer's param_groups", settings_of(group))))
         for place in self.known.values():
-            if is_primary_copy(place.bucket, place.i):
-                facts.spoken.append(place.names[0])
-        for p in [*(piece.param for piece in self.held.pieces), *self.held.plain.values()]:
+            if is_writer(place.bucket, place.i):
+                facts.primary.append(place.names[0])
+        for p in [*(p for _, _, _, p in self.held.pieces), *self.held.plain.values()]:
             for key, value in self._state(p).items():
                 (facts.alike if is_alike(key, value, p) else facts.other).add(key)
         return facts
@@ -103,7 +103,7 @@ class Saving:
     def outgoing(self, everyone: list[_Facts]) -> Outgoing:
         """Returns this rank's share of the checkpoint."""
         out = Outgoing()
-        self._refuse_spoken_twice(everyone)
+        self._refuse_two_primary_copies(everyone)
         self._refuse_other_groups(everyone)
         if self.world.replica == 0:  # other replicas have the same values
             self._parameters(out)
@@ -132,10 +132,10 @@ class Saving:
             found.discard(None)
         return len(found) > 1
 
-    def _refuse_spoken_twice(self, everyone: list[_Facts]) -> None:
+    def _refuse_two_primary_copies(self, everyone: list[_Facts]) -> None:
         first: dict[str, int] = {}
         for rank, facts in enumerate(everyone):
-            for name in facts.spoken:
+            for name in facts.primary:
                 if first.setdefault(name, rank) != rank:
                     raise InvalidArgumentError(
                         f"save: rank {self.rank} heard of {name} from rank {first[name]} and from rank {rank}, which "
@@ -147,7 +147,7 @@ class Saving:
         for bucket in self.flat.buckets:
             start, end = bucket.layout.shard_range(self.flat.ranks.rank)
             for i, first, last in spans_of(bucket, start, end):
-                if not bucket.counts(i):
+                if not bucket.is_primary_copy(i):
                     continue
                 segment = bucket.layout.segments[i]
                 values = self.masters[bucket][first - bucket.start : last - bucket.start]
@@ -156,17 +156,16 @@ class Saving:
                 )
 
     def _optimizer_state(self, out: Outgoing) -> None:
-        for piece in self.held.pieces:
-            bucket = piece.bucket
+        for bucket, first_here, end_here, param in self.held.pieces:
             start, end = bucket.layout.shard_range(self.flat.ranks.rank)
-            spans = spans_of(bucket, max(start, piece.start), min(end, piece.end))
-            spans = [each for each in spans if self.held.has_state(bucket, each[0]) and bucket.counts(each[0])]
-            for key, value in self._state(piece.param).items():
+            spans = spans_of(bucket, max(start, first_here), min(end, end_here))
+            spans = [each for each in spans if self.held.has_state(bucket, each[0]) and bucket.is_primary_copy(each[0])]
+            for key, value in self._state(param).items():
                 for i, first, last in spans:
                     segment, cut = bucket.layout.segments[i], part_of(bucket.params[i])
                     path = (*STATE, name_of(bucket, i), key)
-                    if is_alike(key, value, piece.param):
-                        values = value.reshape(-1)[first - piece.start : last - piece.start]
+                    if is_alike(key, value, param):
+                        values = value.reshape(-1)[first - first_here : last - first_here]
                         out.tensor(path, segment.shape, values, first - segment.offset, cut)
                         continue
                     refuse_cut("save", self.rank, bucket, i, key, value)
@@ -186,15 +185,15 @@ class Saving:
             return next(rank for rank, facts in enumerate(everyone) if key in facts.digests) == self.rank
 
         for place in self.known.values():
-            if is_primary_copy(place.bucket, place.i):
+            if is_writer(place.bucket, place.i):
                 bucket, i = place.bucket, place.i
                 if not bucket.layout.segments[i].numel:
                     out.tensor((place.names[0],), unsharded_shape(bucket, i), bucket.master[:0])
                 out.aliases[place.names[0]] = place.names[1:]
-        for each in self.replicated:
-            if is_first(("module", each.names[0])):
-                out.tensor((each.names[0],), each.tensor.shape, each.tensor)
-                out.aliases[each.names[0]] = each.names[1:]
+        for names, tensor in self.replicated:
+            if is_first(("module", names[0])):
+                out.tensor((names[0],), tensor.shape, tensor)
+                out.aliases[names[0]] = names[1:]
         for name, _ in with_extra_state(self.flat):
             if is_first(("module", name)):
                 out.value((name,), pack_value("save", self.rank, name, self.mine["module"][name]))

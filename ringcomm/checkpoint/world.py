@@ -38,7 +38,7 @@ class World:
             found = [each for row in rows for each in pickle.loads(row)]
         return [pickle.loads(each) for each in found]
 
-    def together(self, step: Callable[[], Any]) -> list[Any]:
+    def run_together(self, step: Callable[[], Any]) -> list[Any]:
         """Runs ``step`` on every rank and returns the ranks' results; if it raises on one rank, every rank raises."""
         error: Exception | None = None
         result: Any = None

@@ -31,13 +31,15 @@ from ringcomm.validation import COMMUNICATOR, FLAG, POSITIVE, expects, number, v
 CALL = "ring_attention"
 
 
-class _Calls(threading.local):
-    count = 0
+_THREAD = threading.local()
 
 
-CALLS = _Calls()
-"""The number of attentions over ranks that this thread has started."""
-_Met = tuple[int, torch.Tensor, torch.Tensor, list[Block]]
+def num_calls() -> int:
+    """Returns the number of attentions over ranks that this thread has started."""
+    return getattr(_THREAD, "num_calls", 0)
+
+
+_Visit = tuple[int, torch.Tensor, torch.Tensor, list[Block]]
 """A rank, its keys and values, and the blocks of them that this rank's queries attend to."""
 
 
@@ -115,7 +117,7 @@ def ring_attention(
         window = None  # it hides nothing
     kernel = kernel_for(q, k, v, softcap, masked=window is not None or key_mask is not None)
     call = _Call(Link(comm, overlap), kernel, how, layout, window, key_mask)
-    CALLS.count += 1
+    _THREAD.num_calls = num_calls() + 1
     return _RingAttention.apply(q, k, v, call)
 
 
@@ -158,7 +160,7 @@ def cached_attention(
         visible = visible & key_mask[:, None, None, :count]
     how = Scores(False, 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale), softcap, visible)
     q, k, v = with_dense_rows(q, k, v)
-    CALLS.count += 1
+    _THREAD.num_calls = num_calls() + 1
     with torch.autocast(q.device.type, enabled=False):
         out, lse = kernel_for(q, k, v, softcap, masked=True).forward(q, k, v, how)
         mine = torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1)
@@ -240,7 +242,7 @@ class _Call:
         more = f"window={self.window}, softcap={self.how.softcap}, {'no ' if self.seen is None else ''}key_mask"
         return f"{which} of {shapes}, causal={self.how.causal}, scale={self.how.scale!r}, {self.layout}, {more}"
 
-    def blocks(self, which: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[_Met]:
+    def blocks(self, which: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[_Visit]:
         """Yields every rank's keys, this rank's own first; the next ones arrive while the caller computes."""
         link = self.link
         for source, keys, values in link.travel(self.facts(which, q, k, v), k, v):
@@ -253,8 +255,8 @@ class _Call:
             return
         every = self.seen.new_empty((self.link.world_size, *self.seen.shape))
         self.link.comm.all_gather(self.seen.contiguous().view(torch.uint8), out=every.view(torch.uint8))
-        whole = every.flatten(1).all(1).tolist()
-        self.masks = [None if done else mask for done, mask in zip(whole, every, strict=True)]
+        unmasked = every.flatten(1).all(1).tolist()
+        self.masks = [None if done else mask for done, mask in zip(unmasked, every, strict=True)]
 
     def scores(self, source: int, block: Block, device: torch.device) -> Scores:
         """Returns how the scores of the block are computed."""

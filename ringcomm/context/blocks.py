@@ -11,7 +11,8 @@ Given the complete output and the L over all blocks, each block's gradients can 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,35 +35,18 @@ class Scores(NamedTuple):
     visible: torch.Tensor | None = None
 
 
-class Forward(Protocol):
-    """Computes the output (B, H, S, D) and log-sum-exp (B, H, S) of queries (B, H, S, D), keys and values (B, Hkv, T,
-    D).
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Scores], tuple[torch.Tensor, torch.Tensor]]
+"""Computes the output (B, H, S, D) and log-sum-exp (B, H, S) of queries (B, H, S, D), keys and values (B, Hkv, T, D).
 
-    A query that sees no key has the output 0 and the log-sum-exp -inf.
-    """
+A query that sees no key has the output 0 and the log-sum-exp -inf."""
+Backward = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Scores],
+    tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+]
+"""Computes a block's part of the gradients of q, k and v, from the gradient of the output, q, k, v, the complete output
+and the log-sum-exp over all blocks.
 
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Scores
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-class Backward(Protocol):
-    """Computes a block's part of the gradients of q, k and v, from the complete output and the log-sum-exp over all
-    blocks.
-
-    For a query that sees no key in any block, the log-sum-exp must be given as +inf, which makes its weights 0.
-    """
-
-    def __call__(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        how: Scores,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+For a query that sees no key in any block, the log-sum-exp must be given as +inf, which makes its weights 0."""
 
 
 class Kernel(NamedTuple):

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.context import huggingface
-from ringcomm.context.attention import CALLS, cached_attention, ring_attention
+from ringcomm.context.attention import cached_attention, num_calls, ring_attention
 from ringcomm.context.huggingface import CURRENT, Rule, rule_of
 from ringcomm.context.sequence import check_layout, places
 from ringcomm.data_parallel.dynamo import eager
@@ -148,10 +148,10 @@ def _picks_token(x: torch.Tensor, at: Any) -> bool:
     if x.dim() != 3 or not x.is_floating_point() or not isinstance(at, tuple) or len(at) < 2:
         return False
     rows, place, *rest = at
-    whole = all(isinstance(each, slice) and each == slice(None) for each in rest)
+    all_features = all(isinstance(each, slice) and each == slice(None) for each in rest)
     if isinstance(rows, slice):
-        return whole and rows == slice(None) and isinstance(place, int) and place in (0, -1)
-    if not isinstance(rows, torch.Tensor) or rows.shape != x.shape[:1] or rows.is_floating_point() or not whole:
+        return all_features and rows == slice(None) and isinstance(place, int) and place in (0, -1)
+    if not isinstance(rows, torch.Tensor) or rows.shape != x.shape[:1] or rows.is_floating_point() or not all_features:
         return False
     one = place.shape == rows.shape if isinstance(place, torch.Tensor) else isinstance(place, int)
     return one and torch.equal(rows, torch.arange(len(rows), device=rows.device))
@@ -234,7 +234,7 @@ class _Mode(TorchFunctionMode):
         self.comm, self.layout, self.overlap, self.local = comm, layout, overlap, local
         self.part: int | None = None
         self.parts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._calls = CALLS.count
+        self._calls = num_calls()
         self._met: torch.Size | None = None  # batch and part length in the last attention
         self._picks: dict[Any, str] = {}  # autograd nodes that took a token of a part, and where
         self._ramps: dict[int, str] = {}  # by length: where angles of positions 0, 1, ... were computed
@@ -300,7 +300,7 @@ class _Mode(TorchFunctionMode):
 
     def check_attended(self) -> None:
         """Raises where layers but no attention have been computed since the context began."""
-        if self._layer is not None and self._calls == CALLS.count:
+        if self._layer is not None and self._calls == num_calls():
             raise UnsupportedError(
                 f"{CALL}: rank {self.comm.rank} got no attention to intercept since the context began, from the first "
                 f"layer on, in {self._layer}, expected scaled_dot_product_attention: other ways of mixing tokens stay "

@@ -81,14 +81,14 @@ def block_of(rank: int, source: int, length: int, causal: bool, layout: str) -> 
 
     so that every rank computes half of a full block for each other rank.
     """
-    whole, half = slice(0, length), length // 2
+    every, half = slice(0, length), length // 2
     if not causal or rank == source:
-        return Block(whole, whole, causal)
+        return Block(every, every, causal)
     if layout == "contiguous":
-        return Block(whole, whole, False) if source < rank else None
+        return Block(every, every, False) if source < rank else None
     if source < rank:
-        return Block(whole, slice(0, half), False)
-    return Block(slice(half, length), whole, False)
+        return Block(every, slice(0, half), False)
+    return Block(slice(half, length), every, False)
 
 
 def check_layout(layout: str, call: str, rank: int) -> None:
@@ -202,13 +202,13 @@ class _Gather(torch.autograd.Function):
         parts = x.new_empty((comm.world_size, *x.shape))
         comm.all_gather(x.contiguous(), out=parts)
         length = x.shape[dim] * comm.world_size
-        whole = x.new_empty((*x.shape[:dim], length, *x.shape[dim + 1 :]))
+        gathered = x.new_empty((*x.shape[:dim], length, *x.shape[dim + 1 :]))
         for rank, part in enumerate(parts):
             at = 0
             for begin, count in _spans(rank, comm.world_size, length, layout):
-                whole.narrow(dim, begin, count).copy_(part.narrow(dim, at, count))
+                gathered.narrow(dim, begin, count).copy_(part.narrow(dim, at, count))
                 at += count
-        return whole
+        return gathered
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]  # what the other ranks add is a constant to autograd

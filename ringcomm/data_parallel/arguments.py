@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from numbers import Integral, Real
 from typing import Any
@@ -50,6 +51,9 @@ INIT = that(
     lambda value: value is False or (callable(value) and not isinstance(value, type)),
 )
 OFFLOAD = Wanted("True, False or a device", lambda value: value if isinstance(value, bool) else _as_device(value))
+
+
+Units = Sequence[nn.Module] | type[nn.Module] | tuple[type[nn.Module], ...] | None
 
 
 def _units(value: Any) -> Any:

@@ -13,9 +13,10 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -54,12 +55,6 @@ def _untransformed(function: _F) -> _F:
             return function(*args, **kwargs)
 
     return cast(_F, moved)
-
-
-def accumulator_of(p: torch.Tensor) -> Any:
-    """Returns the autograd node that adds a gradient to ``p.grad``."""
-    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-        return p.view_as(p).grad_fn.next_functions[0][0]
 
 
 def _set_values(params: Sequence[nn.Parameter], values: Sequence[torch.Tensor], classes: Sequence[type]) -> None:
@@ -114,6 +109,71 @@ class ViewData:
     unsharded: torch.Tensor | None = None
 
 
+class ParamMemory:
+    """The unsharded buffer of a bucket. The parameters are views of it while it has memory; at stage 3, where it has
+    memory from a gather to a release, they are placeholders in between.
+
+    Args:
+        sharded_class: the class of placeholders, which gathers what a program reads.
+
+    Attributes:
+        classes: the parameters' own classes.
+        views: every parameter's part of the buffer; ``addresses``: where they were when they became the parameters.
+        windows: other views, kept for the next backward pass.
+        own_uses: how many tensors of ours share the memory while the parameters are views of it, without windows.
+        gathering: the all_gather in flight.
+        borrowed: whether a module outside of the unit has read a parameter since the gather.
+    """
+
+    def __init__(self, params: list[nn.Parameter], sharded_class: type[nn.Parameter]) -> None:
+        self.params, self.sharded_class = params, sharded_class
+        self.classes = [type(p) for p in params]
+        self.gathering: Any = None
+        self.borrowed = False
+
+    def move(self, buffer: torch.Tensor, layout: FlatLayout) -> None:
+        """Takes another buffer."""
+        self.buffer, self.views = buffer, layout.parts(buffer)
+        self.windows: dict[Window, torch.Tensor] = {}
+        self.own_uses = uses(buffer) + len(self.params)
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether the buffer has memory."""
+        return self.buffer.untyped_storage().nbytes() > 0
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether other tensors share the memory, such as views that the user's program has kept or tensors that
+        autograd has saved without our hooks."""
+        return uses(self.buffer) > self.own_uses + len(self.windows)
+
+    @cached_property
+    def placeholders(self) -> list[torch.Tensor]:
+        """Tensors with the parameters' shapes and without values; code that reads them all the same gets NaN."""
+        dtype = self.buffer.dtype
+        nothing = torch.full((), math.nan if dtype.is_floating_point else -1).to(dtype).to(self.buffer.device)
+        return [nothing.expand(view.shape) for view in self.views]
+
+    def bind(self) -> None:
+        """Makes the parameters views of the buffer, so that they can be computed with."""
+        _set_values(self.params, self.views, self.classes)
+        self.addresses = [*map(torch.Tensor.data_ptr, self.views)]
+
+    def free(self) -> None:
+        """Makes the parameters placeholders."""
+        _set_values(self.params, self.placeholders, [self.sharded_class] * len(self.params))
+        self.buffer.untyped_storage().resize_(0)
+
+    def window(self, at: Window) -> torch.Tensor:
+        """Returns a view of the buffer. Views are cached, up to a limit."""
+        if at not in self.windows:
+            if len(self.windows) >= _WINDOWS_EACH * len(self.params):
+                self.windows.clear()
+            self.windows[at] = at.on(self.buffer)
+        return self.windows[at]
+
+
 @dataclass
 class Gathered:
     """What the buckets of a model know together about their unsharded parameters at stage 3.
@@ -134,12 +194,17 @@ class Bucket:
 
     Args:
         params: the parameters, in the order of the layout's segments.
-        sharded_class: the class of the parameters while they are sharded, which gathers what a program reads.
+        sharded_class: see `ParamMemory`.
         tree: see `GradBuffer`.
         master_device: device of the master weights and the optimizer's state; None: the device of the weights.
         send: whether all ranks get the first rank's values.
-        device: where parameters on the meta device get memory between `open` and `close`; None: no parameter is on
-            meta.
+        device: where parameters on the meta device get memory between `open` and `take_values`; None: no parameter is
+            on meta.
+
+    Attributes:
+        number: index among the model's buckets.
+        gathered: the model's.
+        shared: at stage 3, by parameter, what its views share that were made since `p.data = other`.
     """
 
     def __init__(
@@ -156,171 +221,159 @@ class Bucket:
         send: bool = True,
         device: torch.device | None = None,
     ) -> None:
-        self.layout, self.params, self.ranks, self.types = layout, list(params), ranks, types
-        self.names = [segment.name for segment in layout.segments]
-        self.device = params[0].device if device is None else device
-        self.dtype = params[0].dtype  # the dtype that the module was built in
-        self.trainable = params[0].requires_grad
-        self.tree = tree
-        self.sharded_class = sharded_class
-        self.master_device = master_device
-        self.gathering: Any = None  # the all_gather in flight
-        # The parameters whose gradients have arrived, and the parameters whose gradients are defined, between the first
-        # gradient of a backward pass and `pack`; see `_C.Arrivals`.
-        self.noted: list[set[int]] = []
-        self.number = 0  # index among the model's buckets
-        # Replaces the communicator's reduction; see comm_hook.py.
-        self.hook: Callable[[torch.Tensor], Any] | None = None
-        self._classes = [type(p) for p in params]
-        self._nothing = (
-            torch.full((), math.nan if types.compute.is_floating_point else -1).to(types.compute).to(self.device)
-        )
-        self.borrowed = False  # whether a module outside of the unit has read a parameter
-        self.gathered = Gathered()  # of the model
-        self.shared: dict[int, ViewData] = {}  # at stage 3, what views share that were made since `p.data = other`
-        self.stage = stage
-        self._opened: torch.Tensor | None = None
-        self._unmade: set[int] | None = None  # parameters from the meta device, until `close`
+        self.layout, self.params, self.ranks, self.types, self.stage = layout, list(params), ranks, types, stage
+        self.tree, self.master_device = tree, master_device
+        self.number = 0
+        self.gathered = Gathered()
+        self.shared: dict[int, ViewData] = {}
+        self.memory = ParamMemory(self.params, sharded_class)
+        self._gradient: GradBuffer | None = None
         if device is not None:
-            self._unmade = {i for i, p in enumerate(params) if p.is_meta}
-            for i in self._unmade:
-                give_memory(self.params[i], self.names[i], device, ranks.rank)
+            for p, segment in zip(self.params, layout.segments, strict=True):
+                if p.is_meta:
+                    give_memory(p, segment.name, device, ranks.rank)
             return
-        values = ranks.empty(layout.numel, types.master, self.device).zero_()
+        values = ranks.empty(layout.numel, types.master, self.params[0].device).zero_()
         for p, segment in zip(params, layout.segments, strict=True):
             values[segment.offset : segment.end].copy_(p.detach().reshape(-1))
-        if send:
-            ranks.broadcast(values)
-        self._settle(values)
+        self.take_values(values, send)
 
-    def _settle(self, values: torch.Tensor) -> None:
-        self._place(self.stage, values)
-        # Autograd does not keep these nodes alive, so we do: they hold our hooks and add gradients in the parameters'
-        # final type.
-        self.accumulators = [accumulator_of(p) for p in self.params] if self.trainable else []
-
-    # ---- parameters from the meta device --------------------------------------------------------------------------
-
-    def open(self) -> None:
-        """Gives all parameters memory for their initialisation, in the type that they were built in."""
-        if self._unmade is None or self._opened is not None:
-            return
-        self._opened = self.ranks.empty(self.layout.numel, self.params[0].dtype, self.device).zero_()
-        for i, p in enumerate(self.params):
-            part = self.layout.part(self._opened, i)
-            with torch.no_grad():
-                fill_unmade(part, p) if i in self._unmade else part.copy_(p)
-            p.data = part
-
-    def close(self, send: bool) -> None:
-        """Keeps this rank's part of the parameters that were initialised since `open`.
+    def take_values(self, values: torch.Tensor, send: bool) -> None:
+        """Keeps this rank's part of the unsharded parameters.
 
         Args:
             send: whether all ranks get the first rank's values.
         """
-        if self._opened is not None:
-            values, self._opened, self._unmade = self._opened, None, None
-            if send:
-                self.ranks.broadcast(values)
-            self._settle(values)
+        if send:
+            self.ranks.broadcast(values)
+        self._place(self.stage, values, any(p.requires_grad for p in self.params))
+
+    def open(self, unmade: Collection[int]) -> torch.Tensor:
+        """Gives all parameters memory for their initialisation, in the type that they were built in; it is then passed
+        to `take_values`.
+
+        Args:
+            unmade: ids of the parameters that have no values yet.
+        """
+        values = self.ranks.empty(self.layout.numel, self.types.module, self.params[0].device).zero_()
+        for i, p in enumerate(self.params):
+            part = self.layout.part(values, i)
+            with torch.no_grad():
+                fill_unmade(part, p) if id(p) in unmade else part.copy_(p)
+            p.data = part
+        return values
+
+    # ---- what follows from the rest ---------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters' names in the model."""
+        return [segment.name for segment in self.layout.segments]
+
+    @property
+    def unsharded(self) -> torch.Tensor:
+        """The unsharded buffer, which may have no memory at stage 3."""
+        return self.memory.buffer
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.memory.buffer.device
+
+    @property
+    def start(self) -> int:
+        """The first element of the range of the buffer that this rank's optimizer updates."""
+        return self.layout.shard_numel * self.ranks.rank if self.stage else 0
+
+    @property
+    def end(self) -> int:
+        """One past the last element of that range."""
+        return self.start + self.weight.numel()
+
+    @property
+    def separate(self) -> bool:
+        """Whether the master weights are not the weights."""
+        return self.master is not self.weight
+
+    @property
+    def trainable(self) -> bool:
+        """Whether there is a gradient."""
+        return self._gradient is not None
+
+    @property
+    def gradient(self) -> GradBuffer:
+        """The gradient buffer of a bucket that is trained."""
+        assert self._gradient is not None
+        return self._gradient
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the parameters can be read."""
+        return self.stage < LAST_STAGE or (self.memory.gathering is None and self.memory.is_allocated)
 
     # ---- placement ------------------------------------------------------------------------------------------------
 
-    def owned(self, stage: int) -> tuple[int, int]:
-        """Returns the range of the buffer that this rank's optimizer updates at a stage."""
-        return self.layout.owned_range(self.ranks.rank, stage)
-
-    def _place(self, stage: int, values: torch.Tensor) -> None:
+    def _place(self, stage: int, values: torch.Tensor, trained: bool) -> None:
         """Makes a stage's buffers from the unsharded master weights."""
         self.stage = stage
-        self._windows: dict[Window, torch.Tensor] = {}
-        self.start, self.end = self.owned(stage)
-        compute, numel = self.types.compute, self.layout.numel
-        self.separate = self.types.master != compute or self.master_device is not None
-        if self.separate:
-            where = self.master_device or self.device
-            pinned = where.type == "cpu" and self.device.type == "cuda"
-            self.master = torch.empty(self.end - self.start, dtype=self.types.master, device=where, pin_memory=pinned)
-            self.master.copy_(values[self.start : self.end])
+        compute, numel, device = self.types.compute, self.layout.numel, values.device
+        start, end = self.layout.owned_range(self.ranks.rank, stage)
+        master = None
+        if self.types.master != compute or self.master_device is not None:
+            where = self.master_device or device
+            pinned = where.type == "cpu" and device.type == "cuda"
+            master = torch.empty(end - start, dtype=self.types.master, device=where, pin_memory=pinned)
+            master.copy_(values[start:end])
         if stage == LAST_STAGE:
-            self.weight = self.ranks.empty(self.layout.shard_numel, compute, self.device)
-            self.weight.copy_(values[self.start : self.end])
+            self.weight = self.ranks.empty(self.layout.shard_numel, compute, device)
+            self.weight.copy_(values[start:end])
             reuse = values.dtype == compute and values.untyped_storage().resizable()
-            self.unsharded = values if reuse else torch.empty(numel, dtype=compute, device=self.device)
-            self._views = self.layout.parts(self.unsharded)
-            self._own_uses = uses(self.unsharded) + len(self.params)  # while the parameters are views of it
-            self._shapes = [self._nothing.expand(segment.shape) for segment in self.layout.segments]
-            self._free()
+            self.memory.move(values if reuse else torch.empty(numel, dtype=compute, device=device), self.layout)
+            self.memory.free()
         else:
             reuse = values.dtype == compute
-            self.unsharded = values if reuse else self.ranks.empty(numel, compute, self.device).copy_(values)
-            self.weight = self.unsharded[self.start : self.end]
-            self._views = self.layout.parts(self.unsharded)
-            self._addresses = [view.data_ptr() for view in self._views]
-            self._bind()
-        if not self.separate:
-            self.master = self.weight
-        self._gradient = self._new_gradient() if self.trainable else None
+            self.memory.move(values if reuse else self.ranks.empty(numel, compute, device).copy_(values), self.layout)
+            self.weight = self.unsharded[start:end]
+            self.memory.bind()
+        self.master = self.weight if master is None else master
+        self._gradient = self._new_gradient() if trained else None
 
     def _new_gradient(self) -> GradBuffer:
+        noted = self._gradient.local.noted if self._gradient is not None else []  # our hooks have it
         return GradBuffer(
-            self.params,
-            self.layout,
-            self.ranks,
-            self.types,
-            self.device,
-            self.stage,
-            tree=self.tree,
-            noted=self.noted,
+            self.params, self.layout, self.ranks, self.types, self.device, self.stage, tree=self.tree, noted=noted
         )
-
-    def _bind(self) -> None:
-        """Makes the parameters views of the buffer, so that they can be computed with."""
-        _set_values(self.params, self._views, self._classes)
-
-    def _free(self) -> None:
-        """Makes the parameters placeholders with a shape and no values; code that reads them all the same gets NaN."""
-        _set_values(self.params, self._shapes, [self.sharded_class] * len(self.params))
-        self.unsharded.untyped_storage().resize_(0)
 
     def restage(self, stage: int) -> None:
         """Moves the buffers to another stage and drops the gradients."""
         self.adopt_writes("restage")
         values = self.ranks.empty(self.layout.numel, self.types.master, self.device)
         values.copy_(self.gather_owned(self.master))
-        self._place(stage, values)
+        self._place(stage, values, self.trainable)
 
     def give_back(self) -> None:
         """Turns the parameters into plain tensors with their own memory: they get the master weights, in the type
         that the module was built in, and the unsharded gradients. A collective."""
         self.adopt_writes("unshard")
-        gradients = self.gradient.given_back(self.dtype) if self.trainable else {}
+        gradients = self.gradient.given_back(self.types.module) if self.trainable else {}
         unsharded = self.gather_owned(self.master)
         for i, p in enumerate(self.params):
             p.grad = None
-            own = self.layout.part(unsharded, i).to(self.device, self.dtype, copy=True)
-            _set_values([p], [own], [self._classes[i]])
+            own = self.layout.part(unsharded, i).to(self.device, self.types.module, copy=True)
+            _set_values([p], [own], [self.memory.classes[i]])
             p.grad = gradients.get(i)
-        self.weight = self.master = self.unsharded = torch.empty(0)
-        self._views, self._windows, self._gradient, self.accumulators = [], {}, None, []
+        self.weight = self.master = self.memory.buffer = torch.empty(0)
+        self.memory.views, self.memory.windows, self._gradient = [], {}, None
         self.gathered, self.shared = Gathered(), {}  # the model's refers to this bucket too, a circle
 
     def thaw(self) -> None:
         """Makes frozen parameters trainable."""
-        self.trainable = True
         self._gradient = self._new_gradient()
-        for p in self.params:
-            frozen = not p.requires_grad
-            p.requires_grad_(True)  # autograd adds gradients only to parameters that require them
-            self.accumulators.append(accumulator_of(p))
-            if frozen:
-                p.requires_grad_(False)
 
     def rename(self, names: Mapping[int, str]) -> None:
         """Renames the parameters, by id, to their names in a larger module."""
-        self.names = [names[id(p)] for p in self.params]
-        renamed = zip(self.layout.segments, self.names, strict=True)
-        self.layout = replace(self.layout, segments=tuple(replace(segment, name=name) for segment, name in renamed))
+        renamed = zip(self.layout.segments, self.params, strict=True)
+        self.layout = replace(self.layout, segments=tuple(replace(s, name=names[id(p)]) for s, p in renamed))
         if self.trainable:
             self.gradient.rename(self.layout)
 
@@ -332,41 +385,27 @@ class Bucket:
         differently from the others."""
         return self.layout.runs(self.start, self.end, owners, joined=self.types.master.itemsize > 2)
 
-    @property
-    def gradient(self) -> GradBuffer:
-        """The gradient buffer of a bucket that is trained."""
-        assert self._gradient is not None
-        return self._gradient
-
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether the parameters can be read."""
-        return self.stage < LAST_STAGE or (self.gathering is None and self._allocated)
-
-    @property
-    def _allocated(self) -> bool:
-        return self.unsharded.untyped_storage().nbytes() > 0
-
     @_untransformed
     def start_gather(self) -> None:
         """Stage 3: starts to gather the parameters. Every rank must do so, in the same order."""
-        if self.stage < LAST_STAGE or self.gathering is not None or self._allocated:
+        memory = self.memory
+        if self.stage < LAST_STAGE or memory.gathering is not None or memory.is_allocated:
             return
-        self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
-        self.ranks.note_gathered(self.unsharded.nbytes)
+        memory.buffer.untyped_storage().resize_(memory.buffer.nbytes)
+        self.ranks.note_gathered(memory.buffer.nbytes)
         self.ranks.announce("gather", self.number)
         self.ranks.note_order(self.number)
         with self._undone_by_errors():
-            self.gathering = self.ranks.all_gather(self.weight, self.unsharded)
+            memory.gathering = self.ranks.all_gather(self.weight, memory.buffer)
 
     @_untransformed
     def finish_gather(self) -> None:
         """Waits until the parameters can be read."""
-        if self.gathering is not None:
-            work, self.gathering = self.gathering, None
+        if self.memory.gathering is not None:
+            work, self.memory.gathering = self.memory.gathering, None
             with self._undone_by_errors():
                 work.wait()
-            self._bind()
+            self.memory.bind()
 
     @contextmanager
     def _undone_by_errors(self) -> Iterator[None]:
@@ -378,20 +417,6 @@ class Bucket:
             self.ranks.note_gathered(-self.unsharded.nbytes)
             raise
 
-    @property
-    def _is_seen(self) -> bool:
-        """Stage 3: whether other tensors share the unsharded buffer's memory, such as views that the user's program has
-        kept or tensors that autograd has saved without our hooks."""
-        return uses(self.unsharded) > self._own_uses + len(self._windows)
-
-    def window(self, at: Window) -> torch.Tensor:
-        """Returns a view of the unsharded buffer. Views are cached for the next backward pass, up to a limit."""
-        if at not in self._windows:
-            if len(self._windows) >= _WINDOWS_EACH * len(self.params):
-                self._windows.clear()
-            self._windows[at] = at.on(self.unsharded)
-        return self._windows[at]
-
     @_untransformed
     def release(self, keep: bool = True) -> None:
         """Stage 3: frees the other ranks' parameters. If other tensors still use the memory, it is left to them.
@@ -402,17 +427,17 @@ class Bucket:
         """
         if self.stage == LAST_STAGE:
             self.finish_gather()
-            if self._allocated:
+            memory = self.memory
+            if memory.is_allocated:
                 if keep:
                     self._keep_writes("forward")
-                if self._is_seen:
-                    self.gathered.homes.pop(self.unsharded.untyped_storage()._cdata, None)
-                    self.unsharded = torch.empty_like(self.unsharded)
-                    self._views, self._windows = self.layout.parts(self.unsharded), {}
-                    self.gathered.homes[self.unsharded.untyped_storage()._cdata] = self
-                self._free()
-                self.borrowed = False
-                self.ranks.note_gathered(-self.unsharded.nbytes)
+                if memory.is_seen:
+                    self.gathered.homes.pop(memory.buffer.untyped_storage()._cdata, None)
+                    memory.move(torch.empty_like(memory.buffer), self.layout)
+                    self.gathered.homes[memory.buffer.untyped_storage()._cdata] = self
+                memory.free()
+                memory.borrowed = False
+                self.ranks.note_gathered(-memory.buffer.nbytes)
 
     def publish(self) -> Any:
         """Copies changed master weights to the parameters, on this rank and the others. Returns a Work."""
@@ -442,10 +467,6 @@ class Bucket:
 
     # ---- what users write into the parameters ---------------------------------------------------------------------
 
-    def _keep(self) -> None:
-        """Stage 3: keeps this rank's part of what was written into the unsharded parameters."""
-        self.weight.copy_(self.unsharded[self.start : self.end])
-
     def set_data(self, i: int, values: torch.Tensor) -> None:
         """Stage 3: implements `p.data = values`: this rank takes its part, and the master weights follow later.
         Views that were made before keep the old values."""
@@ -471,11 +492,11 @@ class Bucket:
         Raises: InvalidArgumentError: a tensor of another shape or type, or on another device.
         """
         types = {*map(_dtype_of, self.params)}
-        here = self._addresses if self.stage < LAST_STAGE else [view.data_ptr() for view in self._views]
+        here, views = self.memory.addresses, self.memory.views
         if [*map(torch.Tensor.data_ptr, self.params)] == here and types == {self.types.compute}:
             return []
         found = []
-        for i, (p, view) in enumerate(zip(self.params, self._views, strict=True)):
+        for i, (p, view) in enumerate(zip(self.params, views, strict=True)):
             if p.data_ptr() == here[i] and p.dtype == self.types.compute:
                 continue
             if (p.shape, p.dtype, p.device) != (view.shape, view.dtype, view.device):
@@ -491,8 +512,9 @@ class Bucket:
     def adopt_writes(self, call: str) -> None:
         """Applies what was written into the parameters since `publish` to the master weights."""
         for i in self._keep_writes(call):
-            self._views[i].copy_(self.params[i].detach())
-            self.params[i].data = self._views[i]
+            view = self.memory.views[i]
+            view.copy_(self.params[i].detach())
+            self.params[i].data = view
         master = self._followed(self.weight)
         if master is not self.master:
             self.master.copy_(master)
@@ -520,7 +542,7 @@ class Bucket:
         if not self.is_unsharded:
             return []
         if self.stage == LAST_STAGE:
-            self._keep()
+            self.weight.copy_(self.unsharded[self.start : self.end])
         return self.rebound(call)
 
     def _followed(self, weight: torch.Tensor) -> torch.Tensor:
@@ -537,7 +559,7 @@ class Bucket:
 
     # ---- the rest of a mesh ---------------------------------------------------------------------------------------
 
-    def counts(self, i: int) -> bool:
+    def is_primary_copy(self, i: int) -> bool:
         """True on exactly one replica of each parameter, so that norms and checkpoints count it once."""
         return is_primary_copy(self.params[i], self.ranks.mesh)
 

@@ -106,7 +106,7 @@ def _chosen(parameters: Any) -> tuple[list[torch.Tensor], ShardedModel | None]:
     homes = {id(place.flat): place.flat for p in found if _is_trained(p) and (place := place_of(p)) is not None}
     if not homes:
         return found, own
-    if len(homes) > 1 or not all(_is_trained(p) or next(iter(homes.values())).wrapping.composed for p in found):
+    if len(homes) > 1 or not all(_is_trained(p) or next(iter(homes.values())).config.composed for p in found):
         raise InvalidArgumentError(
             "clip_grad_norm_: got parameters of several wrapped modules, or wrapped ones beside others, expected those "
             "of one; clip them one by one"
@@ -135,7 +135,7 @@ def _share(bucket: Bucket, some: set[int]) -> list[torch.Tensor]:
     """Returns the gradients that this rank adds to the norm: its shard, even at stage 0 where it has all gradients,
     without parameters that another rank of the mesh also has and counts."""
     gradient = bucket.gradient
-    some = {i for i in some if bucket.counts(i)}
+    some = {i for i in some if bucket.is_primary_copy(i)}
     found = _ranges(bucket, some, *bucket.layout.shard_range(bucket.ranks.rank))
     return [gradient.reduced[first - bucket.start : last - bucket.start] for first, last in found]
 

@@ -22,7 +22,7 @@ class GradBucket:
     """
 
     def __init__(self, bucket: Bucket, local: torch.Tensor, number: int, last: bool) -> None:
-        self._group, self._local, self._number, self._last = bucket, local, number, last
+        self._bucket, self._local, self._number, self._last = bucket, local, number, last
 
     def index(self) -> int:
         """The bucket's number, counted from 0."""
@@ -42,37 +42,29 @@ class GradBucket:
 
     def gradients(self) -> list[torch.Tensor]:
         """Views of the buffer, one for each parameter."""
-        return [self._group.layout.part(self._local, i) for i in range(len(self._group.params))]
+        return [self._bucket.layout.part(self._local, i) for i in range(len(self._bucket.params))]
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters, in the order of `gradients`."""
-        return list(self._group.params)
+        return list(self._bucket.params)
 
 
-class Hook:
-    """Reduces one bucket's gradients with the user's function.
+class HookReduction:
+    """A bucket's gradients in flight through the user's function.
 
     Args:
         number, last: see `GradBucket`.
+        local: the gradients; the mean comes here.
     """
 
-    def __init__(self, state: Any, hook: CommHook, bucket: Bucket, number: int, last: bool) -> None:
-        self.state, self.hook, self.bucket, self.number, self.last = state, hook, bucket, number, last
-
-    def __call__(self, local: torch.Tensor) -> Answer:
-        """Starts the reduction of ``local``."""
+    def __init__(
+        self, state: Any, hook: CommHook, bucket: Bucket, number: int, last: bool, local: torch.Tensor
+    ) -> None:
+        self._hook, self._bucket, self._number, self._local = hook, bucket, number, local
         own = local.clone()  # memory allocated by torch, because some hooks resize it temporarily
-        seen = GradBucket(self.bucket, own, self.number, self.last)
-        return Answer(self, self.hook(self.state, seen), local)
-
-
-class Answer:
-    """A hook's result in flight."""
-
-    def __init__(self, hook: Hook, future: Any, local: torch.Tensor) -> None:
-        self._hook, self._future, self._local = hook, future, local
-        if not hasattr(future, "wait"):
-            self._refuse(future, "a torch.futures.Future of a tensor")
+        self._future: Any = hook(state, GradBucket(bucket, own, number, last))
+        if not hasattr(self._future, "wait"):
+            self._refuse(self._future, "a torch.futures.Future of a tensor")
 
     def wait(self) -> None:
         """Waits for the hook's tensor and copies it into the buffer as the mean."""
@@ -84,9 +76,9 @@ class Answer:
         self._local.copy_(value.detach().reshape(-1))
 
     def _refuse(self, got: Any, expected: str) -> None:
-        hook = self._hook
         what = f"{got.numel()} elements" if isinstance(got, torch.Tensor) else type(got).__name__
         raise InvalidArgumentError(
-            f"communication hook: rank {hook.bucket.ranks.rank} got {what} from {getattr(hook.hook, '__name__', 'it')} "
-            f"for bucket {hook.number}, expected {expected}; return what follows the reduction of bucket.buffer()"
+            f"communication hook: rank {self._bucket.ranks.rank} got {what} from "
+            f"{getattr(self._hook, '__name__', 'it')} for bucket {self._number}, expected {expected}; return what "
+            "follows the reduction of bucket.buffer()"
         )

@@ -15,6 +15,7 @@ import copy
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -27,23 +28,21 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import communicator_of
 from ringcomm.data_parallel.arguments import DEVICE, DEVICES, MODULE
 from ringcomm.data_parallel.bucket import Bucket
-from ringcomm.data_parallel.comm_hook import CommHook, Hook
+from ringcomm.data_parallel.build import build
+from ringcomm.data_parallel.comm_hook import CommHook, HookReduction
 from ringcomm.data_parallel.dynamo import skipped
-from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh
+from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh, refuse_several
 from ringcomm.data_parallel.join import enter, join, leave, shadow
 from ringcomm.data_parallel.meta import real_device
 from ringcomm.data_parallel.module_notes import notes_of
-from ringcomm.data_parallel.module_state import keep_ordinary_state
-from ringcomm.data_parallel.optimizer import unwrap_model, watch_optimizers
+from ringcomm.data_parallel.optimizer import unwrap_model
 from ringcomm.data_parallel.partition import (
-    BucketBuilder,
+    bucket_bytes,
     facts_of,
-    kept_in_their_type,
-    measured_bucket_bytes,
     named_parameters,
 )
 from ringcomm.data_parallel.precision import MixedPrecision, precision_of
-from ringcomm.data_parallel.sharded_model import ShardedModel, Wrapping, sharded_model_of
+from ringcomm.data_parallel.sharded_model import Config, ShardedModel, sharded_model_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.mesh import refuse_no_mesh
 from ringcomm.validation import COMMUNICATOR, FLAG, INTEGER, NOT_NEGATIVE, a, expects
@@ -159,9 +158,9 @@ class DistributedDataParallel(nn.Module, Joinable):
             MixedPrecision() if mixed_precision is None else mixed_precision, CALL, "mixed_precision"
         )
         self._alone: dist.ProcessGroup | None = None
-        self._how = (precision, sends, bucket_cap_mb)
+        self._config = Config(0, None, precision, bucket_cap_mb, broadcast_buffers=sends)
         _unwrap(module)
-        self._made = _flat(module, ranks, bucket_cap_mb, precision, sends, init_sync)
+        self._made = _flat(module, ranks, self._config, init_sync)
         if init_sync and (sends or forward_sync_buffers is not None):
             self._made.send_buffers()
         self.module = module
@@ -170,12 +169,11 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _flat(self) -> ShardedModel:
         """The wrapped module's state. A copy, or a module that was unwrapped since, gets it at its first use."""
         if self._made is None or self._made.unwrapped:
-            precision, sends, bucket_cap_mb = self._how
             comm = None if self.comm is None or self.comm.closed else self.comm
             ranks = _ranks(self.module, comm, None, None)
             self.comm = ranks.comm
             _unwrap(self.module)
-            self._made = _flat(self.module, ranks, bucket_cap_mb, precision, sends, False)
+            self._made = _flat(self.module, ranks, self._config, False)
         return self._made
 
     def __getstate__(self) -> dict[str, Any]:
@@ -215,12 +213,10 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._flat.sync.decide()
         return output
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Forward passes inside make backward passes that only accumulate on this rank; the backward pass of the
         next forward pass outside averages the sums."""
-        with self._flat.sync.paused():
-            yield
+        return self._flat.sync.no_sync()
 
     def join(
         self,
@@ -266,14 +262,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         where = f"register_comm_hook: rank {flat.ranks.rank}"
         if not callable(hook):
             raise InvalidArgumentError(f"{where} got {type(hook).__name__}, expected a function; pass (state, hook)")
-        if any(bucket.hook is not None for bucket in flat.buckets):
+        if flat.sync.hook is not None:
             raise InvalidArgumentError(f"{where} got a second hook, expected one; wrap both in a function")
         if flat.stage:
             raise UnsupportedError(
                 f"{where} got a module of stage {flat.stage}, expected 0; restage it, or use no hook"
             )
-        for number, bucket in enumerate(flat.order):
-            bucket.hook = Hook(state, hook, bucket, number, number == len(flat.order) - 1)
+        flat.sync.hook = partial(HookReduction, state, hook)
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -399,10 +394,7 @@ def _only(device_ids: Devices | None, positional: Any) -> Any:
 def _ranks(
     module: nn.Module, comm: Communicator | None, group: dist.ProcessGroup | None, mesh: DeviceMesh | None
 ) -> DataParallelGroup:
-    given = {"comm": comm, "process_group": group, "device_mesh": mesh}
-    names = [name for name, value in given.items() if value is not None]
-    if len(names) > 1:
-        raise InvalidArgumentError(f"{CALL}: got both {' and '.join(names)}, expected one of them; leave one out")
+    refuse_several(CALL, comm=comm, process_group=group, device_mesh=mesh)
     device = real_device(module)
     if mesh is not None:
         refuse_no_mesh(mesh, CALL)
@@ -432,15 +424,8 @@ def _unwrap(module: nn.Module) -> None:
         unwrap_model(flat)
 
 
-def _flat(
-    module: nn.Module,
-    ranks: DataParallelGroup,
-    bucket_cap_mb: float | None,
-    precision: MixedPrecision,
-    sends_buffers: bool,
-    init_sync: bool,
-) -> ShardedModel:
-    """Makes the module's only unit, at stage 0."""
+def _flat(module: nn.Module, ranks: DataParallelGroup, config: Config, init_sync: bool) -> ShardedModel:
+    """Makes the module's only unit."""
     ignored = {*getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
     params = named_parameters(module, CALL, ranks.rank, [p for n, p in module.named_parameters() if n in ignored])
     if not any(p.requires_grad for _, p in params):
@@ -449,26 +434,20 @@ def _flat(
             "one; call the module itself"
         )
     if init_sync:
-        facts = facts_of(module, ignored, sends_buffers)
-        ranks.agree(CALL, [*facts, f"{bucket_cap_mb=}, {precision}, ignored={sorted(ignored)}"])
-    cap = measured_bucket_bytes(ranks) if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20))
-    builder = BucketBuilder(
-        ranks=ranks,
-        stage=0,
-        precision=precision,
-        bucket_bytes=max(1, cap),
+        facts = facts_of(module, ignored, config.broadcast_buffers)
+        ranks.agree(CALL, [*facts, *config.facts(), f"ignored={sorted(ignored)}"])
+    flat = build(
+        module,
+        ranks,
+        config,
+        [("", [module], params, False)],
+        call=CALL,
+        mixin=None,
+        bucket_bytes=bucket_bytes(config.bucket_cap_mb, ranks),
         atom="element",
-        tree=False,
-        master_device=None,
-        optimizer_group={},
-        kept=kept_in_their_type(module),
         send=init_sync,
     )
-    unit = builder.unit("", [module], params, False)
-    flat = ShardedModel(module, ranks, [unit], sends_buffers, Wrapping(precision))
     flat.contents.ignore_buffers(ignored)
-    keep_ordinary_state(flat)
-    watch_optimizers()
     return flat
 
 

@@ -4,7 +4,7 @@ sharded."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,14 @@ from torch import nn
 
 from ringcomm.data_parallel.bucket import Bucket
 from ringcomm.data_parallel.group import DataParallelGroup
+from ringcomm.data_parallel.layout import up
 from ringcomm.data_parallel.meta import is_unmade, unmade
-from ringcomm.data_parallel.unsplit import Room, unsplit_of
+from ringcomm.data_parallel.unsplit import unsplit_of
 from ringcomm.errors import InvalidArgumentError
 
 InitFn = Callable[[nn.Module], Any]
 _NAMED = 5  # most parameters named in an error
+_ALIGNED = 64  # bytes
 
 
 class Waiting:
@@ -30,13 +32,15 @@ class Waiting:
     def __init__(
         self, module: nn.Module, device: torch.device, init: InitFn | bool | None, call: str, rank: int
     ) -> None:
-        self.device, self.call, self.rank, self.room = device, call, rank, Room(device, unmade)
+        self.device, self.call, self.rank = device, call, rank
+        self.memory = torch.empty(0, dtype=torch.uint8)  # of one unsplit module after the other
         self.modules = [(name, m) for name, m in _children_first(module) if _has_meta(m)]
         self.params = {id(p) for _, m in self.modules for p in m._parameters.values() if p is not None and p.is_meta}
         self.init: InitFn | None = None if init is False else init if callable(init) else self._reset
         if init is None:
             for name, m in self.modules:
                 self._reset_of(name, m)
+        self.opened: dict[Bucket, torch.Tensor] = {}  # the values of buckets that are being initialised
         self.buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         self.recurrent = [m for _, m in self.modules if isinstance(m, nn.RNNBase)]
         # Until they have memory, because `give_memory` needs parameters without weak references.
@@ -75,16 +79,19 @@ class Waiting:
                 if any(homes.get(key) in buckets for key in _ids(m)):
                     self._initialise(name, m, homes)
             for bucket in buckets:
-                bucket.close(send=self.init is not None)
+                if bucket in self.opened:
+                    bucket.take_values(self.opened.pop(bucket), send=self.init is not None)
         for m in self.recurrent:
             m._flat_weight_refs = [None if p is None else weakref.ref(p) for p in m._flat_weights]
         for name, m in self.modules:  # modules that have only buffers
             if not self.params.intersection(_ids(m)) and not any(key in homes for key in _ids(m)):
                 self._call(name, m)
 
-    def _open(self, buckets: Sequence[Bucket]) -> None:
+    def _open(self, buckets: Iterable[Bucket]) -> None:
+        """Gives the buckets that have parameters from meta memory, each once."""
         for bucket in buckets:
-            bucket.open()
+            if bucket not in self.opened and not self.params.isdisjoint(map(id, bucket.params)):
+                self.opened[bucket] = bucket.open(self.params)
 
     def _initialise(self, name: str, m: nn.Module, homes: dict[int, Bucket]) -> None:
         """Initialises a module unless its parameters were initialised already: of modules that share parameters the
@@ -99,17 +106,28 @@ class Waiting:
         if self.init is None:
             return
         unsplit = unsplit_of(m)
-        whole = m if unsplit is None else unsplit.open(m, self.room)
-        before = _ids(whole)
+        opened = m if unsplit is None else unsplit.open(m, self._give_memory)
+        before = _ids(opened)
         with torch.no_grad(), self.device:
-            self.init(whole)
-        if _ids(whole) != before:
+            self.init(opened)
+        if _ids(opened) != before:
             raise InvalidArgumentError(
                 f"{self.call}: rank {self.rank} saw that initialising {name or 'the module'} put other parameters into "
                 "it, expected values to be written into those that are there; use torch.nn.init"
             )
         if unsplit is not None:
             unsplit.close(m)
+
+    def _give_memory(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns memory for tensors on meta, valid until the next call. It is reused, because separate allocations
+        would fragment the heap."""
+        sizes = [up(x.nbytes, _ALIGNED) for x in tensors]
+        if self.memory.numel() < sum(sizes):
+            self.memory = self.memory.new_empty(0)  # frees the old memory first
+            self.memory = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        parts = self.memory[: sum(sizes)].split(sizes)
+        made = [part[: x.nbytes].view(x.dtype).view(x.shape) for x, part in zip(tensors, parts, strict=True)]
+        return [x.fill_(unmade(x)) for x in made]
 
     def _make_buffers(self) -> None:
         made: dict[int, torch.Tensor] = {}

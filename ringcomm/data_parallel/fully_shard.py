@@ -15,8 +15,8 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -26,17 +26,16 @@ from torch import nn
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import shared_communicator
 from ringcomm.data_parallel.arguments import ATOM, INIT, LAST_STAGE, MODULE, RANKS
-from ringcomm.data_parallel.deferred_init import InitFn, Waiting
-from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh
+from ringcomm.data_parallel.build import build
+from ringcomm.data_parallel.deferred_init import InitFn
+from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh, refuse_several
 from ringcomm.data_parallel.layout import Atom
-from ringcomm.data_parallel.meta import device_of, real_device
+from ringcomm.data_parallel.meta import real_device
 from ringcomm.data_parallel.module_notes import ModuleNotes, notes_of
-from ringcomm.data_parallel.module_state import keep_state_of
-from ringcomm.data_parallel.optimizer import watch_optimizers
-from ringcomm.data_parallel.partition import BucketBuilder, kept_in_their_type, named_parameters
+from ringcomm.data_parallel.partition import facts_of, named_parameters
 from ringcomm.data_parallel.precision import MixedPrecision, precision_of
-from ringcomm.data_parallel.sharded_model import ShardedModel, Unit, Wrapping
-from ringcomm.data_parallel.unit_module import UnitModule, mix_in
+from ringcomm.data_parallel.sharded_model import Config, ShardedModel, Unit
+from ringcomm.data_parallel.unit_module import UnitModule
 from ringcomm.errors import InvalidArgumentError, UnsupportedError, shown
 from ringcomm.mesh import Mesh, refuse_no_mesh
 from ringcomm.validation import FLAG, TEXT, Wanted, a, expects, several
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 
 _M = TypeVar("_M", bound="nn.Module | Sequence[nn.Module]")
 CommunicatorPair = tuple[Communicator, Communicator]
-_WHOLE = 1 << 62  # bytes: so large that a unit is never split into buckets
+_NO_LIMIT = 1 << 62  # bytes: so large that a unit is never split into buckets
 
 
 # ---- what a module can do ----------------------------------------------------------------------------------------
@@ -87,11 +86,9 @@ class FSDPModule(UnitModule):
         outermost module."""
         self._everything("set_requires_gradient_sync", recurse).sync.enabled = bool(requires_gradient_sync)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only accumulate on this rank; the next one outside reduces the sums."""
-        with self._everything("no_sync", True).sync.paused():
-            yield
+        return self._everything("no_sync", True).sync.no_sync()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted, without effect: every backward pass waits for its reductions."""
@@ -104,7 +101,7 @@ class FSDPModule(UnitModule):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Sets whether the parameters are freed between forward and backward."""
         for unit in self._units(recurse):
-            unit.asked_reshard = unit.reshard_after_forward = bool(reshard_after_forward)
+            unit.reshard_after_forward = bool(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Sets whether the parameters are freed after backward. With False they stay until the optimizer's step."""
@@ -290,34 +287,33 @@ def fully_shard(
             f"fully_shard: rank {ranks.rank} got {type(module).__name__} without parameters, expected at least one; "
             "leave it out"
         )
-    precision = precision_of(mp_policy, "fully_shard", "mp_policy")
-    host = _host(offload_policy)
-    how = f"{precision}, {reshard=}, {atom=}, {host=}, {broadcast_buffers=}, {init_fn is False}"
-    ranks.agree("fully_shard", [type(top).__name__, *_facts(params), how])
-    device = device_of(ranks.comm, top)
-    waiting = Waiting(top, device, init_fn, "fully_shard", ranks.rank)
-    builder = BucketBuilder(
-        ranks=ranks,
+    config = Config(
         stage=LAST_STAGE,
-        precision=precision,
-        bucket_bytes=_WHOLE,
+        mixed_precision=precision_of(mp_policy, "fully_shard", "mp_policy"),
+        reshard_after_forward=reshard,
+        broadcast_buffers=broadcast_buffers,
         atom=atom,
-        tree=False,
-        master_device=host,
-        optimizer_group={},
-        kept=kept_in_their_type(top),
-        device=device,
+        offload=_host(offload_policy),
+        init_fn=init_fn is not False,
     )
-    unit = builder.unit("", modules, params, bool(reshard))
-    unit.precision, unit.asked_reshard = precision, reshard
-    waiting.initialise([unit.buckets])
-    unmade = [each.flat.contents.unmade for each in below]
-    flat = _join(top, ranks, precision, below, unit, broadcast_buffers)
-    flat.contents.unmade = waiting.left_in(flat.buckets, unmade)
-    for each in modules:
-        keep_state_of(each, unit, unit.buckets)
-        mix_in(each, unit, FSDPModule)
-    watch_optimizers()
+    out = {id(p) for p in ignored}
+    names = [name for name, p in top.named_parameters() if id(p) in out]
+    facts = [type(top).__name__, *facts_of(top, names, broadcast_buffers), *config.facts()]
+    ranks.agree("fully_shard", facts)
+    flat = build(
+        top,
+        ranks,
+        config,
+        [("", modules, params, reshard)],
+        call="fully_shard",
+        mixin=FSDPModule,
+        bucket_bytes=_NO_LIMIT,
+        atom=atom,
+        init_fn=init_fn,
+        below=below,
+    )
+    flat.root.precision = config.mixed_precision
+    flat.send_buffers()
     return module
 
 
@@ -337,30 +333,6 @@ def _refuse(**given: Any) -> None:
                 f"fully_shard: got {name}={shown(value)}, expected None; parameters are cut by the flat layout, "
                 "over one or two axes of a mesh"
             )
-
-
-def _join(
-    top: nn.Module,
-    ranks: DataParallelGroup,
-    precision: MixedPrecision,
-    below: list[Unit],
-    unit: Unit,
-    broadcast_buffers: bool,
-) -> ShardedModel:
-    """Makes the sharded model from this unit and the units below it."""
-    for flat in {id(each.flat): each.flat for each in below}.values():
-        flat.detach()
-    for each in below:
-        each.reshard_after_forward = each.asked_reshard is None or each.asked_reshard
-    names = {id(p): name for name, p in top.named_parameters()}
-    paths = {id(m): name for name, m in top.named_modules()}
-    for each in below:
-        each.name = paths[id(each.modules[0])]
-        for bucket in each.buckets:
-            bucket.rename(names)
-    flat = ShardedModel(top, ranks, [*below, unit], broadcast_buffers, Wrapping(precision))
-    flat.send_buffers()
-    return flat
 
 
 def _below(top: nn.Module, modules: list[nn.Module], ranks: DataParallelGroup) -> list[Unit]:
@@ -409,10 +381,6 @@ def _refuse_shared(top: nn.Module, unit: Unit, rank: int) -> None:
                 )
 
 
-def _facts(params: list[tuple[str, nn.Parameter]]) -> list[str]:
-    return [f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}" for name, p in params]
-
-
 def _host(policy: Any) -> torch.device | None:
     names = {kind.__name__ for kind in type(policy).__mro__}
     if policy is True or "CPUOffloadPolicy" in names:
@@ -436,8 +404,7 @@ def _ranks_for(
     """Returns the ranks of an earlier call with the same arguments while its modules live, else makes new ones."""
     import torch.distributed as dist
 
-    if comm is not None and mesh is not None:
-        raise InvalidArgumentError("fully_shard: got both comm and mesh, expected one of them; leave one out")
+    refuse_several("fully_shard", comm=comm, mesh=mesh)
     if mesh is not None:
         refuse_no_mesh(mesh, "fully_shard")
     source: tuple[Any, ...] = ()

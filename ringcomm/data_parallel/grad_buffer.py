@@ -92,6 +92,12 @@ class LocalSums:
         """The levels that have a sum."""
         return [level for level in self.levels if level is not None]
 
+    def level(self, number: int) -> torch.Tensor:
+        """Returns a level that has a sum."""
+        found = self.levels[number]
+        assert found is not None
+        return found
+
     def parts_of(self, i: int) -> list[torch.Tensor]:
         """Returns a parameter's part of every level that has a sum."""
         return [self.layout.part(level, i) for level in self.held]
@@ -99,17 +105,14 @@ class LocalSums:
     def all_views(self) -> list[torch.Tensor]:
         """Returns every parameter's part of the only level."""
         if self.views is None:
-            assert self.levels[0] is not None
-            self.views = self.layout.parts(self.levels[0])
+            self.views = self.layout.parts(self.level(0))
         return self.views
 
     def push(self, sums: torch.Tensor) -> None:
         """Adds a pass's gradients as a leaf of the tree or, without a tree, as the only sums."""
         level = 0
         while self.tree and level < len(self.levels) and self.levels[level] is not None:
-            before = self.levels[level]
-            assert before is not None
-            sums = self._added(before, sums)
+            sums = self._added(self.level(level), sums)
             self.levels[level] = None
             level += 1
         self._hold(level, sums)
@@ -176,18 +179,14 @@ class LocalSums:
         """Adds a leaf to a parameter's tree; None: zeros."""
         level, emptied = 0, []
         while self.counts[i] >> level & 1:
-            buffer = self.levels[level]
-            assert buffer is not None
-            before = self.layout.part(buffer, i)
+            before = self.layout.part(self.level(level), i)
             sums = before if sums is None else before.add_(sums)
             emptied.append(before)
             level += 1
         if level >= len(self.levels) or self.levels[level] is None:
             self._hold(level, new().zero_())
         if sums is not None:
-            buffer = self.levels[level]
-            assert buffer is not None
-            self.layout.part(buffer, i).copy_(sums)
+            self.layout.part(self.level(level), i).copy_(sums)
         for before in emptied:
             before.zero_()
         self.counts[i] += 1
@@ -347,8 +346,7 @@ class GradBuffer:
         elif local.tree or not self.has_local:
             local.push(self._packed(fresh))
         else:
-            sums = local.levels[0]
-            assert sums is not None
+            sums = local.level(0)
             in_place = self.plain  # then autograd has added, but with create_graph in memory of its own
             for i, grad in fresh:
                 part = self.layout.part(sums, i)

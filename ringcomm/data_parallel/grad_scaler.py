@@ -71,7 +71,7 @@ class GradScaler(torch.amp.GradScaler):
                     f"GradScaler: rank {flat.ranks.rank} is inside of join, where the other ranks do not hear of a "
                     "loss scale, expected none; train in bfloat16 there"
                 )
-        with sharded.working():
+        with sharded.in_step():
             found = super()._unscale_grads_(optimizer, *args, **kwargs)
             sharded.host.bring_back()
         if not found:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -58,14 +59,7 @@ def unversioned(x: torch.Tensor) -> AbstractContextManager[Any]:
     return nullcontext() if x.is_inference() else torch.autograd._unsafe_preserve_version_counter(x)
 
 
-class _Done:
-    """The handle of a collective that has already completed."""
-
-    def wait(self) -> None:
-        """Returns at once."""
-
-
-DONE = _Done()
+DONE = SimpleNamespace(wait=lambda: None)  # the handle of a collective that has already completed
 # The smallest number of cores of any rank.
 _cores: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
 
@@ -96,8 +90,6 @@ class DataParallelGroup:
         self.joining: Join | None = None
         # Who owns the gradient that was gathered last, and its values: one bucket's are unsharded at a time.
         self.read: tuple[object, torch.Tensor] | None = None
-        self.root = 0  # rank that others copy from: the first that still has input
-        self.counted = comm.world_size  # ranks in a mean: possibly fewer inside `join`
         ranks_here = comm.world_size if mesh is None else mesh.comm.world_size
         self.background = comm.engine != "cpu" or self._least_cores() >= 2 * ranks_here
 
@@ -120,6 +112,16 @@ class DataParallelGroup:
     def data_world_size(self) -> int:
         """The number of ranks over which gradients are averaged."""
         return self.comm.world_size * (1 if self.replicas is None else self.replicas.world_size)
+
+    @property
+    def root(self) -> int:
+        """The rank that others copy from: inside `join`, the first that still has input."""
+        return 0 if self.joining is None else self.joining.root
+
+    @property
+    def counted(self) -> int:
+        """The number of ranks in a mean: possibly fewer inside `join`."""
+        return self.comm.world_size if self.joining is None else self.joining.counted
 
     def _least_cores(self) -> int:
         """Returns the smallest number of cores that any rank may run on. The order of collectives depends on it, so
@@ -242,7 +244,7 @@ class DataParallelGroup:
     def _started(self, result: Any) -> Any:
         return result if self.background else DONE
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Checks that all ranks start a gather that is not part of a step. A rank that does so alone gets an error,
         and not the data of another rank's next gather."""
         self.comm.barrier()
@@ -280,7 +282,7 @@ class DataParallelGroup:
     def gather_apart(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Returns all ranks' shards, in new memory on a device, by a gather that is not part of a step."""
         unsharded = torch.empty(shard.numel() * self.world_size, dtype=shard.dtype, device=device)
-        self.meet()
+        self.barrier()
         self.comm.all_gather(shard.to(device), out=unsharded)
         return unsharded
 
@@ -315,9 +317,15 @@ class Join:
         self, ranks: DataParallelGroup, module: nn.Module, device: torch.device, over_all: bool, throw: bool
     ) -> None:
         self.ranks, self.module, self.over_all, self.throw = ranks, module, over_all, throw
-        self.with_input = ranks.world_size  # number of ranks with input, in the last round in which there were any
+        # The number of ranks with input, and the first of them, in the last round in which there were any.
+        self.with_input, self.root = ranks.world_size, 0
         self.shadowing = False  # whether this rank has joined
-        self._heard = torch.zeros(ranks.world_size, dtype=torch.int64, device=device)
+        self._codes = torch.zeros(ranks.world_size, dtype=torch.int64, device=device)
+
+    @property
+    def counted(self) -> int:
+        """The number of ranks in a mean."""
+        return self.ranks.world_size if self.over_all else self.with_input
 
     @property
     def some_have_joined(self) -> bool:
@@ -336,7 +344,7 @@ class Join:
         if kind in SENDS_MORE and self.some_have_joined:
             self.ranks.comm.exchange(pickle.dumps(more))
 
-    def heard(self) -> tuple[str, int, bool, Any] | None:
+    def receive(self) -> tuple[str, int, bool, Any] | None:
         """Returns, on a rank that has joined, what the others are about to do: the kind and its details; None: all
         ranks have joined."""
         code = self._round(0)
@@ -349,28 +357,26 @@ class Join:
     def _round(self, mine: int) -> int:
         """Exchanges codes and returns that of the ranks with input; 0 if no rank has input."""
         ranks = self.ranks
-        code = torch.tensor([mine], dtype=torch.int64, device=self._heard.device)
-        ranks.count("join", self._heard.nbytes)
-        ranks.comm.all_gather(code, out=self._heard)
-        heard = self._heard.tolist()
-        going = [rank for rank, theirs in enumerate(heard) if theirs]
+        code = torch.tensor([mine], dtype=torch.int64, device=self._codes.device)
+        ranks.count("join", self._codes.nbytes)
+        ranks.comm.all_gather(code, out=self._codes)
+        codes = self._codes.tolist()
+        going = [rank for rank, theirs in enumerate(codes) if theirs]
         if not going:
             return 0
-        self.with_input = len(going)
-        ranks.root = going[0]
-        ranks.counted = ranks.world_size if self.over_all else len(going)
+        self.with_input, self.root = len(going), going[0]
         if self.throw and self.some_have_joined:
-            gone = [rank for rank, theirs in enumerate(heard) if not theirs]
+            gone = [rank for rank, theirs in enumerate(codes) if not theirs]
             raise RingcommError(
                 f"join: rank {ranks.rank} was told that ranks {gone} have no more input, expected equal numbers of "
                 "steps; give every rank as many, or leave out throw_on_early_termination"
             )
-        first = heard[going[0]]
-        other = next((rank for rank in going if heard[rank] != first), None)
+        first = codes[going[0]]
+        other = next((rank for rank in going if codes[rank] != first), None)
         if other is not None:
             raise MismatchError(
                 f"join: rank {ranks.rank} found rank {going[0]} at {_name(first)} and rank {other} at "
-                f"{_name(heard[other])}; run the same steps on every rank that has input"
+                f"{_name(codes[other])}; run the same steps on every rank that has input"
             )
         return int(first)
 
@@ -392,6 +398,13 @@ def _compare(call: str, rank: int, mine: list[str], other: int, theirs: list[str
     pairs = zip(mine + ["nothing"] * (longest - len(mine)), theirs + ["nothing"] * (longest - len(theirs)), strict=True)
     here, there = next((a, b) for a, b in pairs if a != b)
     raise MismatchError(f"{call}: rank {rank} got {here} where rank {other} has {there}; {advice}")
+
+
+def refuse_several(call: str, **given: Any) -> None:
+    """Raises if more than one of the arguments that name the ranks is given."""
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise InvalidArgumentError(f"{call}: got both {' and '.join(names)}, expected one of them; leave one out")
 
 
 def ranks_of_mesh(mesh: Any, call: str, device: torch.device, shared: bool = False) -> DataParallelGroup:

@@ -36,41 +36,6 @@ _OPS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg", dist.ReduceOp.PREMUL
 # ---- FSDP2 -------------------------------------------------------------------------------------------------------
 
 
-class _Buffers:
-    """A pool of a communicator's memory. FSDP2 asks for the same few sizes again and again.
-
-    A buffer returns to the pool when the last tensor over it is gone. It is lent again only for the same number of
-    bytes and the same stream, so that work still enqueued there runs first.
-    """
-
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
-        self._unused: dict[tuple[int, int], list[torch.Tensor]] = {}
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns uninitialised memory that the peers read and write in place."""
-        if not self.comm.lends_memory:
-            return torch.empty(shape, dtype=dtype, device=device)
-        nbytes = math.prod(shape) * dtype.itemsize
-        if nbytes == 0:
-            return self._fits(self.comm.empty(shape, dtype=dtype, like="torch"), device)
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        unused = self._unused.setdefault((nbytes, stream), [])
-        try:
-            base = unused.pop()
-        except IndexError:
-            base = self._fits(self.comm.empty(nbytes, dtype=torch.uint8, like="torch"), device)
-        return _lent(base, unused).view(dtype).view(shape)
-
-    def _fits(self, base: torch.Tensor, device: torch.device) -> torch.Tensor:
-        if base.device.type != device.type or device.index not in (None, base.device.index):
-            raise DeviceError(
-                f"allocate: rank {self.comm.rank} got device {device}, expected {base.device}, which its communicator "
-                f"serves; make one with ringcomm.init(device={str(device)!r})"
-            )
-        return base
-
-
 def _lent(base: torch.Tensor, unused: list[torch.Tensor]) -> torch.Tensor:
     """Returns the bytes of ``base`` as a separate tensor; when that tensor is freed, ``base`` returns to ``unused``."""
     memory: Any
@@ -102,10 +67,16 @@ class _Work(dist.Work):  # FSDP2 calls only `wait`
 
 
 class _Hook:
+    """A communicator, and a pool of its memory. FSDP2 asks for the same few sizes again and again.
+
+    A buffer returns to the pool when the last tensor over it is gone. It is lent again only for the same number of
+    bytes and the same stream, so that work still enqueued there runs first.
+    """
+
     @expects("hooks", comm=COMMUNICATOR)
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self._buffers = _Buffers(comm)
+        self._unused: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns uninitialised memory of the communicator, which peers use in place.
@@ -114,7 +85,27 @@ class _Hook:
                  which is kept until this object is freed.
         Raises:  DeviceError: ``device`` is not the communicator's.
         """
-        return self._buffers.take(tuple(int(n) for n in size), dtype, device)
+        shape = tuple(int(n) for n in size)
+        if not self.comm.lends_memory:
+            return torch.empty(shape, dtype=dtype, device=device)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes == 0:
+            return self._fits(self.comm.empty(shape, dtype=dtype, like="torch"), device)
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        unused = self._unused.setdefault((nbytes, stream), [])
+        try:
+            base = unused.pop()
+        except IndexError:
+            base = self._fits(self.comm.empty(nbytes, dtype=torch.uint8, like="torch"), device)
+        return _lent(base, unused).view(dtype).view(shape)
+
+    def _fits(self, base: torch.Tensor, device: torch.device) -> torch.Tensor:
+        if base.device.type != device.type or device.index not in (None, base.device.index):
+            raise DeviceError(
+                f"allocate: rank {self.comm.rank} got device {device}, expected {base.device}, which its communicator "
+                f"serves; make one with ringcomm.init(device={str(device)!r})"
+            )
+        return base
 
     def _check(self, call: str, group: dist.ProcessGroup) -> None:
         _check_ranks(call, self.comm, group, "attach with comm=None, or reshard_after_forward=True or False")

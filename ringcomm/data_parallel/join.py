@@ -11,7 +11,7 @@ own data, until all ranks have joined.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -108,8 +108,7 @@ def enter(flat: ShardedModel, over_all: bool, throw: bool) -> None:
 
 def leave(flat: ShardedModel) -> None:
     """Leaves `join`, after all ranks have joined or one has raised."""
-    ranks = flat.ranks
-    ranks.joining, ranks.root, ranks.counted = None, 0, ranks.world_size
+    flat.ranks.joining = None
 
 
 def shadow(flat: ShardedModel) -> None:
@@ -118,8 +117,8 @@ def shadow(flat: ShardedModel) -> None:
     assert joining is not None
     joining.shadowing = True
     flat.sync.decided = None  # from now on the other ranks' passes decide
-    while heard := joining.heard():
-        kind, *details = heard
+    while received := joining.receive():
+        kind, *details = received
         if kind in _FOLLOW:
             _FOLLOW[kind](flat, *details)
     if joining.some_have_joined:
@@ -127,10 +126,6 @@ def shadow(flat: ShardedModel) -> None:
 
 
 # ---- what a rank that has joined does --------------------------------------------------------------------------------
-
-
-def _send_buffers(flat: ShardedModel, *_: Any) -> None:
-    flat.send_buffers()
 
 
 def _gather(flat: ShardedModel, which: int, *_: Any) -> None:
@@ -154,10 +149,6 @@ def _forget(bucket: Bucket) -> None:
         gradient.drop()
         for p in bucket.params:
             p.grad = None
-
-
-def _conclude(flat: ShardedModel, *_: Any) -> None:
-    flat.conclude()
 
 
 def _step(flat: ShardedModel, which: int, flag: bool, options: Any) -> None:
@@ -186,11 +177,11 @@ def _zero_grad(flat: ShardedModel, which: int, *_: Any) -> None:
 
 
 # Every message of a forward and a backward pass is announced by itself.
-_FOLLOW = {
-    "buffers": _send_buffers,
+_FOLLOW: dict[str, Callable[..., None]] = {
+    "buffers": lambda flat, *_: flat.send_buffers(),
     "gather": _gather,
     "reduce": _reduce,
-    "used": _conclude,
+    "used": lambda flat, *_: flat.conclude(),
     "step": _step,
     "clip": _clip,
     "zero_grad": _zero_grad,
@@ -220,7 +211,7 @@ def _finish(flat: ShardedModel) -> None:
 
 
 def _send_state(flat: ShardedModel, sharded: ShardedOptimizer) -> None:
-    sharded.settle()
+    sharded.refresh()
     sharded.close()
     for entry in sharded.entries:
         for value in sharded.state.get(entry.param, {}).values():

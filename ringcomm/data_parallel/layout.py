@@ -48,26 +48,19 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Spec:
-    """A parameter to be laid out."""
+class Segment:
+    """A parameter, and its place in the buffer once it is laid out."""
 
     name: str
     shape: tuple[int, ...]
     group: int = 0  # index of the optimizer's group
-    aliases: tuple[str, ...] = ()  # other names of a tied parameter
+    offset: int = 0  # in elements
+    atom: int = 1  # a shard boundary inside it lies at a multiple of this, counted from the segment's start
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class Segment(Spec):
-    """A parameter's place in the buffer."""
-
-    offset: int = 0  # in elements
-    atom: int = 1  # a shard boundary inside it lies at a multiple of this, counted from the segment's start
 
     @property
     def end(self) -> int:
@@ -88,7 +81,7 @@ class FlatLayout:
     shard_numel: int
 
     @staticmethod
-    def build(specs: Sequence[Spec], dtype: torch.dtype, world_size: int, atom: Atom = "element") -> FlatLayout:
+    def build(specs: Sequence[Segment], dtype: torch.dtype, world_size: int, atom: Atom = "element") -> FlatLayout:
         """Lays ``specs`` out in order of their optimizer groups, otherwise in the order given.
 
         Args:
@@ -102,7 +95,7 @@ class FlatLayout:
         sizes = [spec.numel for spec in ordered]
         shard, offsets = _place(sizes, atoms, align, world_size)
         segments = tuple(
-            Segment(spec.name, spec.shape, spec.group, spec.aliases, offset, each)
+            Segment(spec.name, spec.shape, spec.group, offset, each)
             for spec, offset, each in zip(ordered, offsets, atoms, strict=True)
         )
         return FlatLayout(segments, dtype, world_size, shard)
@@ -207,7 +200,7 @@ class FlatLayout:
         return found
 
 
-def _atom_of(spec: Spec, atom: Atom) -> int:
+def _atom_of(spec: Segment, atom: Atom) -> int:
     if atom == "element":
         return 1
     if atom == "tensor":

@@ -7,7 +7,8 @@ shapes and no memory, over a communicator that moves nothing. So the result foll
 from __future__ import annotations
 
 import copy
-from collections import Counter, deque
+import math
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -18,25 +19,27 @@ from torch import nn
 from ringcomm.data_parallel.arguments import MODULE, OPTIMIZER, STAGE
 from ringcomm.data_parallel.bucket import Bucket
 from ringcomm.data_parallel.group import DataParallelGroup
-from ringcomm.data_parallel.layout import Atom, FlatLayout, Spec
+from ringcomm.data_parallel.layout import Atom, FlatLayout
 from ringcomm.data_parallel.optimizer import is_elementwise, states_of
-from ringcomm.data_parallel.optimizer_size import state_nbytes
-from ringcomm.data_parallel.partition import BucketBuilder, blocks_of, kept_in_their_type
+from ringcomm.data_parallel.partition import BucketBuilder, blocks_of, bucket_bytes, kept_in_their_type, units_of
 from ringcomm.data_parallel.precision import MixedPrecision
-from ringcomm.data_parallel.shard import units_of
 from ringcomm.data_parallel.sharded_model import (
     IN_FLIGHT,
+    Config,
     ShardedModel,
     Unit,
     flags_numel,
     place_of,
+    reduction_order,
     sharded_model_of,
 )
 from ringcomm.data_parallel.sharded_parameter import ShardedParameter
-from ringcomm.errors import InvalidArgumentError
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.validation import expects, validate_int
 
 _META = torch.device("meta")
+_LENGTHS = (3, 5, 7, 11, 13, 17, 19, 23)  # dimensions of the tiny parameter: all different
+_OWN = ("state", "param_groups", "defaults", "zero_grad", "step", "add_param_group")
 _STEPS = 2  # from the second step on, parameters are prefetched and the pool has reached its size
 
 
@@ -181,8 +184,7 @@ class Plan:
             self.units = self._units_of_plain(model, optimizer, **plain)
             self.sends = bool(plain.get("broadcast_buffers", True))
         self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
-        launched = [*reversed(self.units[:-1]), self.units[-1]]
-        self.order = [bucket for unit in launched for bucket in reversed(unit.buckets) if bucket.trainable]
+        self.order = reduction_order(self.units)
         self.buffers = list(model.buffers())
         self.ignored = [] if flat is None else [p for p in model.parameters() if place_of(p) is None]
         optimizers = self._optimizers(flat, optimizer)
@@ -206,8 +208,9 @@ class Plan:
 
     def _bucket_again(self, bucket: Bucket) -> Bucket:
         """Returns a bucket for these ranks: the same parameters, laid out anew."""
-        specs = [Spec(s.name, s.shape, s.group, s.aliases) for s in bucket.layout.segments]
-        layout = FlatLayout.build(specs, bucket.layout.dtype, self.ranks.world_size, _atom_of(bucket.layout))
+        layout = FlatLayout.build(
+            bucket.layout.segments, bucket.layout.dtype, self.ranks.world_size, _atom_of(bucket.layout)
+        )
         master = None if bucket.master_device is None else _META
         kind = bucket.types.compute
         params = [
@@ -246,18 +249,22 @@ class Plan:
         twin = copy.deepcopy(model, memo | twins)
         numbers = {} if optimizer is None else _group_numbers(optimizer)
         builder = BucketBuilder(
-            ranks=self.ranks,
-            stage=self.stage,
-            precision=mixed_precision or MixedPrecision(),
-            bucket_bytes=max(1, int(bucket_cap_mb * (1 << 20))),
-            atom=atom or ("element" if optimizer is None or is_elementwise(optimizer) else "tensor"),
-            tree=accumulation_order == "tree",
-            master_device=_META if offload else None,
+            Config(
+                stage=self.stage,
+                mixed_precision=mixed_precision or MixedPrecision(),
+                accumulation=accumulation_order,
+                offload=_META if offload else None,
+            ),
+            self.ranks,
+            bucket_bytes(bucket_cap_mb, self.ranks),
+            atom or ("element" if optimizer is None or is_elementwise(optimizer) else "tensor"),
             optimizer_group={id(twins[key]): number for key, number in numbers.items()},
             kept=kept_in_their_type(twin),
             send=False,
         )
-        units = units_of(twin, builder, list(twin.named_parameters()), blocks_of(twin), reshard_after_forward, True)
+        params = list(twin.named_parameters())
+        parts = units_of(twin, params, blocks_of(twin), reshard_after_forward, builder.bucket_bytes)
+        units = [builder.unit(*each) for each in parts]
         places = {id(p): (bucket, i) for unit in units for bucket in unit.buckets for i, p in enumerate(bucket.params)}
         self._home |= {key: places[id(p)] for key, p in twins.items()}
         return units
@@ -404,14 +411,70 @@ def _atom_of(layout: FlatLayout) -> Atom:
     return atoms.pop() if len(atoms) == 1 else "row"
 
 
+# ---- the size of an optimizer's state ------------------------------------------------------------------------------
+
+
+def state_nbytes(optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Returns the bytes of one parameter's state after its first step.
+
+    A copy of the optimizer steps a tiny parameter with the same number of dimensions once. State with the parameter's
+    dimensions grows with the parameter; state with one element does not.
+
+    Args:
+        group: index of the optimizer's parameter group.
+    Raises:  UnsupportedError: state of a shape that does not follow from the parameter's.
+    """
+    tiny = _LENGTHS[: len(shape)]
+    return sum(
+        value.itemsize * _numel(optimizer, key, tuple(value.shape), tiny, shape)
+        for key, value in _state_of(optimizer, group, tiny, dtype).items()
+        if torch.is_tensor(value)
+    )
+
+
+def _numel(
+    optimizer: torch.optim.Optimizer, key: str, found: tuple[int, ...], tiny: Sequence[int], shape: Sequence[int]
+) -> int:
+    if math.prod(found) == 1:
+        return 1
+    by_length = {1: 1, **dict(zip(tiny, shape, strict=True))}
+    if set(found) <= set(by_length):
+        return math.prod(by_length[length] for length in found)
+    if found == (math.prod(tiny),):
+        return math.prod(shape)
+    raise UnsupportedError(
+        f"predict: got {type(optimizer).__name__}, whose {key} is of shape {found} for a parameter of shape "
+        f"{tuple(tiny)}, expected dimensions of the parameter; measure it with ringcomm.memory"
+    )
+
+
+def _state_of(optimizer: torch.optim.Optimizer, group: int, tiny: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
+    param = nn.Parameter(torch.ones(tiny, dtype=dtype))
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update({k: v for k, v in vars(optimizer).items() if not k.startswith("_ringcomm") and k not in _OWN})
+    for name in [name for name in vars(twin) if name.startswith("_optimizer_")]:
+        delattr(twin, name)  # they are hooks
+    options = {**optimizer.param_groups[group], "params": [param]}
+    if options.get("capturable"):
+        options["capturable"] = False  # only for GPUs; the state is the same without it
+    twin.__setstate__({"state": defaultdict(dict), "param_groups": [options], "defaults": dict(optimizer.defaults)})
+    param.grad = torch.zeros_like(param)
+    twin.step()
+    return dict(twin.state[param])
+
+
 # ---- ranks that move nothing ---------------------------------------------------------------------------------------
 
 
 class _Still:
-    """A communicator of one rank among many that moves nothing."""
+    """A communicator of one rank among many that moves nothing, on the meta device."""
 
     def __init__(self, rank: int, world_size: int, engine: str) -> None:
         self.rank, self.world_size, self.engine, self.device = rank, world_size, engine, "meta"
+
+    def empty(self, numel: int, *, dtype: torch.dtype, like: str) -> torch.Tensor:
+        """Returns a tensor with a shape and no memory."""
+        return torch.empty(numel, dtype=dtype, device=_META)
 
     def all_reduce(self, x: torch.Tensor, op: str = "sum", *, async_op: bool = False) -> _Still:
         return self
@@ -429,20 +492,12 @@ class _Still:
         """Returns at once, because nothing was started."""
 
 
-class _StillRanks(DataParallelGroup):
-    """Ranks over a `_Still` communicator, with memory on the meta device."""
-
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns a tensor with a shape and no memory."""
-        return torch.empty(numel, dtype=dtype, device=_META)
-
-
 def _ranks_of(flat: ShardedModel | None, rank: int, world_size: int, background: bool | None) -> DataParallelGroup:
     engine = "cpu" if flat is None else flat.ranks.comm.engine
     replicas: Any = None
     if flat is not None and flat.ranks.replicas is not None:
         replicas = _Still(0, flat.ranks.replicas.world_size, engine)
     comm: Any = _Still(rank, world_size, engine)
-    ranks = _StillRanks(comm, replicas)
+    ranks = DataParallelGroup(comm, replicas)
     ranks.background = background if background is not None else True if flat is None else flat.ranks.background
     return ranks

@@ -26,9 +26,9 @@ class ModuleContents:
         self.module = module
         self.unmade: Unmade | None = None
         self._ignored_buffers: frozenset[str] = frozenset()
-        self._look()
+        self._record()
 
-    def _look(self) -> None:
+    def _record(self) -> None:
         """Records the module's submodules, parameters and buffers."""
         inside = [m for m in self.module.modules() if not isinstance(m, torch.jit.ScriptModule)]
         # They stay referenced, so that no other object gets their addresses.
@@ -55,7 +55,7 @@ class ModuleContents:
     def ignore_buffers(self, names: Collection[str]) -> None:
         """Excludes buffers of these names, so that they stay as they are on each rank."""
         self._ignored_buffers = frozenset(names)
-        self._look()
+        self._record()
 
     def new_parameter(self, buckets: Collection[Bucket]) -> str | None:
         """Returns the name of a parameter that is in none of the buckets; None: there is none. Submodules without
@@ -66,7 +66,7 @@ class ModuleContents:
         named = self.module.named_parameters()
         new = next((name for name, p in named if id(p) not in known and isinstance(p, nn.Parameter)), None)
         if new is None:
-            self._look()
+            self._record()
         return new
 
     def check_made(self, call: str, buckets: Collection[Bucket], ranks: DataParallelGroup) -> None:

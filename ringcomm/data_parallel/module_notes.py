@@ -20,12 +20,14 @@ class ModuleNotes:
         parts: by name, the `ShardSpec`s of its own parameters, their places in the whole model's tensors.
         unsplit: on the meta device, the `Unsplit` form before it was split.
         elsewhere: whether another stage of a pipeline runs it.
+        in_pipeline: whether a pipeline's stage intercepts its calls.
     """
 
     unit: Any = None
     parts: dict[str, Any] = field(default_factory=dict)
     unsplit: Any = None
     elsewhere: bool = False
+    in_pipeline: bool = False
 
     def __copy__(self) -> ModuleNotes:
         return replace(self, parts=dict(self.parts))

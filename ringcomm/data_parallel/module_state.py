@@ -12,18 +12,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ringcomm.data_parallel.arguments import LAST_STAGE
 from ringcomm.data_parallel.bucket import Bucket, with_own_storage
-from ringcomm.data_parallel.sharded_model import ShardedModel, Unit
+from ringcomm.data_parallel.sharded_model import Unit
 from ringcomm.errors import InvalidArgumentError
 
 Places = dict[int, tuple[Bucket, int]]
 _done = WeakTensorKeyDictionary()  # tensors of state dicts that are already unsharded
-
-
-def keep_ordinary_state(flat: ShardedModel) -> None:
-    """Installs the hooks on the module that was wrapped, and on the modules of its units."""
-    for unit in flat.units:
-        for module in unit.modules:
-            keep_state_of(module, unit, flat.buckets if module is flat.module else unit.buckets)
 
 
 def keep_state_of(module: nn.Module, unit: Unit, buckets: Sequence[Bucket]) -> None:

@@ -14,12 +14,14 @@ This module keeps the state of the shards. `optimizer.state` maps the model's pa
 from __future__ import annotations
 
 import copy
+import operator
 import threading
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, ItemsView, Iterator, KeysView, MutableMapping, Sequence, ValuesView
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
 from typing import Any
@@ -30,9 +32,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ringcomm.data_parallel.bucket import Bucket
 from ringcomm.data_parallel.offload import HostGradients
-from ringcomm.data_parallel.optimizer_state import BucketState, Entry, State
+from ringcomm.data_parallel.optimizer_state import Entry, OptimizerState, State
 from ringcomm.data_parallel.options import SAME_OPTIONS, Options
-from ringcomm.data_parallel.sharded_model import ShardedModel, place_of
+from ringcomm.data_parallel.sharded_model import Place, ShardedModel, place_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
@@ -54,7 +56,7 @@ _CLIPS_BY = {  # options with which a class of this name divides by the norm of 
 }
 _watching: list[Any] = []  # the handle of the hook on every optimizer's step, once registered
 _watches = 0  # number of wrapped models; an optimizer checked at this number need not be checked again
-_told: set[type] = set()  # classes of optimizers for which a warning was given
+_warned: set[type] = set()  # classes of optimizers for which a warning was given
 _lock = threading.Lock()
 
 
@@ -95,7 +97,7 @@ def refuse_unusable(optimizer: Any, call: str, rank: int, stage: int = 1) -> Non
             "expected state with values; make this optimizer after ringcomm.shard(model, stage=...), and pass it to "
             "ringcomm.shard(model, optimizer)"
         )
-    why = _why_only_whole(optimizer)
+    why = _why_needs_all(optimizer)
     if stage and why is not None:
         raise UnsupportedError(
             f"{call}: rank {rank} got {type(optimizer).__name__}, {why}, and stage={stage}, where a rank has only a "
@@ -115,7 +117,7 @@ def refuse_foreign(optimizer: torch.optim.Optimizer, module: nn.Module, call: st
         )
 
 
-def _why_only_whole(optimizer: torch.optim.Optimizer) -> str | None:
+def _why_needs_all(optimizer: torch.optim.Optimizer) -> str | None:
     """Returns why an optimizer needs all parameters on every rank; None if its class shows no such need."""
     for cls in type(optimizer).__mro__:
         for name, why in _REFUSED_FROM_STAGE_1.items():
@@ -127,13 +129,13 @@ def _why_only_whole(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def _tell(optimizer: torch.optim.Optimizer) -> None:
+def _warn_once(optimizer: torch.optim.Optimizer) -> None:
     """Warns once about a class of optimizers that is not torch's."""
     kind = type(optimizer)
     with _lock:
-        if _is_torchs(_steps_by(optimizer)) or kind in _told:
+        if _is_torchs(_steps_by(optimizer)) or kind in _warned:
             return
-        _told.add(kind)
+        _warned.add(kind)
     warnings.warn(
         f"ringcomm.shard: step() of {kind.__name__} sees only the parameters that lie on this rank from stage 1 on; "
         "if it adds up over all parameters, such as for a global norm, use stage 0",
@@ -168,7 +170,7 @@ def states_of(optimizer: torch.optim.Optimizer) -> list[State]:
     sharded = find_sharded_optimizer(optimizer)
     if sharded is None:
         return [state for state in optimizer.state.values() if isinstance(state, dict)]
-    unsharded = [state for states in sharded._unsharded.values() for state in states.values()]
+    unsharded = [state for part in sharded.parts.values() for state in (part.unsharded or {}).values()]
     return [state for state in sharded.state.values() if isinstance(state, dict)] + unsharded
 
 
@@ -205,7 +207,7 @@ def restage_model(flat: ShardedModel, stage: int) -> None:
     """Moves a model and the state of its optimizers to another stage; a collective."""
     for optimizer in flat.optimizers:
         _sharded_of(optimizer).refuse_stage("restage", stage)
-    if stage and any(bucket.hook is not None for bucket in flat.buckets):
+    if stage and flat.sync.hook is not None:
         raise UnsupportedError(
             f"restage: rank {flat.ranks.rank} got stage={stage} for a module with a communication hook, which "
             "gives whole gradients, expected 0; train it without the hook"
@@ -280,13 +282,13 @@ class SteppedOptions(Options):
     def __init__(self, optimizer: torch.optim.Optimizer, flats: Sequence[ShardedModel]) -> None:
         super().__init__(optimizer)
         self._flats = [*map(weakref.ref, flats)]
-        self._told = False
+        self._warned = False
 
     def before_step(self) -> None:
         """Registers the current options for comparison in the models' next backward pass."""
         flats = [flat for flat in (ref() for ref in self._flats) if flat is not None]
-        if not self._told and any(flat.optimizers.options_differ for flat in flats):
-            self._told = True
+        if not self._warned and any(flat.optimizers.options_differ for flat in flats):
+            self._warned = True
             for flat in flats:
                 flat.optimizers.options_differ = False
             warnings.warn(
@@ -303,42 +305,51 @@ _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[tuple[int, int]
 _checked = weakref.WeakKeyDictionary()
 
 
+@dataclass
+class BucketPart:
+    """The parameters of one bucket that an optimizer steps, and what it keeps of their state between two steps.
+
+    Attributes:
+        flat: the bucket's model.
+        segments: the parameters' indices in the bucket.
+        stepped: those that ever had a gradient in a step.
+        unsharded: by index, the state until the next step; None: the state is in shards.
+        loading: what load_state_dict() has found, while it runs.
+    """
+
+    flat: ShardedModel
+    segments: set[int]
+    stepped: set[int]
+    unsharded: dict[int, State] | None = None
+    loading: OptimizerState | None = None
+
+
 class ShardedOptimizer:
     """An optimizer over parameters of wrapped models, and possibly other parameters that stay as they are.
 
     Attributes:
         flats: the wrapped models.
-        places: by group of the optimizer, the wrapped models' parameters.
-        plain: by group, the indices of the parameters that the optimizer steps as they are: frozen parameters, and
-            parameters of no wrapped model.
-        entries: the entries that replace ``places`` during step().
-        inside: by group, the optimizer's parameters during step().
+        parts: what it has of their buckets.
+        entries: what it steps in place of their parameters.
+        outside, inside: by group, the optimizer's parameters between two steps and during step().
         state: the optimizer's state during step().
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer, self.elementwise = weakref.ref(optimizer), is_elementwise(optimizer)
+        self.options = Options(optimizer)
         self.flats: list[ShardedModel] = []
         self.state: defaultdict[Any, Any] = defaultdict(dict)
         self.host = HostGradients()
-        self._stepped: dict[Bucket, set[int]] = {}  # segments that ever had a gradient in a step
-        self._unsharded: dict[Bucket, dict[int, State]] = {}  # state kept by parameter until the next step
         self._seen = UnshardedStates(self)  # `optimizer.state` between two steps
-        self._working = False
-        self._loading: dict[Bucket, BucketState] = {}
+        self._in_step = False
         self._watches = _watches
-        self.options = Options(optimizer)
         _checked.pop(optimizer, None)
-        self.places: list[list[tuple[Bucket, int]]] = []
-        self.entries: list[Entry] = []
-        self.inside: list[list[nn.Parameter]] = []
         self._find("shard")
-        self._place()
         self.adopt_state()
         self.close()
         optimizer._ringcomm = self
         self._join()
-        self._hooks = _Hooks(self)
+        self._hooks = _hook(optimizer, self)
 
     # ---- parameters -----------------------------------------------------------------------------------------------
 
@@ -346,9 +357,14 @@ class ShardedOptimizer:
     def optimizer(self) -> torch.optim.Optimizer:
         """The user's optimizer. The optimizer references this object and not the reverse, so that both are freed
         when users drop it."""
-        found = self._optimizer()
+        found = self.options.optimizer
         assert found is not None
         return found
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether shards may split tensors."""
+        return is_elementwise(self.optimizer)
 
     @property
     def flat(self) -> ShardedModel:
@@ -358,27 +374,50 @@ class ShardedOptimizer:
     @property
     def buckets(self) -> list[Bucket]:
         """The buckets that contain parameters of the optimizer."""
-        return list(self._mine)
+        return list(self.parts)
+
+    @property
+    def places(self) -> list[list[tuple[Bucket, int]]]:
+        """By group, the wrapped models' parameters."""
+        places = ([*map(_place_of, params)] for params in self.outside)
+        return [[(place.bucket, place.index) for place in each if place is not None] for each in places]
+
+    @property
+    def plain(self) -> list[list[nn.Parameter]]:
+        """By group, the parameters that the optimizer steps as they are: frozen parameters, and parameters of no
+        wrapped model."""
+        return [[p for p in params if _place_of(p) is None] for params in self.outside]
 
     def _find(self, call: str) -> None:
-        """Finds the buckets and segments of the optimizer's parameters."""
+        """Finds the optimizer's parameters in the models' buckets, and makes the entries for the buckets' stage,
+        without state."""
         groups = self.optimizer.param_groups
         for flat in _flats_of(groups):
             refuse_unusable(self.optimizer, call, flat.ranks.rank, flat.stage)
         self.outside = [list(group["params"]) for group in groups]
-        self._ids = self._ids_now()
-        homes = [[_place_of(p) for p in group["params"]] for group in groups]
-        self.places = [[place for place in each if place is not None] for each in homes]
-        self.plain = [
-            {k: p for k, (p, place) in enumerate(zip(group["params"], each, strict=True)) if place is None}
-            for group, each in zip(groups, homes, strict=True)
+        self.parts: dict[Bucket, BucketPart] = {}
+        group_of: dict[int, int] = {}  # by id, of the wrapped models' parameters
+        for number, p in ((number, p) for number, params in enumerate(self.outside) for p in params):
+            place = _place_of(p)
+            if place is not None:
+                group_of[id(p)] = number
+                self.parts.setdefault(place.bucket, BucketPart(place.flat, set(), set())).segments.add(place.index)
+        if any(bucket.stage for bucket in self.parts):
+            _warn_once(self.optimizer)
+        self.host.place(self.buckets)
+        self.entries = [
+            self._entry(bucket, group, start, end, segments)
+            for bucket in self.parts
+            for group, start, end, segments in self._pieces(bucket, group_of)
         ]
-        self.group_of = {id(bucket.params[i]): n for n, each in enumerate(self.places) for bucket, i in each}
-        self._mine: dict[Bucket, set[int]] = {}
-        for bucket, i in chain.from_iterable(self.places):
-            self._mine.setdefault(bucket, set()).add(i)
-        if any(bucket.stage for bucket in self._mine):
-            _tell(self.optimizer)
+        own = {id(entry.param) for entry in self.entries if entry.is_own}
+        self._sharded = {
+            id(bucket.params[i]): (bucket, i)
+            for bucket, part in self.parts.items()
+            for i in part.segments
+            if id(bucket.params[i]) not in own
+        }
+        self._line_up()
 
     def _join(self) -> None:
         """Registers the optimizer with the wrapped models."""
@@ -391,47 +430,31 @@ class ShardedOptimizer:
                 flat.optimizers.add(self.optimizer, self.options, self.host)
                 flat.optimizers.after_thaw = _rebuild_optimizers
         self.flats = flats
-        self._flat_of = {bucket: flat for flat in flats for bucket in flat.buckets}
 
-    def _ids_now(self) -> list[list[int]]:
-        return [[*map(id, group["params"])] for group in self.optimizer.param_groups]
+    def _groups_changed(self) -> bool:
+        """Whether a user has changed the parameters in the groups."""
+        groups = self.optimizer.param_groups
+        return len(groups) != len(self.outside) or any(
+            len(group["params"]) != len(params) or not all(map(operator.is_, group["params"], params))
+            for group, params in zip(groups, self.outside, strict=True)
+        )
 
     def _others_were_wrapped(self) -> bool:
         """Whether a model with some of the parameters was wrapped since the last check."""
         before, self._watches = self._watches, _watches
         return before != _watches and _flats_of(self.optimizer.param_groups) != self.flats
 
-    def _place(self) -> None:
-        """Makes the entries for the buckets' stage, without state."""
-        self._stepped = {bucket: set() for bucket in self._mine}
-        self.host.place(self.buckets)
-        self.entries = [
-            self._entry(bucket, start, end, segments)
-            for bucket in self._mine
-            for _, start, end, segments in self._pieces(bucket)
-        ]
-        self._line_up()
-
     def _line_up(self) -> None:
         """Sets, by group, the optimizer's parameters in step(): first unchanged parameters in their order, then the
         shards."""
-        own = {id(entry.param) for entry in self.entries if entry.is_own}
-        self.inside = [
-            [p for k, p in enumerate(params) if k in plain or id(p) in own]
-            for params, plain in zip(self.outside, self.plain, strict=True)
-        ]
-        for entry in self.entries:
-            if not entry.is_own:
-                self.inside[self.group_of[id(entry.bucket.params[entry.segments[0]])]].append(entry.param)
-        self._sharded = {
-            id(bucket.params[i]): (bucket, i)
-            for bucket, i in chain.from_iterable(self.places)
-            if id(bucket.params[i]) not in own
-        }
-        self._shards = {id(entry.param) for entry in self.entries if not entry.is_own}
+        self.inside = [[p for p in params if id(p) not in self._sharded] for params in self.outside]
+        shards = [entry for entry in self.entries if not entry.is_own]
+        for entry in shards:
+            self.inside[entry.group].append(entry.param)
+        self._shards = {id(entry.param) for entry in shards}
 
-    def _pieces(self, bucket: Bucket) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
-        owners = [self.group_of.get(id(p), -1) for p in bucket.params]
+    def _pieces(self, bucket: Bucket, group_of: dict[int, int]) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
+        owners = [group_of.get(id(p), -1) for p in bucket.params]
         if self.elementwise:
             yield from bucket.runs(owners)
             return
@@ -441,7 +464,7 @@ class ShardedOptimizer:
 
     def _tensors(self, bucket: Bucket, stage: int) -> Iterator[tuple[int, int, int]]:
         """Yields the segments that lie on this rank at a stage."""
-        for fragment in bucket.layout.fragments(*bucket.owned(stage), empty=True):
+        for fragment in bucket.layout.fragments(*bucket.layout.owned_range(bucket.ranks.rank, stage), empty=True):
             segment = bucket.layout.segments[fragment.segment]
             if fragment.numel != segment.numel:
                 raise UnsupportedError(
@@ -454,11 +477,11 @@ class ShardedOptimizer:
         """Raises if the optimizer cannot move to a stage."""
         refuse_unusable(self.optimizer, call, self.flat.ranks.rank, stage)
         if not self.elementwise:
-            for bucket in self._mine:
+            for bucket in self.parts:
                 for _ in self._tensors(bucket, stage):
                     pass
 
-    def _entry(self, bucket: Bucket, start: int, end: int, segments: tuple[int, ...]) -> Entry:
+    def _entry(self, bucket: Bucket, group: int, start: int, end: int, segments: tuple[int, ...]) -> Entry:
         values = bucket.master[start - bucket.start : end - bucket.start]
         if self.elementwise:
             param = nn.Parameter(values)
@@ -467,7 +490,7 @@ class ShardedOptimizer:
             values = values.view(shape)
             own = bucket.stage == 0 and not bucket.gradient.uses_placeholders
             param = first if own else _like(first, values)
-        return Entry(bucket, start, end, segments, param, values, values.data_ptr())
+        return Entry(bucket, group, start, end, segments, param, values, values.data_ptr())
 
     def separate(self, kind: Callable[[Bucket, int], Hashable]) -> None:
         """Splits entries where neighbouring segments differ in ``kind``, such as with and without a gradient. Each
@@ -486,7 +509,7 @@ class ShardedOptimizer:
         parts = []
         for some, start, end in zip(stretches, starts, [*starts[1:], entry.end], strict=True):
             piece = slice(start - entry.start, end - entry.start)
-            part = self._entry(entry.bucket, start, end, tuple(some))
+            part = self._entry(entry.bucket, entry.group, start, end, tuple(some))
             if state:
                 self.state[part.param] = {key: _cut_state(v, entry.param, piece) for key, v in state.items()}
             parts.append(part)
@@ -494,15 +517,15 @@ class ShardedOptimizer:
 
     # ---- between two steps ----------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def refresh(self) -> None:
         """Handles what changed since the last step: a step that raised, new parameters, newly assigned state."""
         self._recover()
-        if self._ids != self._ids_now() or self._others_were_wrapped():
+        if self._groups_changed() or self._others_were_wrapped():
             self.rebuild()
 
     def _recover(self) -> None:
         """After a step that raised, copies the values that it had changed into the model, as in plain torch."""
-        if self._working:
+        if self._in_step:
             self.after_step()
         self.adopt_state()
 
@@ -517,27 +540,32 @@ class ShardedOptimizer:
             refuse_unusable(self.optimizer, "step", flat.ranks.rank, flat.stage)
         states = self.take_state() if states is None else states
         self._find("step")
-        self._place()
         self._join()
         for p, state in states.items():
             place = self._sharded.get(id(p))
             if place is None:
                 self.state[p] = state
             else:
-                self._unsharded.setdefault(place[0], {})[place[1]] = state
+                self._keep(place, state)
         for p in [p for p in self.state if id(p) in self._sharded]:  # of a model that was wrapped since
-            bucket, i = self._sharded[id(p)]
-            self._unsharded.setdefault(bucket, {})[i] = self.state.pop(p)
-        self._show_state()
+            self._keep(self._sharded[id(p)], self.state.pop(p))
+        self._expose_state()
         self.close()
+
+    def _keep(self, place: tuple[Bucket, int], state: State) -> None:
+        """Keeps a parameter's unsharded state until the next step."""
+        part = self.parts[place[0]]
+        part.unsharded = {} if part.unsharded is None else part.unsharded
+        part.unsharded[place[1]] = state
 
     def take_state(self) -> dict[Any, State]:
         """Takes the unsharded state of the models' parameters out, to be passed to `rebuild`; a collective."""
         self._recover()
         states: dict[Any, State] = {}
-        for bucket in self._mine:
+        for bucket in self.parts:
             states |= {bucket.params[i]: state for i, state in self.unsharded_state(bucket).items() if state}
-        self._unsharded.clear()
+        for part in self.parts.values():
+            part.unsharded = None
         for entry in self.entries:
             if entry.is_own and entry.param in self.state:
                 states[entry.param] = self.state.pop(entry.param)
@@ -548,19 +576,18 @@ class ShardedOptimizer:
         states = self.take_state()
         for flat in self.flats:
             flat.optimizers.remove(self.optimizer, self.host)
-        known = self._known()
-        plain = {key: value for key, value in self.state.items() if id(key) not in known}
         settings = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
-        for bucket, i in chain.from_iterable(self.places):
-            p = bucket.params[i]
-            if p in states:
-                states[p] = _in_type_of(bucket, states[p], settings[id(p)])
-        ordered = {p: states.get(p, self.state.get(p)) for p in chain.from_iterable(self.outside)}
-        self.optimizer.state = defaultdict(dict, {p: v for p, v in ordered.items() if v} | plain)
-        self._hooks.remove(self.optimizer)
+        for bucket, part in self.parts.items():
+            for p in (bucket.params[i] for i in part.segments):
+                if p in states:
+                    states[p] = _in_type_of(bucket, states[p], settings[id(p)])
+        self.optimizer.state = self._with_others(states)
+        for handle in self._hooks:
+            handle.remove()
+        for name in ("register_step_pre_hook", "zero_grad", "_ringcomm"):
+            delattr(self.optimizer, name)
         _checked.pop(self.optimizer, None)
-        self.flats, self.entries, self.inside, self._mine = [], [], [], {}  # frees the memory now
-        self.places, self._sharded, self._stepped, self._flat_of = [], {}, {}, {}
+        self.flats, self.entries, self.inside, self.parts, self._sharded = [], [], [], {}, {}  # frees the memory now
         self.state = defaultdict(dict)
         self.host = HostGradients()
 
@@ -572,7 +599,7 @@ class ShardedOptimizer:
 
     def _known(self) -> set[int]:
         """Returns the ids of the keys of `state` that are parameters."""
-        return {*chain.from_iterable(self._ids), *self._shards}
+        return {*map(id, chain.from_iterable(self.outside)), *self._shards}
 
     def has_state(self, key: Any) -> bool:
         """Whether `optimizer.state` has a key; the answer is the same on every rank."""
@@ -587,42 +614,45 @@ class ShardedOptimizer:
         yield from [key for key in self.state if id(key) not in known]
 
     def _has_state(self, bucket: Bucket, i: int) -> bool:
-        unsharded = self._unsharded.get(bucket)
-        return i in self._stepped[bucket] if unsharded is None else bool(unsharded.get(i))
+        part = self.parts[bucket]
+        return i in part.stepped if part.unsharded is None else bool(part.unsharded.get(i))
 
     def unsharded_state(self, bucket: Bucket) -> dict[int, State]:
         """Returns the unsharded state of a bucket's parameters; writes into it are kept. A collective at stages 1 to
         3."""
-        if bucket not in self._unsharded:
+        part = self.parts[bucket]
+        if part.unsharded is None:
             found = self._gathered(bucket)
-            self._unsharded[bucket] = {i: found.of_parameter(i, copy=False) for i in sorted(found.present)}
+            part.unsharded = {i: found.of_parameter(i, copy=False) for i in sorted(found.present)}
             for entry in self.entries:
                 if entry.bucket is bucket and not entry.is_own:
                     self.state.pop(entry.param, None)
-        return self._unsharded[bucket]
+        return part.unsharded
 
-    def _gathered(self, bucket: Bucket) -> BucketState:
-        if not self._stepped[bucket]:
-            return BucketState(bucket)
+    def _gathered(self, bucket: Bucket) -> OptimizerState:
+        stepped = self.parts[bucket].stepped
+        if not stepped:
+            return OptimizerState(bucket)
         entries = [entry for entry in self.entries if entry.bucket is bucket and not entry.is_own]
         pieces = [(entry, self.state.get(entry.param, {})) for entry in entries]
-        return BucketState.gathered(bucket, pieces, self._stepped[bucket])
+        return OptimizerState.gathered(bucket, pieces, stepped)
 
     def clear_state(self) -> None:
         """Discards all state; not a collective."""
         self.state.clear()
-        self._unsharded.clear()
-        self._stepped = {bucket: set() for bucket in self._mine}
+        for part in self.parts.values():
+            part.stepped, part.unsharded = set(), None
 
     def close(self) -> None:
         """Converts state that is kept by parameter to shards: every rank keeps its part."""
-        for bucket in list(self._unsharded):
-            states = {i: state for i, state in self._unsharded[bucket].items() if state}
-            self._put(bucket, BucketState.of(bucket, states, bucket.ranks.rank, checked=False))
-            del self._unsharded[bucket]
+        for bucket, part in self.parts.items():
+            if part.unsharded is not None:
+                states = {i: state for i, state in part.unsharded.items() if state}
+                self._put(bucket, OptimizerState.of(bucket, states, bucket.ranks.rank, checked=False))
+                part.unsharded = None
 
-    def _put(self, bucket: Bucket, unsharded: BucketState) -> None:
-        self._stepped[bucket] = set(unsharded.present)
+    def _put(self, bucket: Bucket, unsharded: OptimizerState) -> None:
+        self.parts[bucket].stepped = set(unsharded.present)
         self.separate(lambda other, i: other is not bucket or unsharded.kind(i))
         for entry in self.entries:
             if entry.bucket is bucket and not entry.is_own:
@@ -631,7 +661,7 @@ class ShardedOptimizer:
                 if state:
                     self.state[entry.param] = state
 
-    def _show_state(self) -> None:
+    def _expose_state(self) -> None:
         self.optimizer.state = self._seen if self._sharded else self.state
 
     def adopt_state(self) -> None:
@@ -642,51 +672,48 @@ class ShardedOptimizer:
             return
         if found is not self.state:
             self.state = defaultdict(dict)
-            self._unsharded = {bucket: {} for bucket in self._mine}
+            for part in self.parts.values():
+                part.unsharded = {}
             for key, value in found.items():
                 place = self._sharded.get(id(key))
                 if place is None:
                     self.state[key] = value
                 else:
-                    self._unsharded[place[0]][place[1]] = _in_master_type(place[0], value)
-            self._unsharded = {
-                bucket: states for bucket, states in self._unsharded.items() if states or self._stepped[bucket]
-            }
-        self._show_state()
+                    self._keep(place, _in_master_type(place[0], value))
+            for part in self.parts.values():
+                part.unsharded = part.unsharded if part.unsharded or part.stepped else None
+        self._expose_state()
 
     def before_state_dict(self) -> None:
         """Puts in the unsharded state, from which torch makes the usual state dict; a collective."""
-        self.settle()
+        self.refresh()
         states: dict[Any, Any] = {}
-        for bucket in self._mine:
-            unsharded = self._unsharded.get(bucket)
-            found = self._gathered(bucket) if unsharded is None else None
-            for i in sorted(self._mine[bucket]):
+        for bucket, part in self.parts.items():
+            found = self._gathered(bucket) if part.unsharded is None else None
+            for i in sorted(part.segments):
                 if id(bucket.params[i]) in self._sharded:
-                    state = (
-                        unsharded.get(i)
-                        if unsharded is not None
-                        else found.of_parameter(i)
-                        if found is not None
-                        else None
-                    )
+                    state = (part.unsharded or {}).get(i) if found is None else found.of_parameter(i)
                     if state:
                         states[bucket.params[i]] = state
-        ordered = {
-            p: states.get(p, self.state.get(p))
-            for p in chain.from_iterable(self.outside)
-            if p in states or (p in self.state and self.place_of(p) is None)
-        }
+        self.optimizer.state = self._with_others(states)
+
+    def _with_others(self, states: dict[Any, State]) -> defaultdict[Any, Any]:
+        """Returns the unsharded state of sharded parameters together with all other state, in the groups' order."""
+        found: defaultdict[Any, Any] = defaultdict(dict)
+        for p in chain.from_iterable(self.outside):
+            if p in states or (p in self.state and self.place_of(p) is None):
+                found[p] = states[p] if p in states else self.state[p]
         known = self._known()
-        self.optimizer.state = defaultdict(dict, ordered | {k: v for k, v in self.state.items() if id(k) not in known})
+        found.update({key: value for key, value in self.state.items() if id(key) not in known})
+        return found
 
     def after_state_dict(self) -> None:
-        self._show_state()
+        self._expose_state()
 
     def before_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Checks the state of sharded parameters, and withholds it from torch, which would cast it to the model's
         type."""
-        self.settle()
+        self.refresh()
         groups = state_dict["param_groups"]
         expected, got = [len(params) for params in self.outside], [len(group["params"]) for group in groups]
         if expected != got:
@@ -694,7 +721,7 @@ class ShardedOptimizer:
                 f"load_state_dict: rank {self.flat.ranks.rank} got an optimizer's state for groups of {got} "
                 f"parameters, expected {expected}; load the state of the same model and groups"
             )
-        found: dict[Bucket, dict[int, State]] = {bucket: {} for bucket in self._mine}
+        found: dict[Bucket, dict[int, State]] = {bucket: {} for bucket in self.parts}
         rest = dict(state_dict["state"])
         for group, params in zip(groups, self.outside, strict=True):
             for index, p in zip(group["params"], params, strict=True):
@@ -704,18 +731,17 @@ class ShardedOptimizer:
                     on_device = bool(group.get("capturable") or group.get("fused"))
                     found[place[0]][place[1]] = _loaded(place[0], state, on_device)
         known = _is_torchs(type(self.optimizer))
-        self._loading = {
-            home: BucketState.of(home, each, home.ranks.rank, checked=known) for home, each in found.items()
-        }
+        for bucket, part in self.parts.items():
+            part.loading = OptimizerState.of(bucket, found[bucket], bucket.ranks.rank, checked=known)
         return {**state_dict, "state": rest}
 
     def after_load(self) -> None:
         """Puts in the sharded parameters' state after torch has loaded the rest."""
-        loading, self._loading = self._loading, {}
         self.adopt_state()
-        self._unsharded.clear()
-        for bucket, unsharded in loading.items():
-            self._put(bucket, unsharded)
+        for bucket, part in self.parts.items():
+            loaded, part.loading, part.unsharded = part.loading, None, None
+            if loaded is not None:
+                self._put(bucket, loaded)
         self._enter()  # some optimizers convert an older state
         try:
             self.optimizer.__setstate__({"state": self.state, "param_groups": self.optimizer.param_groups})
@@ -725,7 +751,7 @@ class ShardedOptimizer:
     # ---- a step ---------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def working(self) -> Iterator[None]:
+    def in_step(self) -> Iterator[None]:
         """Inside the block, the optimizer has the parameters of step(), with gradients unless the user has set them
         to None."""
         self._adopt_user_changes()
@@ -737,15 +763,15 @@ class ShardedOptimizer:
 
     def _adopt_user_changes(self) -> None:
         """Takes over what users have changed since the last step."""
-        self.settle()
-        for bucket in self._mine:
+        self.refresh()
+        for bucket in self.parts:
             bucket.gradient.adopt_user_grads("step")
 
     def _begin_work(self) -> None:
         self.close()
-        for bucket in self._mine:
+        for bucket in self.parts:
             bucket.adopt_writes("step")
-        if any(0 < len(bucket.gradient.has) < len(bucket.params) for bucket in self._mine):
+        if any(0 < len(bucket.gradient.has) < len(bucket.params) for bucket in self.parts):
             self.separate(lambda bucket, i: i in bucket.gradient.has)
         self.host.refresh()
         self.host.arrive()
@@ -753,7 +779,7 @@ class ShardedOptimizer:
 
     def _enter(self) -> None:
         """Replaces the model's parameters by the shards."""
-        self._working = True
+        self._in_step = True
         self._forget_unsharded_gradients()
         for group, params in zip(self.optimizer.param_groups, self.inside, strict=True):
             group["params"][:] = params
@@ -768,11 +794,12 @@ class ShardedOptimizer:
         """Returns an entry's part of the reduced gradient."""
         bucket, host = entry.bucket, self.host.of(entry.bucket)
         reduced = bucket.gradient.reduced if host is None else host
-        return reduced[entry.start - bucket.start : entry.end - bucket.start].view(entry.values.shape)
+        start = bucket.start
+        return reduced[entry.start - start : entry.end - start].view(entry.values.shape)
 
     def _leave(self) -> None:
         """Puts the model's parameters back, with the values that step() has set."""
-        self._working = False
+        self._in_step = False
         self._forget_unsharded_gradients()
         if self.optimizer.state is not self.state:  # step() has assigned another mapping
             self.state = defaultdict(dict, self.optimizer.state)
@@ -786,7 +813,7 @@ class ShardedOptimizer:
         for entry in self.entries:
             if not entry.is_own:
                 entry.param.grad = None
-        self._show_state()
+        self._expose_state()
 
     def _forget_unsharded_gradients(self) -> None:
         """Drops cached unsharded gradients, because a step may change the gradients that it gets."""
@@ -802,7 +829,7 @@ class ShardedOptimizer:
             return None
 
         def with_the_model() -> Any:
-            if self._working:
+            if self._in_step:
                 self.after_step()
             loss = closure()
             self._begin_step()
@@ -824,27 +851,27 @@ class ShardedOptimizer:
                 flat.ranks.announce("step", flat.optimizers.number_of(self.optimizer), more=self._options())
         self._begin_work()
         self.options.steps += 1
-        for bucket, mine in self._mine.items():
+        for bucket, part in self.parts.items():
             if bucket.gradient.has_reduced:
-                self._stepped[bucket] |= bucket.gradient.has & mine
+                part.stepped |= bucket.gradient.has & part.segments
 
     def after_step(self) -> None:
         """Copies the result of the step to the model."""
         self._leave()
-        works = [(bucket, bucket.publish()) for bucket in self._mine]
-        for bucket, work in works:
-            self._flat_of[bucket].timed(work.wait)
+        works = [(part.flat, bucket.publish()) for bucket, part in self.parts.items()]
+        for flat, work in works:
+            flat.timed(work.wait)
 
     def _refuse_unreduced(self) -> None:
         """Raises for gradients that were not reduced, because the step would ignore them."""
-        for bucket, mine in self._mine.items():
+        for bucket, part in self.parts.items():
             ranks, gradient = bucket.ranks, bucket.gradient
             # They are added to the other ranks' next reduction.
             if ranks.joining is not None and ranks.joining.shadowing:
                 continue
             if gradient.has_reduced and not gradient.has_local:
                 continue
-            put = [i for i in mine if bucket.params[i].grad is not None]
+            put = [i for i in part.segments if bucket.params[i].grad is not None]
             if put:
                 raise InvalidArgumentError(
                     f"step: rank {ranks.rank} got a gradient of {bucket.names[min(put)]} that was not reduced, "
@@ -861,7 +888,7 @@ class ShardedOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discards the gradients; with ``set_to_none=False`` sets them to zero, as in torch."""
-        self.settle()
+        self.refresh()
         if not set_to_none:
             for flat in self.flats:
                 if flat.ranks.joining is None or flat.ranks.joining.module is flat.module:
@@ -870,7 +897,7 @@ class ShardedOptimizer:
         torchs = zero_grad is torch.optim.Optimizer.zero_grad  # it accesses nothing but `p.grad`
         with torch._C.DisableTorchFunctionSubclass() if torchs else nullcontext():
             zero_grad(self.optimizer, set_to_none=set_to_none)
-        for bucket in self._mine:
+        for bucket in self.parts:
             bucket.gradient.reconcile()
 
 
@@ -924,34 +951,14 @@ class UnshardedStates(defaultdict[Any, Any]):
     def __contains__(self, key: Any) -> bool:
         return self._sharded.has_state(key)
 
-    def keys(self) -> Any:
-        """Parameters that have state."""
-        return KeysView(self)
-
-    def values(self) -> Any:
-        """Each value is a collective."""
-        return ValuesView(self)
-
-    def items(self) -> Any:
-        """Each value is a collective."""
-        return ItemsView(self)
+    # Those of any mapping; each value is a collective.
+    keys, values, items = Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]
+    setdefault, popitem = MutableMapping.setdefault, MutableMapping.popitem
+    update = MutableMapping.update
 
     def clear(self) -> None:
         """Discards all state."""
         self._sharded.clear_state()
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """Same as dict.update."""
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Same as dict.setdefault."""
-        return MutableMapping.setdefault(self, key, default)
-
-    def popitem(self) -> Any:
-        """Same as dict.popitem."""
-        return MutableMapping.popitem(self)
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Returns the state of a key; a collective if there is state."""
@@ -981,42 +988,38 @@ class UnshardedStates(defaultdict[Any, Any]):
         return f"UnshardedStates of {len(self)} parameters"
 
 
-class _Hooks:
-    """The hooks that connect an optimizer to its `ShardedOptimizer`."""
+def _hook(optimizer: torch.optim.Optimizer, sharded: ShardedOptimizer) -> list[Any]:
+    """Connects an optimizer to its `ShardedOptimizer`, and returns the hooks' handles."""
+    before = optimizer.register_step_pre_hook(lambda _, args, kwargs: sharded.before_step(args, kwargs))
+    after = optimizer.register_step_post_hook(lambda _, args, kwargs: sharded.after_step())
+    # Other hooks then see the model's parameters.
+    optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
+    handles = [
+        before,
+        after,
+        optimizer.register_state_dict_pre_hook(lambda _: sharded.before_state_dict()),
+        optimizer.register_state_dict_post_hook(lambda _, state: sharded.after_state_dict(), prepend=True),
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: sharded.before_load(state)),
+        optimizer.register_load_state_dict_post_hook(lambda _: sharded.after_load(), prepend=True),
+    ]
+    # Weak, because a reference cycle would keep the optimizer alive until garbage collection.
+    here = weakref.ref(optimizer)
+    optimizer.register_step_pre_hook = partial(_register_before, here, before.id)
+    optimizer.zero_grad = partial(_zero_grad, here)
+    return handles
 
-    def __init__(self, sharded: ShardedOptimizer) -> None:
-        optimizer = sharded.optimizer
-        self._before = optimizer.register_step_pre_hook(lambda _, args, kwargs: sharded.before_step(args, kwargs))
-        after = optimizer.register_step_post_hook(lambda _, args, kwargs: sharded.after_step())
-        # Other hooks then see the model's parameters.
-        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
-        self._handles = [
-            self._before,
-            after,
-            optimizer.register_state_dict_pre_hook(lambda _: sharded.before_state_dict()),
-            optimizer.register_state_dict_post_hook(lambda _, state: sharded.after_state_dict(), prepend=True),
-            optimizer.register_load_state_dict_pre_hook(lambda _, state: sharded.before_load(state)),
-            optimizer.register_load_state_dict_post_hook(lambda _: sharded.after_load(), prepend=True),
-        ]
-        # Weak, because a reference cycle would keep the optimizer alive until garbage collection.
-        here = weakref.ref(optimizer)
-        optimizer.register_step_pre_hook = partial(self._register_before, here)
-        optimizer.zero_grad = partial(_zero_grad, here)
 
-    def remove(self, optimizer: torch.optim.Optimizer) -> None:
-        """Makes the optimizer a plain one again."""
-        for handle in self._handles:
-            handle.remove()
-        for name in ("register_step_pre_hook", "zero_grad", "_ringcomm"):
-            delattr(optimizer, name)
+def _register_before(here: weakref.ref[torch.optim.Optimizer], number: int, hook: Callable[..., Any]) -> Any:
+    """Registers other pre-step hooks before ours, so that they see the model's parameters.
 
-    def _register_before(self, here: weakref.ref[torch.optim.Optimizer], hook: Callable[..., Any]) -> Any:
-        """Registers other pre-step hooks before ours, so that they see the model's parameters."""
-        optimizer = here()
-        assert optimizer is not None
-        handle = type(optimizer).register_step_pre_hook(optimizer, hook)
-        optimizer._optimizer_step_pre_hooks.move_to_end(self._before.id)
-        return handle
+    Args:
+        number: our hook's.
+    """
+    optimizer = here()
+    assert optimizer is not None
+    handle = type(optimizer).register_step_pre_hook(optimizer, hook)
+    optimizer._optimizer_step_pre_hooks.move_to_end(number)
+    return handle
 
 
 def _zero_grad(here: weakref.ref[Any], set_to_none: bool = True) -> None:
@@ -1026,10 +1029,10 @@ def _zero_grad(here: weakref.ref[Any], set_to_none: bool = True) -> None:
     optimizer._ringcomm.zero_grad(set_to_none)
 
 
-def _place_of(p: Any) -> tuple[Bucket, int] | None:
+def _place_of(p: Any) -> Place | None:
     """Returns the place of a wrapped model's trained parameter."""
     place = place_of(p)
-    return None if place is None or not place.bucket.trainable else (place.bucket, place.index)
+    return None if place is None or not place.bucket.trainable else place
 
 
 def _like(p: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
@@ -1061,7 +1064,7 @@ def _in_type_of(bucket: Bucket, state: State, settings: dict[str, Any]) -> State
     """Returns a parameter's state for a plain optimizer: on the parameter's device, and in the parameter's type if
     the master weights have another."""
     on_host = not (settings.get("capturable") or settings.get("fused"))
-    wide, own = bucket.types.master, bucket.dtype
+    wide, own = bucket.types.master, bucket.types.module
     return {
         key: value
         if not torch.is_tensor(value) or (key == "step" and on_host)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ringcomm.data_parallel.bucket import Bucket
+from ringcomm.data_parallel.group import DataParallelGroup
 from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError
 
 State = dict[str, Any]
@@ -27,10 +28,12 @@ class Entry:
     """The parameter that the optimizer sees during step() in place of some of the model's parameters.
 
     Attributes:
+        group: index of the optimizer's parameter group.
         values, address: the part of the master weights that ``param`` covers, and its address.
     """
 
     bucket: Bucket
+    group: int
     start: int  # offset in the bucket's buffer
     end: int
     segments: tuple[int, ...]
@@ -45,8 +48,8 @@ class Entry:
 
 
 @dataclass
-class BucketState:
-    """The unsharded state of a bucket.
+class OptimizerState:
+    """An optimizer's unsharded state of a bucket.
 
     Attributes:
         alike: state with one value per element, such as moments, in tensors as long as the bucket's buffer.
@@ -62,7 +65,7 @@ class BucketState:
     holders: dict[str, set[int]] = field(default_factory=dict)
 
     @staticmethod
-    def gathered(bucket: Bucket, pieces: Sequence[tuple[Entry, State]], stepped: set[int]) -> BucketState:
+    def gathered(bucket: Bucket, pieces: Sequence[tuple[Entry, State]], stepped: set[int]) -> OptimizerState:
         """Builds the state from every rank's pieces; a collective.
 
         Args:
@@ -90,21 +93,22 @@ class BucketState:
                         other.setdefault(segment, {})[key] = value
         known = {segment for piece, state in pieces if state for segment in stepped & {*piece.segments}}
         if bucket.stage > 0:
-            keys, other, known, holders = _shared(bucket, owned, other, known, holders)
+            types = {key: value.dtype for key, value in owned.items()}
+            keys, other, known, holders = merged(bucket.ranks, bucket.device, types, other, known, holders)
             for key, dtype in keys:
                 if key not in owned:
                     owned[key] = torch.zeros(bucket.end - bucket.start, dtype=dtype, device=bucket.master.device)
             owned = {key: bucket.gather_owned(owned[key]) for key, _ in keys}
-        return BucketState(bucket, owned, other, known, holders)
+        return OptimizerState(bucket, owned, other, known, holders)
 
     @staticmethod
-    def of(bucket: Bucket, parameters: dict[int, State], rank: int, checked: bool) -> BucketState:
+    def of(bucket: Bucket, parameters: dict[int, State], rank: int, checked: bool) -> OptimizerState:
         """Builds the state from the state of each parameter.
 
         Args:
             checked: whether moments must have their parameter's shape.
         """
-        found = BucketState(bucket, present=set(parameters))
+        found = OptimizerState(bucket, present=set(parameters))
         for i, state in parameters.items():
             segment = bucket.layout.segments[i]
             for key, value in state.items():
@@ -194,7 +198,7 @@ def _same(a: Any, b: Any) -> bool:
     return bool(torch.equal(a, b)) if torch.is_tensor(a) and torch.is_tensor(b) else bool(a == b)
 
 
-def unpacked(payload: bytes, device: torch.device) -> Any:
+def _unpacked(payload: bytes, device: torch.device) -> Any:
     """Decodes a rank's message: tensors of that rank's device move to this rank's, host tensors stay on the host."""
 
     def place(storage: Any, where: str) -> Any:
@@ -203,9 +207,10 @@ def unpacked(payload: bytes, device: torch.device) -> Any:
     return torch.load(io.BytesIO(payload), map_location=place, weights_only=False)
 
 
-def _shared(
-    bucket: Bucket,
-    owned: dict[str, torch.Tensor],
+def merged(
+    ranks: DataParallelGroup,
+    device: torch.device,
+    types: dict[str, torch.dtype],
     other: dict[int, State],
     known: set[int],
     holders: dict[str, set[int]],
@@ -213,13 +218,13 @@ def _shared(
     """Merges all ranks' knowledge: the keys of per-element state, in one order; all other state; the segments with
     any state; and the segments with each key."""
     buffer = io.BytesIO()
-    torch.save(([(key, value.dtype) for key, value in owned.items()], other, known, holders), buffer)
+    torch.save((types, other, known, holders), buffer)
     keys: dict[str, torch.dtype] = {}
     merged: dict[int, State] = {}
     present: set[int] = set()
     having: dict[str, set[int]] = {}
-    for payload in bucket.ranks.exchange(buffer.getvalue()):
-        theirs_keys, theirs, theirs_known, theirs_holders = unpacked(payload, bucket.device)
+    for payload in ranks.exchange(buffer.getvalue()):
+        theirs_keys, theirs, theirs_known, theirs_holders = _unpacked(payload, device)
         keys.update(theirs_keys)
         for i, state in theirs.items():
             merged.setdefault(i, {}).update(state)

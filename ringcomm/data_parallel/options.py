@@ -38,6 +38,11 @@ class Options:
         self._values: list[Any] = []
         self._checksum = 0
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer, while a user has it."""
+        return self._optimizer()
+
     def _groups(self) -> list[dict[str, Any]]:
         optimizer = self._optimizer()
         return [] if optimizer is None else optimizer.param_groups

@@ -25,7 +25,7 @@ from torch import nn
 
 from ringcomm import errors
 from ringcomm.comm.communicator import Communicator
-from ringcomm.data_parallel.layout import Atom, FlatLayout, Spec
+from ringcomm.data_parallel.layout import Atom, FlatLayout, Segment
 from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, RingcommError
 
 STEP, PULL, STATE, LEAVE = range(4)
@@ -66,9 +66,9 @@ class FlatParameters:
     def __init__(
         self, named: Sequence[tuple[str, nn.Parameter]], group_of: dict[int, int], servers: int, atom: Atom
     ) -> None:
-        kinds: dict[torch.dtype, list[Spec]] = {}
+        kinds: dict[torch.dtype, list[Segment]] = {}
         for name, p in named:
-            kinds.setdefault(p.dtype, []).append(Spec(name, tuple(p.shape), group_of[id(p)]))
+            kinds.setdefault(p.dtype, []).append(Segment(name, tuple(p.shape), group_of[id(p)]))
         by_name = dict(named)
         self.joins = atom == "element"
         self.layouts = [FlatLayout.build(specs, dtype, servers, atom) for dtype, specs in kinds.items()]

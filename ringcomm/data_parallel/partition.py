@@ -4,6 +4,7 @@ same at every stage and on every rank."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,10 +14,10 @@ from torch import nn
 
 from ringcomm.data_parallel.bucket import Bucket
 from ringcomm.data_parallel.group import DataParallelGroup
-from ringcomm.data_parallel.layout import Atom, FlatLayout, Spec, up
+from ringcomm.data_parallel.layout import Atom, FlatLayout, Segment, up
 from ringcomm.data_parallel.precision import MixedPrecision, Types
 from ringcomm.data_parallel.shard_spec import part_of, renew_parts
-from ringcomm.data_parallel.sharded_model import Unit, place_of
+from ringcomm.data_parallel.sharded_model import Config, Unit, place_of
 from ringcomm.data_parallel.sharded_parameter import ShardedParameter
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 
@@ -27,44 +28,41 @@ PROBES = ((4 << 10, 20), (4 << 20, 3))  # bytes and repetitions of the timed mes
 LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 1 << 20, 16 << 20
 
 
+UnitParts = tuple[str, Sequence[nn.Module], Sequence[tuple[str, nn.Parameter]], bool | None]
+"""A unit's name, modules and parameters, and whether it is resharded after forward."""
+
+
 @dataclass(frozen=True)
 class BucketBuilder:
     """The settings that all units of a model share."""
 
+    config: Config
     ranks: DataParallelGroup
-    stage: int
-    precision: MixedPrecision
     bucket_bytes: int
     atom: Atom
-    tree: bool
-    master_device: torch.device | None
     optimizer_group: Mapping[int, int]  # by id of the parameter
     kept: frozenset[int] = frozenset()  # ids of parameters that compute in their own type
     send: bool = True  # whether all ranks get the first rank's values
     device: torch.device | None = None  # where parameters on meta get memory
 
     def unit(
-        self, name: str, modules: Sequence[nn.Module], params: Sequence[tuple[str, nn.Parameter]], reshard: bool
+        self, name: str, modules: Sequence[nn.Module], params: Sequence[tuple[str, nn.Parameter]], reshard: bool | None
     ) -> Unit:
         """Returns a unit and its buckets. Parameters that differ in element type, device or whether they are trained
         are in different buckets."""
-        buckets = [bucket for some in self._alike(params) for bucket in self._buckets(some)]
-        return Unit(name, modules, buckets, reshard)
-
-    def _alike(self, params: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
         kinds: dict[tuple[torch.dtype, Types, bool, torch.device], list[tuple[str, nn.Parameter]]] = {}
         for name, p in params:
             device = self.device if p.is_meta and self.device is not None else p.device
             kinds.setdefault((p.dtype, self._types(p), p.requires_grad, device), []).append((name, p))
-        return list(kinds.values())
+        buckets = [bucket for (_, types, *_), some in kinds.items() for bucket in self._buckets(some, types)]
+        return Unit(name, modules, buckets, reshard)
 
     def _types(self, p: nn.Parameter) -> Types:
-        kept = id(p) in self.kept
-        return (MixedPrecision(reduce_dtype=self.precision.reduce_dtype) if kept else self.precision).types_of(p.dtype)
+        kept, precision = id(p) in self.kept, self.config.mixed_precision
+        return (MixedPrecision(reduce_dtype=precision.reduce_dtype) if kept else precision).types_of(p.dtype)
 
-    def _buckets(self, params: list[tuple[str, nn.Parameter]]) -> list[Bucket]:
+    def _buckets(self, params: list[tuple[str, nn.Parameter]], types: Types) -> list[Bucket]:
         """Makes the buckets in order, each at most ``bucket_bytes`` unless a single parameter is larger."""
-        types = self._types(params[0][1])
         each = types.compute.itemsize
         cut: list[list[tuple[str, nn.Parameter]]] = [[]]
         for name, p in params:
@@ -72,11 +70,10 @@ class BucketBuilder:
             if cut[-1] and so_far + p.numel() * each > self.bucket_bytes:
                 cut.append([])
             cut[-1].append((name, p))
-        return [self._group(some) for some in cut]
+        return [self._bucket(some, types) for some in cut]
 
-    def _group(self, params: list[tuple[str, nn.Parameter]]) -> Bucket:
-        types = self._types(params[0][1])
-        specs = [Spec(name, tuple(p.shape), self.optimizer_group.get(id(p), 0)) for name, p in params]
+    def _bucket(self, params: list[tuple[str, nn.Parameter]], types: Types) -> Bucket:
+        specs = [Segment(name, tuple(p.shape), self.optimizer_group.get(id(p), 0)) for name, p in params]
         # Its alignment is valid for both types.
         narrowest = min((types.compute, types.master), key=lambda dtype: dtype.itemsize)
         layout = FlatLayout.build(specs, narrowest, self.ranks.world_size, self.atom)
@@ -87,10 +84,10 @@ class BucketBuilder:
             ordered,
             self.ranks,
             types,
-            self.stage,
+            self.config.stage,
             ShardedParameter,
-            tree=self.tree,
-            master_device=self.master_device,
+            tree=self.config.accumulation == "tree",
+            master_device=self.config.offload,
             send=self.send,
             device=self.device if any(p.is_meta for p in ordered) else None,
         )
@@ -239,23 +236,51 @@ def is_compiled(module: nn.Module) -> bool:
 def owned_by_one(blocks: Sequence[tuple[str, nn.Module]], module: nn.Module) -> dict[int, str]:
     """Returns the parameters that lie in one block and nowhere else in the module, as id -> block; of nested blocks
     the innermost. Tied parameters used outside belong to the whole module."""
-    uses: dict[int, int] = {}
-    for each in module.modules():
-        for p in each._parameters.values():
-            if p is not None:
-                uses[id(p)] = uses.get(id(p), 0) + 1
+    uses = _uses(module)
     found: dict[int, str] = {}
     for name, block in sorted(blocks, key=lambda each: -sum(1 for _ in each[1].modules())):
-        inside: dict[int, int] = {}
-        for each in block.modules():
-            for p in each._parameters.values():
-                if p is not None:
-                    inside[id(p)] = inside.get(id(p), 0) + 1
-        found |= {key: name for key, count in inside.items() if count == uses[key]}
+        found |= {key: name for key, count in _uses(block).items() if count == uses[key]}
     return found
 
 
+def _uses(module: nn.Module) -> Counter[int]:
+    """Returns by id how many modules inside have a parameter."""
+    return Counter(id(p) for each in module.modules() for p in each._parameters.values() if p is not None)
+
+
+def units_of(
+    module: nn.Module,
+    params: list[tuple[str, nn.Parameter]],
+    blocks: list[tuple[str, nn.Module]],
+    reshard: bool | None,
+    least_bytes: int,
+) -> list[UnitParts]:
+    """Returns what the units of a module are made of: runs of its blocks, and last the module itself with the
+    parameters in no block.
+
+    Args:
+        least_bytes: small blocks are joined into runs of this size.
+    """
+    blocks = list({id(block): (name, block) for name, block in reversed(blocks)}.values())[::-1]  # by the first name
+    owned = owned_by_one(blocks, module)
+    units: list[UnitParts] = []
+    taken: set[int] = set()
+    names = {id(block): name for name, block in blocks}
+    for name, modules in runs_of(blocks, owned, least_bytes):
+        inside = {names[id(each)] for each in modules}
+        mine = [(key, p) for key, p in params if owned.get(id(p)) in inside]
+        if mine:
+            taken |= {id(p) for _, p in mine}
+            units.append((name, modules, mine, reshard))
+    return [*units, ("", [module], [(key, p) for key, p in params if id(p) not in taken], False)]
+
+
 # ---- buckets -----------------------------------------------------------------------------------------------------
+
+
+def bucket_bytes(cap_mb: float | None, ranks: DataParallelGroup) -> int:
+    """Returns the most bytes of a bucket; a collective if they are to be measured."""
+    return measured_bucket_bytes(ranks) if cap_mb is None else max(1, int(cap_mb * (1 << 20)))
 
 
 def measured_bucket_bytes(ranks: DataParallelGroup) -> int:

@@ -24,7 +24,6 @@ class MixedPrecision:
             once. 8-bit gradients are scaled by each parameter's largest magnitude on any rank; they keep 3 (e4m3) or 2
             (e5m2) bits of fraction, and lose elements below about 2**-18 (e4m3) or 2**-32 (e5m2) of the largest. None:
             the type of the master weights.
-            master weights.
         output_dtype: type of the module's outputs.
         cast_forward_inputs: whether floating point inputs of a unit are cast to ``param_dtype``.
         master_dtype: None: float32 for a module in float32 or in 16 bits with a ``param_dtype``, else the module's
@@ -55,12 +54,12 @@ class MixedPrecision:
     def types_of(self, dtype: torch.dtype) -> Types:
         """Returns the types of a parameter of ``dtype``."""
         if not dtype.is_floating_point:
-            return Types(dtype, dtype, dtype)
+            return Types(dtype, dtype, dtype, dtype)
         compute = self.param_dtype or dtype
         master = self.master_dtype
         if master is None:
             master = dtype if self.param_dtype is None or dtype == torch.float64 else torch.float32
-        return Types(compute, master, self.reduce_dtype or master)
+        return Types(dtype, compute, master, self.reduce_dtype or master)
 
     def cast(self, value: Any, dtype: torch.dtype | None) -> Any:
         """Returns ``value`` with its floating point tensors in ``dtype``. A container that needs no cast is returned
@@ -104,8 +103,10 @@ def precision_of(policy: Any, call: str, argument: str) -> MixedPrecision:
 
 @dataclass(frozen=True)
 class Types:
-    """The element types of one parameter: in forward and backward, in the optimizer, and of gradients when sent."""
+    """The element types of one parameter: in the module as it was built, in forward and backward, in the optimizer, and
+    of gradients when sent."""
 
+    module: torch.dtype
     compute: torch.dtype
     master: torch.dtype
     wire: torch.dtype

@@ -4,8 +4,8 @@ later."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,12 +14,23 @@ from typing_extensions import TypeVar
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import communicator_of
-from ringcomm.data_parallel.arguments import ATOM, INIT, MODULE, OFFLOAD, OPTIMIZER, PRECISION, RANKS, STAGE, UNITS
-from ringcomm.data_parallel.deferred_init import InitFn, Waiting
-from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh
+from ringcomm.data_parallel.arguments import (
+    ATOM,
+    INIT,
+    MODULE,
+    OFFLOAD,
+    OPTIMIZER,
+    PRECISION,
+    RANKS,
+    STAGE,
+    UNITS,
+    Units,
+)
+from ringcomm.data_parallel.build import build
+from ringcomm.data_parallel.deferred_init import InitFn
+from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh, refuse_several
 from ringcomm.data_parallel.layout import Atom
-from ringcomm.data_parallel.meta import device_of, real_device
-from ringcomm.data_parallel.module_state import keep_ordinary_state
+from ringcomm.data_parallel.meta import real_device
 from ringcomm.data_parallel.optimizer import (
     attach,
     find_sharded_optimizer,
@@ -28,22 +39,18 @@ from ringcomm.data_parallel.optimizer import (
     refuse_unusable,
     restage_model,
     unwrap_model,
-    watch_optimizers,
 )
 from ringcomm.data_parallel.partition import (
-    BucketBuilder,
     blocks_of,
+    bucket_bytes,
     facts_of,
-    kept_in_their_type,
-    measured_bucket_bytes,
     named_parameters,
-    owned_by_one,
-    runs_of,
+    units_of,
 )
 from ringcomm.data_parallel.precision import MixedPrecision
 from ringcomm.data_parallel.shard_spec import part_of
-from ringcomm.data_parallel.sharded_model import ShardedModel, Unit, Wrapping, place_of, sharded_model_of
-from ringcomm.data_parallel.unit_module import mix_in
+from ringcomm.data_parallel.sharded_model import Config, ShardedModel, place_of, sharded_model_of
+from ringcomm.data_parallel.unit_module import UnitModule
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.validation import FLAG, POSITIVE, expects, one_of
 
@@ -55,7 +62,6 @@ if TYPE_CHECKING:
 CUT = "of a model that is cut over tp or pp pass mesh=, or the communicator of ranks that have the same part"
 _Module = TypeVar("_Module", bound=nn.Module)
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer | None, default=None)
-Units = Sequence[nn.Module] | type[nn.Module] | tuple[type[nn.Module], ...] | None
 
 
 @expects(
@@ -110,7 +116,6 @@ def shard(
         units: modules, or their classes, whose parameters are communicated together; None: the blocks of the module's
             lists, joined while they are small; if the module is smaller than a bucket, the module itself. Parameters
             outside all units belong to the module's own unit.
-            belongs to the module itself.
         bucket_cap_mb: size of a message in MiB; None: the size at which latency becomes a small part of its time,
             measured now.
         reshard_after_forward: whether stage 3 frees a unit's parameters between forward and backward.
@@ -134,99 +139,68 @@ def shard(
              optimizer that cannot be sharded. MismatchError: the ranks have different modules.
     """
     flat = sharded_model_of(module)
-    wish = _Wish(
+    config = Config(
         2 if stage is None else stage, units, mixed_precision or MixedPrecision(), bucket_cap_mb, reshard_after_forward,
         broadcast_buffers, accumulation, atom, _host(offload), init_fn is not False,
     )  # fmt: skip
     if flat is None or optimizer is None:
-        flat = _wrap(module, optimizer, _ranks(comm, mesh, module), wish, init_fn)
+        flat = _wrap(module, optimizer, _ranks(comm, mesh, module), config, init_fn)
     else:
-        wish.refuse_other(flat, stage, comm, mesh, init_fn)
+        _refuse_other(flat, config, stage, comm, mesh, init_fn)
     if optimizer is not None:
         attach(optimizer, flat, "shard")
     return module, optimizer
 
 
-@dataclass(frozen=True)
-class _Wish:
-    """The arguments of `shard` that configure how the module is wrapped."""
-
-    stage: int
-    units: Units
-    mixed_precision: MixedPrecision
-    bucket_cap_mb: float | None
-    reshard_after_forward: bool
-    broadcast_buffers: bool
-    accumulation: str
-    atom: Atom | None
-    offload: torch.device | None
-    init_fn: bool
-
-    def facts(self, blocks: list[tuple[str, nn.Module]]) -> list[str]:
-        """Returns the facts that ranks must agree on, one line per argument."""
-        named = {**vars(self), "units": "the blocks" if self.units is None else [name for name, _ in blocks]}
-        return [f"{name}={value}" for name, value in named.items()]
-
-    def refuse_other(self, flat: ShardedModel, stage: int | None, comm: Any, mesh: Any, init_fn: Any) -> None:
-        """Raises for arguments that differ from those with which the module was wrapped. Omitted arguments are not
-        compared."""
-        defaults = _Wish(2, None, MixedPrecision(), None, True, True, "sequential", None, None, True)
-        over = flat.ranks.comm if flat.ranks.replicas is None else (flat.ranks.comm, flat.ranks.replicas)
-        before = flat.wrapping.arguments or defaults
-        found = {**vars(before), "stage": flat.stage, "comm": over, "mesh": flat.ranks.mesh}
-        given = {name: value for name, value in vars(self).items() if value != getattr(defaults, name)}
-        others = {"stage": stage, "comm": comm, "mesh": mesh, "init_fn": init_fn if callable(init_fn) else None}
-        given |= {name: value for name, value in others.items() if value is not None}
-        for name, value in given.items():
-            if value != found[name]:
-                raise InvalidArgumentError(
-                    f"shard: rank {flat.ranks.rank} got {name}={value} for a module that is wrapped with "
-                    f"{name}={found[name]}, expected the optimizer alone; use ringcomm.restage for another stage, or "
-                    "take the module out with ringcomm.unshard and wrap it anew"
-                )
+def _refuse_other(
+    flat: ShardedModel, config: Config, stage: int | None, comm: Any, mesh: Any, init_fn: InitFn | Literal[False] | None
+) -> None:
+    """Raises for arguments that differ from those with which the module was wrapped. Omitted arguments are not
+    compared."""
+    over = flat.ranks.comm if flat.ranks.replicas is None else (flat.ranks.comm, flat.ranks.replicas)
+    found = {**vars(flat.config), "stage": flat.stage, "comm": over, "mesh": flat.ranks.mesh}
+    defaults = vars(Config())
+    given = {name: value for name, value in vars(config).items() if value != defaults[name]}
+    others = {"stage": stage, "comm": comm, "mesh": mesh, "init_fn": init_fn if callable(init_fn) else None}
+    given |= {name: value for name, value in others.items() if value is not None}
+    for name, value in given.items():
+        if value != found[name]:
+            raise InvalidArgumentError(
+                f"shard: rank {flat.ranks.rank} got {name}={value} for a module that is wrapped with "
+                f"{name}={found[name]}, expected the optimizer alone; use ringcomm.restage for another stage, or "
+                "take the module out with ringcomm.unshard and wrap it anew"
+            )
 
 
 def _wrap(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     ranks: DataParallelGroup,
-    wish: _Wish,
+    config: Config,
     init_fn: InitFn | Literal[False] | None,
 ) -> ShardedModel:
-    blocks = _blocks(module, wish.units)
-    params = _checked(module, [block for _, block in blocks], optimizer, ranks, wish, wish.facts(blocks))
-    device = device_of(ranks.comm, module)
-    waiting = Waiting(module, device, init_fn, "shard", ranks.rank)
+    blocks = _blocks(module, config.units)
+    asks = config.facts([name for name, _ in blocks])
+    params = _checked(module, [block for _, block in blocks], optimizer, ranks, config, asks)
     needed = "element" if optimizer is None or is_elementwise(optimizer) else "tensor"
-    cap = measured_bucket_bytes(ranks) if wish.bucket_cap_mb is None else int(wish.bucket_cap_mb * (1 << 20))
-    if _is_one_unit(params, wish, cap):
+    cap = bucket_bytes(config.bucket_cap_mb, ranks)
+    if _is_one_unit(params, config, cap):
         blocks = []
     groups = [] if optimizer is None else optimizer.param_groups
-    builder = BucketBuilder(
-        ranks=ranks,
-        stage=wish.stage,
-        precision=wish.mixed_precision,
-        bucket_bytes=max(1, cap),
-        atom=needed if wish.atom is None else wish.atom,
-        tree=wish.accumulation == "tree",
-        master_device=wish.offload,
+    flat = build(
+        module,
+        ranks,
+        replace(config, composed=optimizer is None),  # then it may be attached later, as with fully_shard
+        units_of(module, params, blocks, config.reshard_after_forward, cap if config.units is None else 0),
+        call="shard",
+        mixin=UnitModule,
+        bucket_bytes=cap,
+        atom=needed if config.atom is None else config.atom,
         optimizer_group={id(p): number for number, group in enumerate(groups) for p in group["params"]},
-        kept=kept_in_their_type(module),
-        device=device,
+        init_fn=init_fn,
     )
-    units = units_of(module, builder, params, blocks, wish.reshard_after_forward, wish.units is None)
-    waiting.initialise([unit.buckets for unit in units])
-    later = optimizer is None  # it may be attached later, as with fully_shard
-    wrapping = Wrapping(wish.mixed_precision, composed=later, arguments=wish)
-    flat = ShardedModel(module, ranks, units, wish.broadcast_buffers, wrapping)
-    for unit in units:
-        for each in unit.modules:
-            mix_in(each, unit)
-    if wish.broadcast_buffers:
+    if config.broadcast_buffers:
         flat.send_buffers()
-    flat.contents.unmade = waiting.left_in(flat.buckets)
-    keep_ordinary_state(flat)
-    watch_optimizers()
     return flat
 
 
@@ -235,13 +209,13 @@ def _checked(
     units: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None,
     ranks: DataParallelGroup,
-    wish: _Wish,
+    config: Config,
     asks: list[str],
 ) -> list[tuple[str, nn.Parameter]]:
     """Returns the module's parameters, after checking that it and the optimizer can be sharded and that all ranks
     ask for the same."""
     if optimizer is not None:
-        refuse_unusable(optimizer, "shard", ranks.rank, wish.stage)
+        refuse_unusable(optimizer, "shard", ranks.rank, config.stage)
     for each in [module, *units]:
         if isinstance(each, torch.jit.ScriptModule):
             raise UnsupportedError(
@@ -256,7 +230,7 @@ def _checked(
     if optimizer is not None:
         refuse_foreign(optimizer, module, "shard", ranks.rank)
     partial = ranks.mesh is None and any(part_of(p).is_partial for _, p in params)
-    ranks.agree("shard", facts_of(module, sends_buffers=wish.broadcast_buffers), CUT if partial else "")
+    ranks.agree("shard", facts_of(module, sends_buffers=config.broadcast_buffers), CUT if partial else "")
     ranks.agree("shard", [*asks, *_groups_of(optimizer, params)])
     return params
 
@@ -271,45 +245,15 @@ def _groups_of(optimizer: torch.optim.Optimizer | None, params: list[tuple[str, 
     ]
 
 
-def _is_one_unit(params: list[tuple[str, nn.Parameter]], wish: _Wish, cap: int) -> bool:
+def _is_one_unit(params: list[tuple[str, nn.Parameter]], config: Config, cap: int) -> bool:
     """Whether all parameters fit into one bucket, so that one message replaces several short ones."""
-    return wish.units is None and wish.bucket_cap_mb is None and sum(p.nbytes for _, p in params) <= cap
-
-
-def units_of(
-    module: nn.Module,
-    builder: BucketBuilder,
-    params: list[tuple[str, nn.Parameter]],
-    blocks: list[tuple[str, nn.Module]],
-    reshard: bool,
-    join: bool,
-) -> list[Unit]:
-    """Returns the units of a module: runs of its blocks, and last the module itself with the parameters in no block.
-
-    Args:
-        join: whether to join small blocks into runs of a bucket's size.
-    """
-    blocks = list({id(block): (name, block) for name, block in reversed(blocks)}.values())[::-1]  # by the first name
-    owned = owned_by_one(blocks, module)
-    runs = runs_of(blocks, owned, builder.bucket_bytes if join else 0)
-    units: list[Unit] = []
-    taken: set[int] = set()
-    names = {id(block): name for name, block in blocks}
-    for name, modules in runs:
-        inside = {names[id(each)] for each in modules}
-        mine = [(key, p) for key, p in params if owned.get(id(p)) in inside]
-        if mine:
-            taken |= {id(p) for _, p in mine}
-            units.append(builder.unit(name, modules, mine, reshard))
-    units.append(builder.unit("", [module], [(key, p) for key, p in params if id(p) not in taken], False))
-    return units
+    return config.units is None and config.bucket_cap_mb is None and sum(p.nbytes for _, p in params) <= cap
 
 
 def _ranks(
     comm: Communicator | tuple[Communicator, Communicator] | None, mesh: DeviceMesh | Mesh | None, module: nn.Module
 ) -> DataParallelGroup:
-    if comm is not None and mesh is not None:
-        raise InvalidArgumentError("shard: got both comm and mesh, expected one of them; leave one out")
+    refuse_several("shard", comm=comm, mesh=mesh)
     device = real_device(module)
     if mesh is not None:
         return ranks_of_mesh(mesh, "shard", device)
@@ -410,12 +354,10 @@ def stage_of(module: nn.Module) -> int:
 
 
 @expects("no_sync", module=MODULE)
-@contextmanager
-def no_sync(module: nn.Module) -> Iterator[None]:
+def no_sync(module: nn.Module) -> AbstractContextManager[None]:
     """Backward passes of a sharded module inside only accumulate on this rank, at every stage; the next one outside
     reduces the sums. Until then stages 2 and 3 hold unsharded gradients."""
-    with _wrapped(module, "no_sync").sync.paused():
-        yield
+    return _wrapped(module, "no_sync").sync.no_sync()
 
 
 @expects("whole", module=MODULE)
@@ -431,7 +373,7 @@ def whole(module: nn.Module) -> Iterator[None]:
     units = [unit for unit in flat.units if any(id(p) in mine for bucket in unit.buckets for p in bucket.params)]
     sharded = [unit for unit in flat.units if not unit.is_unsharded]
     if sharded:
-        flat.timed(flat.ranks.meet)
+        flat.timed(flat.ranks.barrier)
     for unit in units:
         unit.gather()
     try:

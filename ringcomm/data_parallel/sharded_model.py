@@ -30,7 +30,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -45,10 +45,11 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from ringcomm import _C
-from ringcomm.data_parallel.arguments import LAST_STAGE
+from ringcomm.data_parallel.arguments import LAST_STAGE, Units
 from ringcomm.data_parallel.bucket import Bucket, Gathered, ViewData, Window, in_transform
 from ringcomm.data_parallel.dynamo import eager, skipped
 from ringcomm.data_parallel.group import DataParallelGroup
+from ringcomm.data_parallel.layout import Atom
 from ringcomm.data_parallel.module_contents import ModuleContents
 from ringcomm.data_parallel.options import CHECKSUM_NBYTES, AttachedOptimizers, differ, with_complement
 from ringcomm.data_parallel.precision import MixedPrecision
@@ -72,41 +73,52 @@ _COLLECTIVES = {  # by stage, for the note added to an error
 IN_FLIGHT = 2  # reductions at stages 2 and 3 at the same time, each with its own unsharded buffer
 
 
-class _Calling(threading.local):
-    """The stage 3 models that have calls running in this thread."""
-
-    flats: Sequence[ShardedModel] = ()
+_thread = threading.local()
 
 
-_calling = _Calling()
+@dataclass
+class UnitCalls:
+    """The calls of a unit whose graph is not used up.
+
+    Attributes:
+        first: number of the first one; None: there is none; 0: it is from an older forward pass.
+        trained: how many there were in training.
+        checkpointed: whether one of these had no graph, as in reentrant checkpointing.
+    """
+
+    first: int | None = None
+    trained: int = 0
+    checkpointed: bool = False
 
 
 class Unit:
     """Modules that are called one after another, and their buckets.
 
     Args:
-        reshard_after_forward: whether stage 3 frees the parameters between forward and backward.
+        reshard_after_forward: whether stage 3 frees the parameters between forward and backward; None: unless the unit
+            is the outermost one.
+
+    Attributes:
+        recomputed: whether backward has run a call again; None: unknown.
+        came_twice: whether a gradient has unexpectedly come twice.
+        calling: the module whose call is running.
+        undo: calls that undo what wrapping did to the modules.
     """
 
     def __init__(
-        self, name: str, modules: Sequence[nn.Module], buckets: Sequence[Bucket], reshard_after_forward: bool
+        self, name: str, modules: Sequence[nn.Module], buckets: Sequence[Bucket], reshard_after_forward: bool | None
     ) -> None:
         self.name, self.modules, self.buckets = name, list(modules), list(buckets)
         self.reshard_after_forward = reshard_after_forward
-        self.asked_reshard: bool | None = None  # the value passed to `fully_shard`
         self.reshard_after_backward = True
         self.precision: MixedPrecision | None = None  # None: the model's
         self.forward_prefetch: list[Unit] | None = None  # None: the units that followed in the last pass
         self.backward_prefetch: list[Unit] | None = None
-        self.first_call: int | None = None  # number of its first call whose graph is not used up; 0: unknown
-        self.in_backward = False
-        self.calls: Counter[nn.Module] = Counter()  # calls in training whose graph is not used up
-        self.checkpointed = False  # whether a call had no graph, as in reentrant checkpointing
-        self.used_outside = False  # with a checkpoint: whether backward also reaches a parameter outside it
-        self.recomputed: bool | None = None  # whether backward has run a call again; None: unknown
-        self.came_twice = False  # whether a gradient has unexpectedly come twice
-        self.calling: nn.Module | None = None  # the module whose call is running
-        self.undo: list[Callable[[], Any]] = []  # calls that undo what wrapping did to the modules
+        self.calls = UnitCalls()
+        self.recomputed: bool | None = None
+        self.came_twice = False
+        self.calling: nn.Module | None = None
+        self.undo: list[Callable[[], Any]] = []
         self.flat: ShardedModel
 
     @property
@@ -115,20 +127,14 @@ class Unit:
         each reentrant checkpoint runs its own backward pass inside it."""
         if self.came_twice:
             return True
-        hidden = self.checkpointed and self.recomputed is not False
-        return hidden and (self.used_outside or self.calls.total() > 1)
-
-    @property
-    def accumulators(self) -> list[Any]:
-        """The autograd nodes that accumulate the parameters' gradients."""
-        return [node for bucket in self.buckets for node in bucket.accumulators]
+        hidden = self.calls.checkpointed and self.recomputed is not False
+        return hidden and (self in self.flat.backward.used_outside or self.calls.trained > 1)
 
     def forget_calls(self) -> None:
         """Resets the records of calls, when a forward pass begins after a backward pass."""
-        if self.checkpointed and self.recomputed is None:  # the calls without a graph were not checkpoints
+        if self.calls.checkpointed and self.recomputed is None:  # the calls without a graph were not checkpoints
             self.recomputed = False
-        self.first_call, self.checkpointed, self.used_outside = None, False, False
-        self.calls.clear()
+        self.calls = UnitCalls()
 
     # ---- parameters -----------------------------------------------------------------------------------------------
 
@@ -180,9 +186,10 @@ class Unit:
     @eager
     def _begin(self, module: nn.Module) -> bool:
         """Begins a call. Returns False inside a pipeline step, where parameters stay unsharded."""
-        if self.flat.sync.step is None:
+        if self.flat.sync.microbatches is None:
             self.flat.begin_call(self, module)
-        return self.flat.sync.step is None
+            return True
+        return False
 
     @eager
     def _leave(self, counted: bool, done: bool) -> None:
@@ -200,13 +207,13 @@ class Unit:
                 if x.grad_fn is not None:
                     _hook_first(x, partial(_reached, weakref.ref(self), number))
         if module is flat.module:
-            return flat.wrapping.precision.cast(output, flat.wrapping.precision.output_dtype)
+            return flat.config.mixed_precision.cast(output, flat.config.mixed_precision.output_dtype)
         return self._cast_output(output)
 
     @eager
     def cast_inputs(self, args: Any, kwargs: Any) -> Any:
         """Casts a call's arguments to the type in which the unit computes."""
-        precision = self.precision or self.flat.wrapping.precision
+        precision = self.precision or self.flat.config.mixed_precision
         if precision.cast_forward_inputs and precision.param_dtype is not None:
             return precision.cast((args, kwargs), precision.param_dtype)
         return args, kwargs
@@ -294,7 +301,7 @@ class Place:
     @property
     def name(self) -> str:
         """The parameter's name in the model."""
-        return self.bucket.names[self.index]
+        return self.bucket.layout.segments[self.index].name
 
     def __reduce__(self) -> Any:
         return set, ()  # a copy gets an empty set, a class that torch.load accepts with weights_only=True
@@ -326,7 +333,8 @@ class BackwardPass:
         task: autograd's number for the pass.
         accumulates: whether it was started by backward, not by torch.autograd.grad.
         makes_graph: whether it runs with create_graph.
-        reached: the units that it has reached and not passed.
+        reached: the units that it has reached and not passed, in this order.
+        used_outside: the units with reentrant checkpoints of which it also reaches a parameter outside of these.
         states: by bucket, how far it is; those that are left out are idle.
         arrived: by bucket, the parameters whose gradients have arrived on this rank. The last one is added when the
             next event comes in the same thread, which costs less than a second hook.
@@ -339,7 +347,8 @@ class BackwardPass:
     task: int = -1
     accumulates: bool = False
     makes_graph: bool = False
-    reached: list[Unit] = field(default_factory=list)
+    reached: dict[Unit, None] = field(default_factory=dict)
+    used_outside: set[Unit] = field(default_factory=set)
     states: dict[Bucket, BucketState] = field(default_factory=dict)
     arrived: dict[Bucket, set[int]] = field(default_factory=dict)
     next: int = 0
@@ -361,20 +370,6 @@ class BackwardPass:
 
 
 @dataclass
-class PipelineStep:
-    """A step of forward and backward passes of parts of the module in any order. Parameters stay unsharded throughout,
-    and nothing is reduced before its end.
-
-    Attributes:
-        microbatch: the one that the passes belong to now; None: each parameter's next.
-        microbatches: how many there are so far.
-    """
-
-    microbatch: int | None = None
-    microbatches: int = 0
-
-
-@dataclass
 class Synchronisation:
     """When the ranks communicate: which backward passes reduce, and which forward passes begin with rank 0's buffers.
 
@@ -384,8 +379,12 @@ class Synchronisation:
         decided: whether the next backward pass reduces, if a forward pass decided it as in torch.
         awaits_backward: whether a forward pass that reduces still waits for its backward pass.
         buffers_are_due: whether the next forward pass begins with rank 0's buffers.
-        step: the pipeline step that is running.
-        heard: on a device, the header of the last message that ended a backward pass.
+        microbatches: how many a pipeline's step has had so far: forward and backward passes of parts of the module in
+            any order, during which parameters stay unsharded, and nothing is reduced before the end. None: no step is
+            running.
+        microbatch: the one that the passes belong to now; None: each parameter's next.
+        last_header: on a device, that of the last message that ended a backward pass.
+        hook: starts a bucket's reduction in place of the communicator; see comm_hook.py.
     """
 
     broadcast_buffers: bool
@@ -393,8 +392,10 @@ class Synchronisation:
     decided: bool | None = None
     awaits_backward: bool = False
     buffers_are_due: bool = True
-    step: PipelineStep | None = None
-    heard: torch.Tensor | None = None
+    microbatches: int | None = None
+    microbatch: int | None = None
+    last_header: torch.Tensor | None = None
+    hook: Callable[[Bucket, int, bool, torch.Tensor], Any] | None = None
 
     @property
     def reduces(self) -> bool:
@@ -410,7 +411,7 @@ class Synchronisation:
         self.decided = self.awaits_backward
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate on this rank; the next one outside reduces the sums."""
         before, self.enabled = self.enabled, False
         try:
@@ -464,19 +465,24 @@ class GradArrivals:
 
     Attributes:
         native: tells which bucket's last gradient a thread has added.
+        nodes: the nodes of each bucket that is trained. Autograd does not keep them alive, so we do: they hold our
+            hooks, and add gradients in the parameters' final type.
         nested: whether backward passes contain other backward passes, as reentrant checkpoints do; None: unknown.
     """
 
     def __init__(self) -> None:
         self.native = _C.Arrivals(torch._C._current_graph_task_id)
+        self.nodes: dict[Bucket, list[Any]] = {}
         self.nested: bool | None = None
         self._trained: list[bool] = []  # by parameter: whether it was trained when `nested` was determined
         self._handles: list[Any] = []
 
     def watch(self, bucket: Bucket, prepare: Callable[[int], None]) -> None:
         """Installs the hooks of a bucket; ``prepare`` is called before an unexpected gradient is added."""
-        for i, node in enumerate(bucket.accumulators):
-            hook = self.native.hook(bucket.number, len(bucket.params), i, bucket.noted, prepare)
+        self.nodes[bucket] = [*map(_accumulator_of, bucket.params)]
+        noted = bucket.gradient.local.noted
+        for i, node in enumerate(self.nodes[bucket]):
+            hook = self.native.hook(bucket.number, len(bucket.params), i, noted, prepare)
             self._handles.append(node.register_prehook(hook))
 
     def stop(self) -> None:
@@ -484,6 +490,7 @@ class GradArrivals:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.nodes.clear()
 
     def look_at(self, buckets: Sequence[Bucket]) -> None:
         """Forgets that passes are not nested if other parameters are trained now: reentrant checkpoints are not
@@ -496,17 +503,35 @@ class GradArrivals:
 
 
 @dataclass(frozen=True)
-class Wrapping:
-    """How a module was wrapped.
+class Config:
+    """How a module is wrapped: the arguments of `ringcomm.shard`, or what another call makes of its own.
 
     Attributes:
-        composed: whether it was wrapped before its optimizer was known.
-        arguments: those of `shard`; None: another call has wrapped it.
+        offload: device of the master weights and the optimizer's state; None: the device of the weights.
+        init_fn: whether parameters from the meta device are initialised, not loaded.
+        composed: whether the optimizer was not known yet.
     """
 
-    precision: MixedPrecision
+    stage: int = 2
+    units: Units = None
+    mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
+    bucket_cap_mb: float | None = None
+    reshard_after_forward: bool | None = True
+    broadcast_buffers: bool = True
+    accumulation: str = "sequential"
+    atom: Atom | None = None
+    offload: torch.device | None = None
+    init_fn: bool = True
     composed: bool = True
-    arguments: Any = None
+
+    def facts(self, units: Sequence[str] = ()) -> list[str]:
+        """Returns the facts that ranks must agree on, one line per argument.
+
+        Args:
+            units: names of the units that were asked for.
+        """
+        named = {**vars(self), "units": "the blocks" if self.units is None else list(units)}
+        return [f"{name}={value}" for name, value in named.items()]
 
 
 class ShardedModel:
@@ -514,7 +539,6 @@ class ShardedModel:
 
     Args:
         units: in the order of forward; the last one is the module itself with the parameters in no other unit.
-        broadcast_buffers: see `Synchronisation`.
 
     Attributes:
         unit_of: the unit of each bucket, with the buckets in the order of forward.
@@ -522,15 +546,8 @@ class ShardedModel:
         communication_seconds: this thread's time in calls and waits of collectives.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        ranks: DataParallelGroup,
-        units: Sequence[Unit],
-        broadcast_buffers: bool,
-        wrapping: Wrapping,
-    ) -> None:
-        self.ranks, self.wrapping = ranks, wrapping
+    def __init__(self, module: nn.Module, ranks: DataParallelGroup, units: Sequence[Unit], config: Config) -> None:
+        self.ranks, self.config = ranks, config
         ranks.order = 0  # some ranks may still have the value of a model that others have dropped
         self.contents = ModuleContents(module)
         self.units = list(units)
@@ -538,10 +555,10 @@ class ShardedModel:
         self.stage = next(iter(self.unit_of)).stage
         if self.stage > 0 and ranks.world_size > 1:
             _advise_against_max_norm(module, ranks)
-        self._set_order()
+        self.order = reduction_order(self.units)
         self.communication_seconds = 0.0
         self.optimizers = AttachedOptimizers(ranks, self.device)
-        self.sync = Synchronisation(broadcast_buffers)
+        self.sync = Synchronisation(config.broadcast_buffers)
         self.calls = ForwardCalls()
         self.backward = BackwardPass()
         self.arrivals = GradArrivals()
@@ -588,12 +605,6 @@ class ShardedModel:
         it takes other memory."""
         self.gathered.homes = {bucket.unsharded.untyped_storage()._cdata: bucket for bucket in self.buckets}
 
-    def _set_order(self) -> None:
-        """Sets the order of reductions: about the order in which backward finishes. The module's own parameters come
-        last, because backward may use them at its beginning and at its end."""
-        launched = [*reversed(self.units[:-1]), self.root]
-        self.order = [bucket for unit in launched for bucket in reversed(unit.buckets) if bucket.trainable]
-
     def _watch(self, bucket: Bucket) -> None:
         """Installs the hooks that notice the arrival of gradients."""
         self.arrivals.watch(bucket, partial(_prepare, weakref.ref(self), weakref.ref(bucket)))
@@ -628,11 +639,11 @@ class ShardedModel:
             unit.recomputed = True
             self.begin_backward()
         self.calls.count += 1
-        if grad and unit.first_call is None:
-            unit.first_call = self.calls.count
+        if grad and unit.calls.first is None:
+            unit.calls.first = self.calls.count
         if self.calls.trains and not recomputing:
-            unit.calls[module] += 1
-            unit.checkpointed |= not grad
+            unit.calls.trained += 1
+            unit.calls.checkpointed |= not grad
         if self.stage == LAST_STAGE:
             if in_transform():
                 self._check_transformed(module)
@@ -717,7 +728,7 @@ class ShardedModel:
         self._stop_packing()
         if torch._C._current_graph_task_id() < 0:
             for bucket in self.unit_of if not done or self.calls.depth == 0 else ():
-                if bucket.borrowed or not done:
+                if bucket.memory.borrowed or not done:
                     self._release(bucket)
 
     def end_call(self, unit: Unit, module: nn.Module) -> int | None:
@@ -751,21 +762,22 @@ class ShardedModel:
         """Makes autograd save a reference to a parameter's unit in place of the parameter's memory, which is freed."""
         autograd, hooks = torch._C._autograd, None
         if self.stage == LAST_STAGE and self.calls.depth == 0:
-            _calling.flats = [*_calling.flats, self]
+            _running().append(self)
         if self.stage == LAST_STAGE and autograd._saved_tensors_hooks_is_enabled():
             users = autograd._top_saved_tensors_default_hooks(
                 True
             )  # checkpoint's hooks treat saved tensors differently
             if users is None or getattr(users[0], "__module__", "") not in (__name__, "torch.utils.checkpoint"):
                 pack, unpack = users or (_keep, _kept)
-                hooks = torch.autograd.graph.saved_tensors_hooks(_packing(pack), _unpacking(unpack))
+                hooks = torch.autograd.graph.saved_tensors_hooks(_packing(pack, _running()), _unpacking(unpack))
                 hooks.__enter__()
         self.calls.packing.append(hooks)
 
     def _stop_packing(self) -> None:
         hooks = self.calls.packing.pop()
         if self.stage == LAST_STAGE and self.calls.depth == 0:
-            _calling.flats = [flat for flat in _calling.flats if flat is not self]
+            flats = _running()
+            flats[:] = [flat for flat in flats if flat is not self]  # none if another thread has begun the call
         if hooks is not None:
             hooks.__exit__(None, None, None)
 
@@ -779,16 +791,16 @@ class ShardedModel:
             self._advise(name, call)
         missing = [bucket for bucket in buckets if not bucket.is_unsharded]
         if missing and not stays:
-            self.timed(self.ranks.meet)
+            self.timed(self.ranks.barrier)
         for bucket in missing:
             bucket.start_gather()
         for bucket in buckets:
             bucket.finish_gather()
-            bucket.borrowed |= bucket in missing
+            bucket.memory.borrowed |= bucket in missing
             unit = self.unit_of[bucket]
-            if unit.first_call is None and torch.is_grad_enabled():
+            if unit.calls.first is None and torch.is_grad_enabled():
                 self.calls.count += 1
-                unit.first_call = self.calls.count
+                unit.calls.first = self.calls.count
         self._start_packing()
         try:
             yield stays
@@ -829,7 +841,10 @@ class ShardedModel:
         self.backward.scheduled = True
         self.backward.task = torch._C._current_graph_task_id()
         for unit in self.units:
-            unit.used_outside = unit.checkpointed and any(map(will_run, unit.accumulators))
+            if unit.calls.checkpointed:
+                nodes = (node for bucket in unit.buckets for node in self.arrivals.nodes.get(bucket, ()))
+                if any(map(will_run, nodes)):
+                    self.backward.used_outside.add(unit)
         end = partial(ShardedModel._finish, self)
         self.backward.end = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
@@ -844,7 +859,7 @@ class ShardedModel:
                 self.ranks.announce("backward")
 
     def _will_accumulate(self) -> bool:
-        return any(will_run(node) for bucket in self.order for node in bucket.accumulators)
+        return any(map(will_run, chain.from_iterable(self.arrivals.nodes.values())))
 
     def reach(self, unit: Unit, number: int) -> None:
         """Called when backward reaches the output of a unit's call, or a parameter that the call saved: calls with a
@@ -855,11 +870,9 @@ class ShardedModel:
             self.backward.makes_graph = True
             self.gathered.graph_needs = self.stage == LAST_STAGE
         self._pass(number)
-        if unit.first_call is None or unit.first_call > number:  # from a graph older than the last backward pass
-            unit.first_call = 0
-        if not unit.in_backward:
-            unit.in_backward = True
-            self.backward.reached.append(unit)
+        if unit.calls.first is None or unit.calls.first > number:  # from a graph older than the last backward pass
+            unit.calls.first = 0
+        self.backward.reached[unit] = None
         if self.stage == LAST_STAGE and not unit.is_unsharded:
             self.timed(unit.gather)
             before = unit.backward_prefetch
@@ -873,8 +886,7 @@ class ShardedModel:
         done = [unit for unit in self.backward.reached if _first_call(unit) > number]
         for unit in sorted(done, key=_first_call, reverse=True):
             if all(self._is_complete(bucket) for bucket in unit.buckets):
-                self.backward.reached.remove(unit)
-                unit.in_backward = False
+                del self.backward.reached[unit]
                 if unit.reshard_after_backward:
                     self._release(unit)
                 self.flush(unit)
@@ -883,10 +895,10 @@ class ShardedModel:
         """Whether all gradients of the bucket have arrived in this pass."""
         if self.arrivals.native.adding_elsewhere() == bucket.number:
             return False
-        arrived = self.backward.arrived.get(bucket, ())
-        if len(arrived) == len(bucket.accumulators):
+        arrived, nodes = self.backward.arrived.get(bucket, ()), self.arrivals.nodes.get(bucket, ())
+        if len(arrived) == len(nodes):
             return True
-        return not any(will_run(node) for i, node in enumerate(bucket.accumulators) if i not in arrived)
+        return not any(will_run(node) for i, node in enumerate(nodes) if i not in arrived)
 
     def _waits(self, bucket: Bucket) -> bool:
         """Whether a bucket is only reduced at the end of the backward pass, because its gradients may come more than
@@ -935,8 +947,7 @@ class ShardedModel:
             self._launch_ready()
 
     def _pack(self, bucket: Bucket) -> None:
-        step = self.sync.step
-        bucket.gradient.pack(step is not None, None if step is None else step.microbatch)
+        bucket.gradient.pack(self.sync.microbatches is not None, self.sync.microbatch)
 
     def _launch_ready(self) -> None:
         """Starts the reductions of complete buckets, in the order that is the same on all ranks."""
@@ -961,10 +972,14 @@ class ShardedModel:
         while self.backward.next < len(self.order) and self.backward.is_launched(self.order[self.backward.next]):
             self.backward.next += 1
         self.ranks.announce("reduce", bucket.number, gradient.has_reduced)
-        self.timed(gradient.start_reduce, bucket.hook)
+        hook = self.sync.hook
+        if hook is None:
+            self.timed(gradient.start_reduce)
+        else:
+            self.timed(gradient.start_reduce, partial(hook, bucket, self.order.index(bucket), bucket is self.order[-1]))
         self.backward.in_flight.append(bucket)
         # A communication hook's future may communicate from another thread, at different times on the ranks.
-        if not self.ranks.background or (bucket.hook is not None and bucket.device.type == "cpu"):
+        if not self.ranks.background or (hook is not None and bucket.device.type == "cpu"):
             self._finish_first_reduce()
 
     def _finish_first_reduce(self) -> None:
@@ -1029,37 +1044,37 @@ class ShardedModel:
     def _start_used_params(self) -> tuple[bytes, bytearray, torch.Tensor, Any]:
         """Starts the message that has a 1 for every trainable parameter with a gradient on this rank. Returns the
         message, the host memory for the ranks' maximum, the device memory, and the work."""
-        said = self.optimizers.checksum() + (b"\1" if self.arrivals.nested else b"\0")
+        sent = self.optimizers.checksum() + (b"\1" if self.arrivals.nested else b"\0")
         for bucket in self.order:
             has = bucket.gradient.local.contributed | bucket.gradient.has
             numel = len(bucket.params)
-            said += b"\1" * numel if len(has) == numel else bytes(i in has for i in range(numel))
+            sent += b"\1" * numel if len(has) == numel else bytes(i in has for i in range(numel))
         if self.stage == LAST_STAGE:
-            said += with_complement(self.ranks.order)
-        heard = bytearray(said)
-        flags = torch.frombuffer(heard, dtype=torch.uint8).to(self.device)
+            sent += with_complement(self.ranks.order)
+        received = bytearray(sent)
+        flags = torch.frombuffer(received, dtype=torch.uint8).to(self.device)
         if self.ranks.data_world_size == 1:
-            return said, heard, flags, None
+            return sent, received, flags, None
         self.ranks.count("flags", flags.nbytes)
         work = self.ranks.comm.all_reduce(flags, "max", async_op=self.ranks.background)
-        return said, heard, flags, work if self.ranks.background else None
+        return sent, received, flags, work if self.ranks.background else None
 
     def _finish_used_params(self, used: tuple[bytes, bytearray, torch.Tensor, Any]) -> None:
-        said, heard, flags, work = used
+        sent, received, flags, work = used
         if work is not None:
             self.timed(work.wait)
         if self.ranks.replicas is not None:
             self.ranks.replicas.all_reduce(flags, "max")
         on_cpu = self.device.type == "cpu"
         # The common case; all ranks' checksums are equal, because their complements are sent too.
-        if on_cpu and heard == said:
+        if on_cpu and received == sent:
             return
         missing = any(len(bucket.gradient.has) < len(bucket.params) for bucket in self.order)
         if on_cpu:
-            values = [*heard]
+            values = [*received]
             self._read_header(values)
         else:  # the common case does not wait for a device: it reads the header of the previous backward pass
-            before, self.sync.heard = self.sync.heard, flags[:HEADER_NBYTES].clone()
+            before, self.sync.last_header = self.sync.last_header, flags[:HEADER_NBYTES].clone()
             if before is not None:
                 self._read_header(before.tolist())
             values = flags.tolist() if missing else []
@@ -1094,8 +1109,7 @@ class ShardedModel:
         self.calls.used_up |= ended.accumulates
         self.sync.awaits_backward &= not ended.accumulates
         for unit in self.units:
-            unit.in_backward = False
-            if unit.reshard_after_backward and self.sync.step is None:
+            if unit.reshard_after_backward and self.sync.microbatches is None:
                 self._release(unit)
 
     def _abandon(self) -> None:
@@ -1118,18 +1132,19 @@ class ShardedModel:
             self.timed(unit.gather)
         for bucket in self.order:
             bucket.gradient.local.begin_step()
-        self.sync.step = step = PipelineStep()
+        self.sync.microbatches = microbatches = 0
         try:
-            with self.sync.paused():
+            with self.sync.no_sync():
                 yield
+            microbatches = self.sync.microbatches
         except BaseException:
-            self.sync.step = None
+            self.sync.microbatches = self.sync.microbatch = None
             self.backward.accumulates = True
             self._abandon()
             raise
-        self.sync.step = None
+        self.sync.microbatches = self.sync.microbatch = None
         for bucket in self.order:
-            bucket.gradient.end_step(step.microbatches)
+            bucket.gradient.end_step(microbatches)
         if torch.is_grad_enabled() and self.sync.enabled:
             self.backward.accumulates = True
             self._finish()
@@ -1139,10 +1154,9 @@ class ShardedModel:
     def begin_part(self, microbatch: int | None) -> None:
         """Inside `interleaved`: sets the micro-batch to which the following passes belong; None: each parameter's
         next."""
-        step = self.sync.step
-        assert step is not None
-        step.microbatch = microbatch
-        step.microbatches = max(step.microbatches, 0 if microbatch is None else microbatch + 1)
+        assert self.sync.microbatches is not None
+        self.sync.microbatch = microbatch
+        self.sync.microbatches = max(self.sync.microbatches, 0 if microbatch is None else microbatch + 1)
 
     def forget_gradients(self) -> None:
         """Drops the gradients as zero_grad() does."""
@@ -1214,8 +1228,15 @@ class ShardedModel:
         for bucket in thawed:
             bucket.thaw()
             self._watch(bucket)
-        self._set_order()
+        self.order = reduction_order(self.units)
         self.optimizers.after_thaw(self)
+
+
+def reduction_order(units: Sequence[Unit]) -> list[Bucket]:
+    """Returns the buckets that are trained, about in the order in which backward finishes. The module's own parameters
+    come last, because backward may use them at its beginning and at its end."""
+    launched = [*reversed(units[:-1]), units[-1]]
+    return [bucket for unit in launched for bucket in reversed(unit.buckets) if bucket.trainable]
 
 
 def will_run(node: Any) -> bool:
@@ -1226,8 +1247,18 @@ def will_run(node: Any) -> bool:
         return False
 
 
+def _accumulator_of(p: nn.Parameter) -> Any:
+    """Returns the autograd node that adds a gradient to ``p.grad``."""
+    trained = p.requires_grad
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        p.requires_grad_(True)  # autograd has a node only for parameters that require a gradient
+        node = p.view_as(p).grad_fn.next_functions[0][0]
+        p.requires_grad_(trained)
+    return node
+
+
 def _first_call(unit: Unit) -> int:
-    return unit.first_call or 0
+    return unit.calls.first or 0
 
 
 def _advise_against_max_norm(module: nn.Module, ranks: DataParallelGroup) -> None:
@@ -1254,29 +1285,35 @@ class SavedParameter:
         """Returns the parameter's values; a collective if its bucket is not gathered."""
         bucket = self.home()
         if bucket is not None and bucket.stage == LAST_STAGE and bucket.is_unsharded:
-            return bucket.window(self.window)
+            return bucket.memory.window(self.window)
         place = None if bucket is None else place_of(bucket.params[0])
         if bucket is None or place is None:
             raise RuntimeError(
                 "backward: got a graph of a model that was dropped or unsharded, expected one that is kept"
             )
         if bucket.is_unsharded:
-            return bucket.window(self.window)
+            return bucket.memory.window(self.window)
         flat, unit = place.flat, place.flat.unit_of[bucket]
         if torch._C._current_graph_task_id() >= 0:
             flat.reach(unit, self.number)
-            return bucket.window(self.window)
+            return bucket.memory.window(self.window)
         # Accessed by a program that inspects the graph.
         with flat.borrowing([bucket], unit.name, "a saved tensor"):
-            return bucket.window(self.window).clone()
+            return bucket.memory.window(self.window).clone()
 
 
-def _packing(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-    """Returns a function that packs saved tensors: stage 3 parameters as `SavedParameter`, all others with ``pack``."""
+def _running() -> list[ShardedModel]:
+    """Returns this thread's list of the stage 3 models that have calls running in it."""
+    return vars(_thread).setdefault("flats", [])
+
+
+def _packing(pack: Callable[[torch.Tensor], Any], flats: list[ShardedModel]) -> Callable[[torch.Tensor], Any]:
+    """Returns a function that packs saved tensors: stage 3 parameters of ``flats`` as `SavedParameter`, all others with
+    ``pack``."""
 
     def packed(x: torch.Tensor) -> Any:
         memory = x.untyped_storage()._cdata
-        for flat in _calling.flats:
+        for flat in flats:
             bucket = flat.gathered.homes.get(memory)
             if bucket is not None:
                 return SavedParameter(weakref.ref(bucket), flat.calls.count, Window.of(x))

@@ -12,8 +12,6 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.data_parallel.module_notes import notes_of, notes_on
 from ringcomm.data_parallel.shard_spec import copy_part, part_of
 
-ALIGNED = 64  # bytes
-
 
 @dataclass(frozen=True)
 class Unsplit:
@@ -27,10 +25,19 @@ class Unsplit:
     module: nn.Module
     comm: Communicator
 
-    def open(self, now: nn.Module, room: Room) -> nn.Module:
-        """Returns the unsplit module with memory for its initialisation."""
+    def open(self, now: nn.Module, give_memory: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> nn.Module:
+        """Returns the unsplit module with memory for its initialisation.
+
+        Args:
+            give_memory: returns tensors of a device like these on meta.
+        """
         if self.module is not now:
-            room.house(self.module)
+            mine = _own(self.module)
+            for (key, x), made in zip(mine.items(), give_memory([*mine.values()]), strict=True):
+                if key in self.module._parameters:
+                    self.module._parameters[key] = nn.Parameter(made, x.requires_grad)
+                else:
+                    self.module._buffers[key] = made
         return self.module
 
     def close(self, now: nn.Module) -> None:
@@ -44,33 +51,6 @@ class Unsplit:
                 mine.copy_(x.detach())
         if self.module is not now:
             self.module._apply(lambda x: x.to("meta"), recurse=False)
-
-
-class Room:
-    """Memory that is reused for one unsplit module after another. Separate allocations would fragment the heap.
-
-    Args:
-        fill: returns the value that is written into a tensor before it is initialised.
-    """
-
-    def __init__(self, device: torch.device, fill: Callable[[torch.Tensor], float]) -> None:
-        self.device, self.fill = device, fill
-        self.memory = torch.empty(0, dtype=torch.uint8)
-
-    def house(self, module: nn.Module) -> None:
-        """Gives a module's own meta tensors memory, which stays valid until the next call."""
-        mine = _own(module)
-        sizes = [-(-x.nbytes // ALIGNED) * ALIGNED for x in mine.values()]
-        if self.memory.numel() < sum(sizes):
-            self.memory = self.memory.new_empty(0)  # frees the old memory first
-            self.memory = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        for (key, x), part in zip(mine.items(), self.memory[: sum(sizes)].split(sizes), strict=True):
-            made = part[: x.nbytes].view(x.dtype).view(x.shape)
-            made.fill_(self.fill(made))
-            if key in module._parameters:
-                module._parameters[key] = nn.Parameter(made, x.requires_grad)
-            else:
-                module._buffers[key] = made
 
 
 def unsplit_of(module: nn.Module) -> Unsplit | None:

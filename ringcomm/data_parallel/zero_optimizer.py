@@ -10,7 +10,6 @@ in its shard of the flat layout; an all-gather brings the other pieces.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,10 +19,10 @@ from torch import nn
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import communicator_of
-from ringcomm.data_parallel.group import DataParallelGroup
-from ringcomm.data_parallel.layout import Atom, FlatLayout, Spec
+from ringcomm.data_parallel.group import DataParallelGroup, refuse_several
+from ringcomm.data_parallel.layout import Atom, FlatLayout, Segment
 from ringcomm.data_parallel.optimizer import is_elementwise, refuse_unusable
-from ringcomm.data_parallel.optimizer_state import check_shape, unpacked
+from ringcomm.data_parallel.optimizer_state import check_shape, merged
 from ringcomm.data_parallel.sharded_model import place_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.validation import COMMUNICATOR, FLAG, Wanted, a, expects, several, that
@@ -79,7 +78,7 @@ class _Buffer:
     ) -> None:
         self.ranks = ranks
         first = params[0]
-        specs = [Spec(str(i), tuple(p.shape), number[id(p)]) for i, p in enumerate(params)]
+        specs = [Segment(str(i), tuple(p.shape), number[id(p)]) for i, p in enumerate(params)]
         self.layout = FlatLayout.build(specs, first.dtype, ranks.world_size, atom)
         self.params = [params[int(segment.name)] for segment in self.layout.segments]
         self.groups = [segment.group for segment in self.layout.segments]
@@ -96,16 +95,12 @@ class _Buffer:
     def _bound(self) -> torch.Tensor:
         buffer = self.ranks.empty(self.layout.numel, self.layout.dtype, self.device).zero_()
         for i, p in enumerate(self.params):
-            part = self._part(buffer, i)
+            part = self.layout.part(buffer, i)
             part.copy_(p.detach())
             p.data = part
         return buffer
 
-    def _part(self, unsharded: torch.Tensor, i: int) -> torch.Tensor:
-        segment = self.layout.segments[i]
-        return unsharded[segment.offset : segment.end].view(segment.shape)
-
-    def show(self) -> None:
+    def expose_grads(self) -> None:
         """Gives the pieces their parameters' memory and gradients."""
         # All parameters, so that all ranks raise and not only those that own a part of one.
         for i, p in enumerate(self.params):
@@ -121,7 +116,7 @@ class _Buffer:
                 f"step: rank {self.ranks.rank} got a sparse gradient, of a parameter of shape {tuple(p.shape)}, "
                 "expected a dense one; build its module with sparse=False"
             )
-        moved = self.buffer is not None and p.numel() and p.data_ptr() != self._part(self.buffer, i).data_ptr()
+        moved = self.buffer is not None and p.numel() and p.data_ptr() != self.layout.part(self.buffer, i).data_ptr()
         if moved or p.device != self.device or p.dtype != self.layout.dtype:
             raise InvalidArgumentError(
                 f"step: rank {self.ranks.rank} got a parameter of shape {tuple(p.shape)} in other memory ({p.dtype} on "
@@ -144,50 +139,36 @@ class _Buffer:
         self.ranks.all_gather(own, unsharded).wait()
         for i, (p, segment) in enumerate(zip(self.params, self.layout.segments, strict=True)):
             if segment.offset < self.start or segment.end > self.end:
-                p.detach().copy_(self._part(unsharded, i))
+                p.detach().copy_(self.layout.part(unsharded, i))
         self.ranks.give(unsharded)
 
     # ---- state ----------------------------------------------------------------------------------------------------
 
     def collect(self, state: dict[Any, State], to: int | None) -> list[State] | None:
         """Gathers the parameters' unsharded state, on rank ``to`` or on all; a collective."""
-        alike: dict[int, dict[str, torch.dtype]] = {}
+        types: dict[str, torch.dtype] = {}
         other: dict[int, State] = {}
+        holders: dict[str, set[int]] = {}
         for piece in self.pieces:
             for key, value in state.get(piece.param, {}).items():
                 if _is_alike(key, value, piece.param):
-                    alike.setdefault(piece.segment, {})[key] = value.dtype
+                    types[key] = value.dtype
+                    holders.setdefault(key, set()).add(piece.segment)
                 else:
                     other.setdefault(piece.segment, {})[key] = value
-        keys, found = self._shared(alike, other)
-        for key, dtype in sorted({item for each in keys.values() for item in each.items()}, key=str):
+        keys, other, _, everywhere = merged(self.ranks, self.device, types, other, set(), holders)
+        found: list[State] = [dict(other.get(i, {})) for i in range(len(self.params))]
+        for key, dtype in keys:
             own = torch.zeros(self.layout.shard_numel, dtype=dtype, device=self.device)
             for piece in self.pieces:
-                if key in alike.get(piece.segment, {}):
+                if piece.segment in holders.get(key, ()):
                     values = state[piece.param][key]
                     own[piece.offset : piece.offset + values.numel()].copy_(values.reshape(-1))
             comm = self.ranks.comm
             unsharded = comm.all_gather(own) if to is None else comm.gather(own, to)
-            for i, has in keys.items():
-                if unsharded is not None and has.get(key) == dtype:
-                    found[i][key] = self._part(unsharded.reshape(-1), i).clone()
+            for i in everywhere[key] if unsharded is not None else ():
+                found[i][key] = self.layout.part(unsharded.reshape(-1), i).clone()
         return found if to is None or to == self.ranks.rank else None
-
-    def _shared(
-        self, alike: dict[int, dict[str, torch.dtype]], other: dict[int, State]
-    ) -> tuple[dict[int, dict[str, torch.dtype]], list[State]]:
-        """Merges all ranks' knowledge, by segment: the keys of per-element state, and all other state."""
-        saved = io.BytesIO()
-        torch.save((alike, other), saved)
-        keys: dict[int, dict[str, torch.dtype]] = {}
-        found: list[State] = [{} for _ in self.params]
-        for payload in self.ranks.exchange(saved.getvalue()):
-            theirs_alike, theirs = unpacked(payload, self.device)
-            for i, each in theirs_alike.items():
-                keys.setdefault(i, {}).update(each)
-            for i, each in theirs.items():
-                found[i].update(each)
-        return keys, found
 
 
 def _is_alike(key: str, value: Any, param: torch.Tensor) -> bool:
@@ -247,8 +228,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 f"{_CALL}: got overlap_with_ddp=True, expected False; the step runs when all gradients are there, use "
                 "ringcomm.shard(model, optimizer, stage=1) to have reductions overlap backward"
             )
-        if comm is not None and process_group is not None:
-            raise InvalidArgumentError(f"{_CALL}: got both comm and process_group, expected one; leave one out")
+        refuse_several(_CALL, comm=comm, process_group=process_group)
         given = [dict(each) if isinstance(each, dict) else each for each in params]
         self.optim = optimizer_class(given, **defaults)
         super().__init__([_group_of(group) for group in self.optim.param_groups], self.optim.defaults)
@@ -258,7 +238,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._views = parameters_as_bucket_view
         self._atom: Atom = "element" if is_elementwise(self.optim) else "tensor"
         self._buffers: list[_Buffer] = []
-        self._whole_state: list[State] | None = None
+        self._unsharded_state: list[State] | None = None
         self._state_at: int | None = -1
         self._ready = True
         initial = dict(self.optim.state)
@@ -324,12 +304,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._whole_state, self._state_at = None, -1
+        self._unsharded_state, self._state_at = None, -1
         for mine, theirs in zip(self.param_groups, self.optim.param_groups, strict=True):
             theirs.update(_options(mine))
         with torch.no_grad():
             for buffer in self._buffers:
-                buffer.show()
+                buffer.expose_grads()
             self.optim.step()
             for buffer in self._buffers:
                 buffer.publish()
@@ -351,14 +331,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             found.update(zip(map(id, buffer.params), states or (), strict=False))
         self._state_at = to
         here = to is None or to == self.ranks.rank
-        self._whole_state = [found[id(p)] for p in self._in_order()] if here else None
+        self._unsharded_state = [found[id(p)] for p in self._in_order()] if here else None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the usual state dict of one ``optimizer_class`` over all parameters.
 
         Raises: InvalidArgumentError: `consolidate_state_dict` was not called since the last step, or for another rank.
         """
-        if self._whole_state is None:
+        if self._unsharded_state is None:
             what = "none that was collected since the last step" if self._state_at == -1 else f"rank {self._state_at}'s"
             raise InvalidArgumentError(
                 f"state_dict: rank {self.ranks.rank} got {what}, expected its own; call consolidate_state_dict on "
@@ -369,7 +349,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             count = len(group["params"])
             groups.append({**group, "params": list(range(index, index + count))})
             index += count
-        return {"state": {i: state for i, state in enumerate(self._whole_state) if state}, "param_groups": groups}
+        return {"state": {i: state for i, state in enumerate(self._unsharded_state) if state}, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads this rank's part of a usual state dict.
@@ -393,7 +373,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 check_shape(key, value, f"parameter {number}", p.shape, self.ranks.rank)
         for mine, group in zip(self.param_groups, theirs, strict=True):
             mine.update(_options(group))
-        self._whole_state, self._state_at = None, -1
+        self._unsharded_state, self._state_at = None, -1
         self.optim.state.clear()
         for buffer in self._buffers:
             for piece in buffer.pieces:

@@ -52,10 +52,10 @@ def balance(
     row = [float(loads[name]) for name in names]
     row[0] += loads.get(BEFORE, 0.0)
     row[-1] += loads.get(BEHIND, 0.0)
-    return [names[start] for start in _cuts(row, stages)[1:]]
+    return [names[start] for start in _stage_starts(row, stages)[1:]]
 
 
-def _cuts(loads: Sequence[float], stages: int) -> list[int]:
+def _stage_starts(loads: Sequence[float], stages: int) -> list[int]:
     """Returns where each stage begins so that the largest sum is least, and among equals the sum of squares."""
     below = [0.0, *accumulate(loads)]
 
@@ -108,40 +108,27 @@ def measure(
     blocks = _blocks(model, within, "measure")
     best: dict[str, float] = {}
     for number in range(repetitions + 1):
-        found = _Clock(model, blocks).run(args, kwargs)
+        found = _timed_pass(model, blocks, args, kwargs)
         if number:
             best = {name: min(best.get(name, spent), spent) for name, spent in found.items()}
     return best
 
 
-class _Clock:
-    """Times one pass: notes the times at which each block's forward and backward passes begin and end."""
+def _timed_pass(
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, float]:
+    """Runs one forward and backward pass and returns the seconds of each block."""
+    marks: dict[tuple[str, str], float] = {}  # when each block's forward and backward passes begin and end
+    on_device = torch.cuda.is_available() and any(p.is_cuda for p in model.parameters())
 
-    def __init__(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
-        self.model, self.blocks = model, blocks
-        self.marks: dict[tuple[str, str], float] = {}
+    def now() -> float:
+        if on_device:
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, float]:
-        """Runs one pass and returns the seconds of each block."""
-        before = {p: p.grad for p in self.model.parameters()}
-        handles = [handle for name, block in self.blocks for handle in self._hooked(name, block)]
-        try:
-            start = self._now()
-            output = self.model(*args, **kwargs)
-            ends = [x for x in tree_leaves(output) if torch.is_tensor(x) and x.requires_grad]
-            self.marks["forward", "end"] = self._now()
-            torch.autograd.backward([x.float().sum() for x in ends])
-            end = self._now()
-        finally:
-            for handle in handles:
-                handle.remove()
-            for p, grad in before.items():
-                p.grad = grad
-        return self._spent(start, end)
-
-    def _hooked(self, name: str, block: nn.Module) -> list[Any]:
+    def hooked(name: str, block: nn.Module) -> list[Any]:
         def mark(what: str) -> None:
-            self.marks[what, name] = self._now()
+            marks[what, name] = now()
 
         def entered(module: nn.Module, args: Any, kwargs: Any) -> None:
             mark("in")
@@ -150,40 +137,52 @@ class _Clock:
                     x.register_hook(lambda _: mark("back out"))
                     break
 
-        def left(module: nn.Module, args: Any, output: Any) -> None:
+        def ended(module: nn.Module, args: Any, output: Any) -> None:
             mark("out")
             for x in tree_leaves(output):
                 if torch.is_tensor(x) and x.requires_grad:
                     x.register_hook(lambda _: mark("back in"))
                     break
 
-        return [block.register_forward_pre_hook(entered, with_kwargs=True), block.register_forward_hook(left)]
+        return [block.register_forward_pre_hook(entered, with_kwargs=True), block.register_forward_hook(ended)]
 
-    def _now(self) -> float:
-        if torch.cuda.is_available() and any(p.is_cuda for p in self.model.parameters()):
-            torch.cuda.synchronize()
-        return time.perf_counter()
+    before = {p: p.grad for p in model.parameters()}
+    handles = [handle for name, block in blocks for handle in hooked(name, block)]
+    try:
+        start = now()
+        output = model(*args, **kwargs)
+        ends = [x for x in tree_leaves(output) if torch.is_tensor(x) and x.requires_grad]
+        turn = now()
+        torch.autograd.backward([x.float().sum() for x in ends])
+        end = now()
+    finally:
+        for handle in handles:
+            handle.remove()
+        for p, grad in before.items():
+            p.grad = grad
+    return _seconds([name for name, _ in blocks], marks, start, turn, end)
 
-    def _spent(self, start: float, end: float) -> dict[str, float]:
-        marks = self.marks
-        for name, _ in self.blocks:
-            if ("out", name) not in marks:
-                raise InvalidArgumentError(
-                    f"measure: got a model that did not call {name}, expected a call of each block; pass within="
-                )
-        names = [name for name, _ in self.blocks]
-        found = {name: marks["out", name] - marks["in", name] for name in names}
-        for name in names:
-            begun = marks.get(("back in", name))
-            if begun is None:
-                continue
+
+def _seconds(
+    names: Sequence[str], marks: Mapping[tuple[str, str], float], start: float, turn: float, end: float
+) -> dict[str, float]:
+    """Returns the seconds of each block, from the times at which the pass began, turned back and ended."""
+    for name in names:
+        if ("out", name) not in marks:
+            raise InvalidArgumentError(
+                f"measure: got a model that did not call {name}, expected a call of each block; pass within="
+            )
+    found = {name: marks["out", name] - marks["in", name] for name in names}
+    for name in names:
+        begun = marks.get(("back in", name))
+        if begun is not None:
             # Without an input that wants a gradient, the block's backward pass lasts until backward ends.
             found[name] += marks.get(("back out", name), end) - begun
-        first, last = names[0], names[-1]
-        found[BEFORE] = marks["in", first] - start + end - marks.get(("back out", first), end)
-        found[BEHIND] = marks["forward", "end"] - marks["out", last]
-        found[BEHIND] += marks.get(("back in", last), end) - marks["forward", "end"]
-        return found
+    first, last = names[0], names[-1]
+    found[BEFORE] = marks["in", first] - start + end - marks.get(("back out", first), end)
+    found[BEHIND] = turn - marks["out", last]
+    found[BEHIND] += marks.get(("back in", last), end) - turn
+    return found
 
 
 def _blocks(model: nn.Module, within: str | None, call: str) -> list[tuple[str, nn.Module]]:

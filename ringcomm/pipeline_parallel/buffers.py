@@ -14,7 +14,7 @@ from torch import nn
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.pipeline_parallel.shape_only import ShapeOnlyTensor, find, overwrites, reads
+from ringcomm.pipeline_parallel.shape_only import ShapeOnlyTensor, make_plain, overwrites, reads
 from ringcomm.pipeline_parallel.side_effects import version_of
 
 
@@ -79,7 +79,7 @@ class Buffers:
         ]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def settle(self, changed: torch.Tensor, comm: Communicator, rank_of: Sequence[int], several: bool) -> None:
+    def sync(self, changed: torch.Tensor, comm: Communicator, rank_of: Sequence[int], several: bool) -> None:
         """Gives all ranks the values of the last stage; a collective where a buffer has changed.
 
         Args:
@@ -91,7 +91,7 @@ class Buffers:
         if not numbers:
             return
         values = {stage: self._own.get(stage, self._here()) for stage in self.mine}
-        mine = [{stage: _about(its[i]) for stage, its in values.items()} for i in numbers]
+        mine = [{stage: _shape_and_dtype(its[i]) for stage, its in values.items()} for i in numbers]
         everyone = [pickle.loads(each) for each in comm.exchange(pickle.dumps(mine))]
         stale = ""
         for at, i in enumerate(numbers):
@@ -114,7 +114,7 @@ class Buffers:
             own = module._buffers.get(key)
             if own is before is not None and not own.is_inference() and (own.shape, own.dtype) == (shape, dtype):
                 with torch._C.DisableTorchFunctionSubclass():
-                    find(own)
+                    make_plain(own)
                     if own is not here:
                         own.copy_(data)
             elif own is not here:
@@ -124,7 +124,7 @@ class Buffers:
             raise InvalidArgumentError(refusal)
 
 
-def _about(x: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
+def _shape_and_dtype(x: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
     return None if x is None or isinstance(x, ShapeOnlyTensor) else (tuple(x.shape), x.dtype)
 
 

@@ -44,9 +44,9 @@ def bubble(schedule: Schedule, cost: Mapping[Kind, float] = COSTS) -> float:
     Raises:  InvalidArgumentError as `times` does.
     """
     rows = times(schedule, cost)
-    whole = max((end for row in rows for _, _, end in row), default=0.0)
+    span = max((end for row in rows for _, _, end in row), default=0.0)
     busy = sum(end - start for row in rows for _, start, end in row)
-    return 1 - busy / (whole * len(rows)) if whole else 0.0
+    return 1 - busy / (span * len(rows)) if span else 0.0
 
 
 def formula(name: str, p: int, m: int, v: int = 1) -> float | None:

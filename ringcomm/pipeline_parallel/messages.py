@@ -7,7 +7,7 @@ import pickle
 import struct
 from collections.abc import Sequence
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,18 +26,14 @@ Facts = tuple[tuple[tuple[int, ...], torch.dtype, bool, Strides], ...]
 """Shape, type, whether the gradient is wanted, and strides of each tensor."""
 
 
-class Sent(NamedTuple):
-    """A tensor that a stage has sent and whose gradient will come; the values are not kept."""
+Sent = tuple[torch.autograd.graph.GradientEdge, tuple[int, ...], torch.dtype]
+"""Edge, shape and type of a tensor that a stage has sent and whose gradient will come; the values are not kept."""
 
-    edge: torch.autograd.graph.GradientEdge
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
-    @staticmethod
-    def of(tensors: Sequence[torch.Tensor]) -> list[Sent]:
-        """Returns an entry for each tensor that wants a gradient."""
-        edge = torch.autograd.graph.get_gradient_edge
-        return [Sent(edge(x), tuple(x.shape), x.dtype) for x in tensors if x.requires_grad]
+def sent_tensors(tensors: Sequence[torch.Tensor]) -> list[Sent]:
+    """Returns an entry for each tensor that wants a gradient."""
+    edge = torch.autograd.graph.get_gradient_edge
+    return [(edge(x), tuple(x.shape), x.dtype) for x in tensors if x.requires_grad]
 
 
 class Messages:
@@ -54,7 +50,7 @@ class Messages:
         self._sending: list[tuple[Any, torch.Tensor]] = []
         self._known: dict[tuple[str, int, bool], Any] = {}  # by direction, stage, and whether gradients are on
 
-    def send(self, tensors: Sequence[torch.Tensor], about: StageMetadata, stage: int, rank: int) -> None:
+    def send(self, tensors: Sequence[torch.Tensor], metadata: StageMetadata, stage: int, rank: int) -> None:
         """Sends a stage's inputs to the rank of that stage."""
         key = ("to", stage, torch.is_grad_enabled())
         facts = tuple((tuple(x.shape), x.dtype, x.requires_grad, _strides(x)) for x in tensors)
@@ -64,15 +60,15 @@ class Messages:
                 f"Pipeline: rank {self.comm.rank} got {_text(facts)} for stage {stage}, expected {_text(known[0])} as "
                 "in the first micro-batch; pass static_shapes=False where shapes change"
             )
-        if known is not None and about.of_any() != known[1]:
+        if known is not None and metadata.of_any() != known[1]:
             raise ShapeError(
                 f"Pipeline: rank {self.comm.rank} got other arguments for stage {stage} beside its tensors, expected "
                 "those of the first micro-batch; pass static_shapes=False where numbers or shapes change"
             )
         if known is None:
-            self._send_head(pickle.dumps((facts, about)), rank, _forward(stage))
+            self._send_head(pickle.dumps((facts, metadata)), rank, _forward(stage))
             if self.static_shapes:
-                self._known[key] = facts, about.of_any()
+                self._known[key] = facts, metadata.of_any()
         for x, (_, _, _, strides) in zip(tensors, facts, strict=True):
             self._send(x.detach().permute(_order(strides)), rank, _forward(stage))
 
@@ -84,11 +80,11 @@ class Messages:
             known = pickle.loads(self._receive_head(rank, _forward(stage)))
             if self.static_shapes:
                 self._known[key] = known[0], known[1].of_any()
-        facts, about = known
+        facts, metadata = known
         tag = _forward(stage)
         return [
             self._receive(shape, dtype, wanted, rank, tag, strides) for shape, dtype, wanted, strides in facts
-        ], about
+        ], metadata
 
     def send_gradients(self, wanted: Sequence[torch.Tensor | None], stage: int, rank: int) -> None:
         """Sends the gradients of a stage's inputs back. First comes a byte for each that tells whether it exists, then
@@ -104,19 +100,19 @@ class Messages:
         """Receives the gradients of what was sent to a stage; None for each tensor that the stage did not use."""
         tag = _backward(stage)
         there = self._receive((len(sent),), torch.uint8, False, rank, tag).tolist()
-        dims = sum(len(x.shape) for x, its in zip(sent, there, strict=True) if its)
+        dims = sum(len(shape) for (_, shape, _), its in zip(sent, there, strict=True) if its)
         strides = iter(self._receive((dims,), torch.int64, False, rank, tag).tolist())
         return [
-            self._receive(x.shape, x.dtype, False, rank, tag, [*islice(strides, len(x.shape))]) if its else None
-            for x, its in zip(sent, there, strict=True)
+            self._receive(shape, dtype, False, rank, tag, [*islice(strides, len(shape))]) if its else None
+            for (_, shape, dtype), its in zip(sent, there, strict=True)
         ]
 
-    def send_beside(self, x: torch.Tensor, rank: int, number: int, counts: bool = True) -> None:
+    def send_tied(self, x: torch.Tensor, rank: int, number: int, counts: bool = True) -> None:
         """Sends a tensor outside of the schedule; ``number`` selects its tag."""
         self._send(x, rank, _TAG - 1 - number, counts)
 
-    def receive_beside(self, x: torch.Tensor, rank: int, number: int) -> torch.Tensor:
-        """Receives a tensor that `send_beside` sent with the same ``number``."""
+    def receive_tied(self, x: torch.Tensor, rank: int, number: int) -> torch.Tensor:
+        """Receives a tensor that `send_tied` sent with the same ``number``."""
         self.comm.recv(x, rank, _TAG - 1 - number)
         return x
 

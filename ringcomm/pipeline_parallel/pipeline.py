@@ -27,14 +27,14 @@ from ringcomm.data_parallel.sharded_model import ShardedModel, sharded_model_of
 from ringcomm.errors import AbortedError, InvalidArgumentError, MismatchError, ShapeError, UnsupportedError
 from ringcomm.mesh import refuse_mesh
 from ringcomm.pipeline_parallel.check import check
-from ringcomm.pipeline_parallel.messages import Messages, Sent
-from ringcomm.pipeline_parallel.microbatches import MicroBatch, cut_inputs, joined
+from ringcomm.pipeline_parallel.messages import Messages, Sent, sent_tensors
+from ringcomm.pipeline_parallel.microbatches import MicroBatch, merge_outputs, split_inputs
 from ringcomm.pipeline_parallel.schedules import MOST, Action, Kind, Schedule, schedule_of
 from ringcomm.pipeline_parallel.shape_only import ShapeOnlyTensor
 from ringcomm.pipeline_parallel.split import Chain, Stages, split
 from ringcomm.pipeline_parallel.stage_runner import StageMetadata, StageRunner, staged
-from ringcomm.pipeline_parallel.tied_params import Ties
-from ringcomm.pipeline_parallel.weight_grads import DeferWeightGrads, WeightGradStore, backward
+from ringcomm.pipeline_parallel.tied_params import TiedParams
+from ringcomm.pipeline_parallel.weight_grads import DeferredGrad, DeferWeightGrads, backward, run_weight_grads
 from ringcomm.validation import FLAG, FUNCTION, Wanted, a, expects, one_of, several, validate_int
 
 
@@ -42,8 +42,8 @@ class Evaluation(NamedTuple):
     """The result of `Pipeline.evaluate`.
 
     Attributes:
-        output: the outputs of all micro-batches joined, on the rank of the last stage; None elsewhere. Outputs that
-            cannot be joined, such as tensors that differ in more than dimension 0, are a list.
+        output: the outputs of all micro-batches merged, on the rank of the last stage; None elsewhere. Outputs that
+            cannot be merged, such as tensors that differ in more than dimension 0, are a list.
         loss: the loss, on every rank; None without a loss, or where the last stage's rank passed no target and the loss
             needs one.
     """
@@ -61,7 +61,7 @@ def _stages(value: Any) -> Any:
 
 
 class Pipeline(nn.Module):
-    """A model cut into stages, each on a rank, that trains on micro-batches.
+    """A model split into stages, each on a rank, that trains on micro-batches.
 
         stages = ringcomm.split(model, at=["blocks.2"])
         pipe = ringcomm.Pipeline(stages, mesh["pp"], microbatches=8, loss=cross_entropy)
@@ -79,7 +79,7 @@ class Pipeline(nn.Module):
             tuples of tensors.
         comm: the ranks, such as ``mesh["pp"]``. The schedule assigns stages to ranks.
         schedule: "gpipe", "1f1b", "interleaved" (several stages on each rank), "zero-bubble", or a `Schedule`.
-        microbatches: the number of micro-batches that a batch is cut into.
+        microbatches: the number of micro-batches that a batch is split into.
         loss: a function of the model's output and the target of a micro-batch, called on the last stage; None: the
             output's ``loss`` attribute, or the output itself.
         reduction: how the micro-batches' losses combine into the step's loss. "mean" weights each by its share of the
@@ -100,7 +100,7 @@ class Pipeline(nn.Module):
     Cost:    between two stages, for each micro-batch: the tensors sent and their gradients, 512 bytes for shapes,
              and for each gradient a byte and its strides; and what is carried, up to the last stage.
     Raises:  InvalidArgumentError: stages that the schedule does not fit, a schedule that is not complete, a model that
-             is in a pipeline already. MismatchError: another model, cut or schedule on another rank.
+             is in a pipeline already. MismatchError: another model, split or schedule on another rank.
     """
 
     @expects(
@@ -133,18 +133,20 @@ class Pipeline(nn.Module):
         self.schedule = _schedule(schedule, comm, microbatches, len(stages))
         self.microbatches, self.reduction = self.schedule.microbatches, reduction
         self.__dict__["_loss"] = loss  # it may be a module, and must not become a submodule
-        self.mine = self.schedule.stages_of(comm.rank)
+        self.local_stages = self.schedule.stages_of(comm.rank)
         if staged(stages.model):
             raise InvalidArgumentError(
-                f"Pipeline: rank {comm.rank} got a model of which another pipeline has a part, expected a whole one; "
-                "make or load it again"
+                f"Pipeline: rank {comm.rank} got a model of which another pipeline has a part, expected a complete "
+                "one; make or load it again"
             )
         self._refuse_trained_loss(loss, stages.model)
         self._agree(stages, (reduction, ties, static_shapes))
-        self._local = StageRunner(stages, self.mine, comm.rank, device_of(comm, stages.model))
-        self.messages = Messages(comm, self._local.device, static_shapes)
-        self._ties = Ties(stages.ties, self.mine, self.schedule.rank_of, self.messages, ties == "exact")
-        self._ties.send_values()
+        self._runner = StageRunner(stages, self.local_stages, comm.rank, device_of(comm, stages.model))
+        self.messages = Messages(comm, self._runner.device, static_shapes)
+        self._tied_params = TiedParams(
+            stages.tied_params, self.local_stages, self.schedule.rank_of, self.messages, ties == "exact"
+        )
+        self._tied_params.broadcast_values()
         self._clock: list[tuple[Action, float, float]] = []
         model = stages.model
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
@@ -168,10 +170,10 @@ class Pipeline(nn.Module):
                 )
 
     def _agree(self, stages: Stages, options: tuple[Any, ...]) -> None:
-        """Raises on every rank where the ranks' models, cuts or schedules differ; a collective."""
+        """Raises on every rank where the ranks' models, splits or schedules differ; a collective."""
         rows = [" ".join(map(str, row)) for row in self.schedule.rows]
-        facts = [f"options {options}", f"cuts {stages.first}", *rows, *facts_of(stages.model)]
-        facts += [f"tied {', '.join(tie.names)}" for tie in stages.ties]
+        facts = [f"options {options}", f"splits {stages.first}", *rows, *facts_of(stages.model)]
+        facts += [f"tied {', '.join(tied.names)}" for tied in stages.tied_params]
         facts += [f"carries {name}" for name in sorted(stages.carry)]
         facts += [f"{name} in stage {stage}" for name, stage in stages.stage_of.items()]
         theirs = [pickle.loads(each) for each in self.comm.exchange(pickle.dumps(facts))]
@@ -180,7 +182,7 @@ class Pipeline(nn.Module):
                 here, there = next(pair for pair in zip_longest(other, theirs[0]) if pair[0] != pair[1])
                 raise MismatchError(
                     f"Pipeline: rank {rank} got {here or 'nothing more'}, expected {there or 'nothing more'} as on "
-                    "rank 0; make the same model, cuts and schedule on every rank"
+                    "rank 0; make the same model, splits and schedule on every rank"
                 )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -191,7 +193,7 @@ class Pipeline(nn.Module):
     @property
     def model(self) -> nn.Module:
         """The model that was split, of which this rank holds a part."""
-        return self._local.model
+        return self._runner.model
 
     def train(self, mode: bool = True) -> Pipeline:
         """Sets the training mode, as in any module."""
@@ -217,11 +219,12 @@ class Pipeline(nn.Module):
         """Runs the forward and backward passes of a batch and adds the gradients to existing ones. A collective.
 
         Args:
-            args, kwargs: the model's arguments: tensors, or nests of them, cut along dimension 0 as by
-                ``torch.tensor_split``. A list is taken to be cut already, one item for each micro-batch; a `Whole`
-                value goes to each micro-batch unchanged. Ranks without the first stage may omit the arguments; keyword
-                arguments that another stage's modules need, such as labels, are passed on that stage's rank too.
-            target: the target of the loss, cut likewise; on the rank of the last stage.
+            args, kwargs: the model's arguments: tensors, or nests of them, split along dimension 0 as by
+                ``torch.tensor_split``. A list is taken to be split already, one item for each micro-batch; a
+                `Replicate` value goes to each micro-batch unchanged. Ranks without the first stage may omit the
+                arguments; keyword arguments that another stage's modules need, such as labels, are passed on that
+                stage's rank too.
+            target: the target of the loss, split likewise; on the rank of the last stage.
             scaler: multiplies the losses before backward.
         Returns: the loss of the batch, detached, on every rank.
         Raises:  ShapeError: fewer rows than micro-batches, or tensors of different numbers of rows, one of which the
@@ -257,40 +260,40 @@ class Pipeline(nn.Module):
         try:
             if train:
                 self._check_target(args, target)
-            inputs = cut_inputs((args, kwargs, target), self.microbatches, self.comm.rank)
-            device = self.messages.device = self._local.device
-            self._ties.send_values()
+            inputs = split_inputs((args, kwargs, target), self.microbatches, self.comm.rank)
+            device = self.messages.device = self._runner.device
+            self._tied_params.broadcast_values()
             self._refuse_meta()
-            self._local.buffers.begin()
+            self._runner.buffers.begin()
             if scaler is not None:
                 scaler.scale(torch.zeros((), device=device))  # makes the scaler's state, also on ranks without a loss
             with flat.interleaved() if flat is not None else nullcontext():
-                with self._ties.stood_in():
+                with self._tied_params.with_placeholders():
                     step = _Step(self, inputs, scaler, flat, train, computes)
                     for action in self.schedule.rows[self.comm.rank]:
                         if train or action.kind is Kind.FORWARD:
-                            step.do(action)
+                            step.execute(action)
                     if train:
                         if flat is not None:
                             flat.begin_part(None)
-                        self._ties.settle()
+                        self._tied_params.reduce_grads()
                 self.messages.finish()
             self._clock = step.clock
             found = step.loss
             value, bits = (0.0, 0) if found is None else (float(found), 8 * found.dtype.itemsize)
-            message = torch.tensor([value, bits, *self._local.buffers.changed()], dtype=torch.float64, device=device)
+            message = torch.tensor([value, bits, *self._runner.buffers.changed()], dtype=torch.float64, device=device)
             self.comm.broadcast(message, self.schedule.rank_of[-1])
             bits = int(message[1])
             loss = message[0].to(torch.float64 if bits == 64 else torch.float32) if bits else None
-            self._local.buffers.settle(message[2:], self.comm, self.schedule.rank_of, self.microbatches > 1)
+            self._runner.buffers.sync(message[2:], self.comm, self.schedule.rank_of, self.microbatches > 1)
         except BaseException as error:
             if not isinstance(error, AbortedError):
                 self.comm.abort(f"rank {self.comm.rank} left a pipeline's step with {type(error).__name__}: {error}")
             raise
-        return (joined(step.outputs) if step.outputs else None), loss
+        return (merge_outputs(step.outputs) if step.outputs else None), loss
 
     def _check_target(self, args: tuple[Any, ...], target: Any) -> None:
-        at_end = self.schedule.stages - 1 in self.mine
+        at_end = self.schedule.stages - 1 in self.local_stages
         if at_end and target is None and self._loss is not None and not _needs_output_alone(self._loss):
             raise InvalidArgumentError(
                 f"Pipeline: rank {self.comm.rank} has the last stage and got no target, expected one for the loss; "
@@ -350,29 +353,31 @@ class _Step:
     ) -> None:
         self.pipe, self.inputs, self.scaler, self.flat, self.train = pipe, inputs, scaler, flat, train
         self.computes = computes
-        self.schedule, self.messages, self.ties = pipe.schedule, pipe.messages, pipe._ties
-        self.rank, self.last = pipe.comm.rank, pipe.schedule.stages - 1
         self.loss: torch.Tensor | None = None
-        self.often = frozenset({id(p) for p in pipe._local.used_often()} | pipe._ties.placeholders)
-        self.kept = {*self.often}
+        self.multi_use = frozenset({id(p) for p in pipe._runner.used_often()} | pipe._tied_params.placeholder_ids)
+        self.kept = {*self.multi_use}
         self.outputs: list[Any] = []
         self.clock: list[tuple[Action, float, float]] = []
-        self._parcels: dict[tuple[str, int, int], Any] = {}  # between stages of this rank
+        self._local_messages: dict[tuple[str, int, int], Any] = {}  # between stages of this rank
         self._open: dict[tuple[int, int], tuple[_Gradients, Sequence[Sent] | torch.Tensor]] = {}
-        self._stores: dict[tuple[int, int], WeightGradStore] = {}
+        self._deferred: dict[tuple[int, int], list[DeferredGrad]] = {}
 
-    def do(self, action: Action) -> None:
+    @property
+    def rank(self) -> int:
+        return self.pipe.comm.rank
+
+    def execute(self, action: Action) -> None:
         """Executes an action."""
         at = (action.stage, action.microbatch)
         if self.flat is not None and self.train:
             self.flat.begin_part(action.microbatch)
         if action.kind is Kind.FORWARD:
-            received, about = self._receive(*at)
+            received, metadata = self._receive(*at)
             start = time.perf_counter()
-            self._forward(*at, received, about)
+            self._forward(*at, received, metadata)
         elif action.kind is Kind.WEIGHT:
             start = time.perf_counter()
-            self._stores.pop(at).run()
+            run_weight_grads(self._deferred.pop(at))
         else:
             gradients = self._receive_gradients(*at)
             start = time.perf_counter()
@@ -384,42 +389,43 @@ class _Step:
     def _receive(self, stage: int, number: int) -> tuple[list[torch.Tensor], StageMetadata | None]:
         if stage == 0:
             return [], None
-        source = self.schedule.rank_of[stage - 1]
+        source = self.pipe.schedule.rank_of[stage - 1]
         if source != self.rank:
-            return self.messages.receive(stage, source)
-        sent, about = self._parcels.pop(("forward", stage, number))
-        return [x.detach().requires_grad_(x.requires_grad) for x in sent], about
+            return self.pipe.messages.receive(stage, source)
+        sent, metadata = self._local_messages.pop(("forward", stage, number))
+        return [x.detach().requires_grad_(x.requires_grad) for x in sent], metadata
 
     def _deferring(self, stage: int, number: int) -> DeferWeightGrads | None:
-        if not self.train or not self.schedule.splits_backward:
+        if not self.train or not self.pipe.schedule.splits_backward:
             return None
-        return DeferWeightGrads(self._stores.setdefault((stage, number), WeightGradStore()), self.often, self.kept)
+        return DeferWeightGrads(self._deferred.setdefault((stage, number), []), self.multi_use, self.kept)
 
-    def _forward(self, stage: int, number: int, received: list[torch.Tensor], about: StageMetadata | None) -> None:
+    def _forward(self, stage: int, number: int, received: list[torch.Tensor], metadata: StageMetadata | None) -> None:
         (args, kwargs, target), share = self.inputs[number]
-        if about is not None and about.share is not None:
-            if share not in (None, about.share):
-                raise self._other_share(stage, share, about.share)
-            share = about.share
+        if metadata is not None and metadata.share is not None:
+            if share not in (None, metadata.share):
+                raise self._other_share(stage, share, metadata.share)
+            share = metadata.share
         if self.flat is not None:  # as on every rank of a model that is not split
             args, kwargs = self.flat.root.cast_inputs(args, kwargs)
         gradients = _gradients_of(received)
         with self._deferring(stage, number) or nullcontext():
-            output, after = self.pipe._local.run(stage, args, kwargs, received, about)
+            output, after = self.pipe._runner.run(stage, args, kwargs, received, metadata)
             if after is None:
-                output = self._end(output, target, share)
+                output = self._loss_of(output, target, share)
         if self.train:
             self._refuse_cut_off(stage, received, output)
-            self.ties.ran(stage, number)
-            self._open[stage, number] = (gradients, output if after is None else Sent.of(output))
+            for tied in self.pipe._tied_params.of_stage(stage):
+                tied.after_forward(stage, number)
+            self._open[stage, number] = (gradients, output if after is None else sent_tensors(output))
         if after is None:
             return
         after = replace(after, share=share)
-        following = self.schedule.rank_of[stage + 1]
+        following = self.pipe.schedule.rank_of[stage + 1]
         if following == self.rank:
-            self._parcels["forward", stage + 1, number] = (output, after)
+            self._local_messages["forward", stage + 1, number] = (output, after)
         else:
-            self.messages.send(output, after, stage + 1, following)
+            self.pipe.messages.send(output, after, stage + 1, following)
 
     def _refuse_cut_off(self, stage: int, received: Sequence[torch.Tensor], output: Any) -> None:
         if any(x.requires_grad for x in received) and not any(x.requires_grad for x in tree_leaves(output)):
@@ -432,20 +438,21 @@ class _Step:
     def _other_share(self, stage: int, got: Fraction | None, expected: Fraction) -> ShapeError:
         return ShapeError(
             f"Pipeline: rank {self.rank} ran stage {stage} and got {got} of a batch's rows in a micro-batch, expected "
-            f"{expected} of them as on the stage before, where {self.schedule.microbatches} micro-batches do not "
+            f"{expected} of them as on the stage before, where {self.pipe.schedule.microbatches} micro-batches do not "
             "divide the rows; pass as many rows on every rank, or lists of micro-batches"
         )
 
-    def _end(self, output: Any, target: Any, share: Fraction | None) -> torch.Tensor | None:
+    def _loss_of(self, output: Any, target: Any, share: Fraction | None) -> torch.Tensor | None:
         """Computes the loss of a micro-batch, from which its backward pass starts."""
         if self.flat is not None:
-            output = self.flat.wrapping.precision.cast(output, self.flat.wrapping.precision.output_dtype)
+            precision = self.flat.config.mixed_precision
+            output = precision.cast(output, precision.output_dtype)
         if not self.train:
             self.outputs.append(output)
         if not self.computes:
             return None
         loss = self.pipe._loss
-        with self.pipe._local.all_parameters():
+        with self.pipe._runner.all_parameters():
             value = _own_loss(output) if loss is None else loss(output, *([] if target is None else [target]))
         if isinstance(value, ShapeOnlyTensor):
             raise UnsupportedError(
@@ -462,7 +469,7 @@ class _Step:
                 "pass loss=, which makes one of the output and the target"
             )
         if self.pipe.reduction == "mean":
-            share = Fraction(1, self.schedule.microbatches) if share is None else share
+            share = Fraction(1, self.pipe.schedule.microbatches) if share is None else share
             value = value / share.denominator if share.numerator == 1 else value * float(share)
         found = value.detach()
         self.loss = found if self.loss is None else self.loss + found
@@ -472,23 +479,25 @@ class _Step:
     # ---- backward -------------------------------------------------------------------------------------------------
 
     def _receive_gradients(self, stage: int, number: int) -> Sequence[torch.Tensor | None]:
-        if stage == self.last:
+        if stage == self.pipe.schedule.stages - 1:
             return []
-        source = self.schedule.rank_of[stage + 1]
+        source = self.pipe.schedule.rank_of[stage + 1]
         if source == self.rank:
-            parcel: Sequence[torch.Tensor | None] = self._parcels.pop(("backward", stage + 1, number))
-            return parcel
+            found: Sequence[torch.Tensor | None] = self._local_messages.pop(("backward", stage + 1, number))
+            return found
         sent = self._open[stage, number][1]
         assert not isinstance(sent, torch.Tensor)
-        return self.messages.receive_gradients(sent, stage + 1, source)
+        return self.pipe.messages.receive_gradients(sent, stage + 1, source)
 
     def _backward(self, stage: int, number: int, gradients: Sequence[torch.Tensor | None]) -> None:
         found, sent = self._open.pop((stage, number))
-        roots: list[tuple[Any, torch.Tensor | None]] = [*self.ties.of_later_stages(stage, number)]
+        tied_params = [*self.pipe._tied_params.of_stage(stage)]
+        roots: list[tuple[Any, torch.Tensor | None]] = []
+        roots += [root for tied in tied_params if (root := tied.later_grad(stage, number)) is not None]
         if isinstance(sent, torch.Tensor):
             roots.append((sent, None))
         else:
-            roots += [(x.edge, grad) for x, grad in zip(sent, gradients, strict=True) if grad is not None]
+            roots += [(edge, grad) for (edge, _, _), grad in zip(sent, gradients, strict=True) if grad is not None]
         if roots:
             try:
                 backward([end for end, _ in roots], [grad for _, grad in roots], self._deferring(stage, number))
@@ -498,12 +507,13 @@ class _Step:
                     "other tensors in the backward pass than in the forward pass, expected the same; checkpoint "
                     "modules one by one, and no function that calls modules on both sides of a cut"
                 ) from error
-        before = self.schedule.rank_of[stage - 1] if stage else None
+        before = self.pipe.schedule.rank_of[stage - 1] if stage else None
         if before == self.rank:
-            self._parcels["backward", stage, number] = found
+            self._local_messages["backward", stage, number] = found
         elif before is not None:
-            self.messages.send_gradients(found, stage, before)
-        self.ties.passed(stage, number)  # after the input gradients: the receiver takes those first
+            self.pipe.messages.send_gradients(found, stage, before)
+        for tied in tied_params:  # after the input gradients: the receiver takes those first
+            tied.after_backward(stage, number)
 
 
 _Gradients = list[torch.Tensor | None]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from ringcomm.errors import InvalidArgumentError
 
@@ -63,25 +65,26 @@ class ShapeOnlyTensor(torch.Tensor):
         if func == _WANTS_GRADIENT and args[0].wants_gradient is not None:
             return args[0].wants_gradient
         if func in (_Tensor.register_hook, _Tensor.retain_grad, _Tensor.register_post_accumulate_grad_hook):
-            return _NoHandle()  # backward never reaches this tensor: the stage that has the values has the hook too
+            # Backward never reaches this tensor: the stage that has the values has the hook too.
+            return RemovableHandle(OrderedDict())
         if func in _OF_VALUES or _makes_shapes_of_values(func, args, kwargs):
-            raise _read(func, args)
+            raise _refused(func, args)
         if _writes(func) and args and isinstance(args[0], ShapeOnlyTensor) and _is_repeated(args[0]):
             return args[0]  # a placeholder of another stage's weight, whose only element must keep its value
-        with _Numbers(func) if _has_number(func, args, kwargs) else nullcontext():
+        with _NumberGuard(func) if _has_number(func, args, kwargs) else nullcontext():
             result = super().__torch_function__(func, types, args, kwargs)
         if type(result) in (tuple, list):
-            result = type(result)(map(_apart, result))
-        result = _apart(result)
+            result = type(result)(map(_without_base, result))
+        result = _without_base(result)
         if func in _OF_SHAPES or (func in _LIKE_ANOTHER and not isinstance(args[0], ShapeOnlyTensor)):
             with torch._C.DisableTorchFunctionSubclass():
                 return tree_map(lambda x: x.as_subclass(torch.Tensor) if isinstance(x, ShapeOnlyTensor) else x, result)
         origin = next(
             (x.origin for x in tree_leaves((args, kwargs)) if isinstance(x, ShapeOnlyTensor) and x.origin), ""
         )
-        _spread(func, args, kwargs, origin)
+        _mark_written(func, args, kwargs, origin)
         if func not in _FACTS and not _is_fact(func) and not _is_of_tensors(func, result):
-            raise _read(func, args)
+            raise _refused(func, args)
         if origin:
             for x in tree_leaves(result):
                 if isinstance(x, ShapeOnlyTensor):
@@ -93,7 +96,7 @@ class ShapeOnlyTensor(torch.Tensor):
         that code may write into it."""
         with torch._C.DisableTorchFunctionSubclass():
             self.data = x.detach()
-            find(self)
+            make_plain(self)
             if x.requires_grad:
                 version = self._version
                 self.detach_()  # else backward would reach its inputs and call their hooks with None
@@ -102,7 +105,7 @@ class ShapeOnlyTensor(torch.Tensor):
             return self
 
 
-class _Numbers(TorchDispatchMode):
+class _NumberGuard(TorchDispatchMode):
     """Inside, a function that uses a shape-only tensor as a number, such as a length, raises: torch would read its
     value."""
 
@@ -112,11 +115,11 @@ class _Numbers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], ShapeOnlyTensor):
-            raise _read(self.func, args)
+            raise _refused(self.func, args)
         return func(*args, **(kwargs or {}))
 
 
-class Reads(TorchFunctionMode):
+class ValueGuard(TorchFunctionMode):
     """Inside, a function whose only shape-only arguments are used as numbers raises too: torch does not call an
     argument's class then, but reads its value.
 
@@ -132,28 +135,28 @@ class Reads(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.before, self.call = before, call
-        self.is_left = False
+        self.is_suspended = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.is_left:
+        if self.is_suspended:
             return func(*args, **(kwargs or {}))
         self.before(func, args, kwargs or {})
         if ShapeOnlyTensor not in types:
             found = _shape_only_in((args, kwargs or {}))
             if found:
-                raise _read(func, found)
+                raise _refused(func, found)
         return self.call(func, args, kwargs or {})
 
     @staticmethod
     @contextmanager
-    def left() -> Iterator[None]:
+    def suspended() -> Iterator[None]:
         """Disables the mode for a while, in code that has no shape-only tensors."""
         modes = _get_current_function_mode_stack()
-        mode = next((each for each in modes if isinstance(each, Reads) and not each.is_left), None)
+        mode = next((each for each in modes if isinstance(each, ValueGuard) and not each.is_suspended), None)
         if mode is None:
             yield
             return
-        is_last, mode.is_left = mode is modes[-1], True  # else a mode such as a torch.device was entered inside
+        is_last, mode.is_suspended = mode is modes[-1], True  # else a mode such as a torch.device was entered inside
         if is_last:  # saves a call for each function
             mode.__exit__(None, None, None)
         try:
@@ -161,7 +164,7 @@ class Reads(TorchFunctionMode):
         finally:
             if is_last:
                 mode.__enter__()
-            mode.is_left = False
+            mode.is_suspended = False
 
 
 def _shape_only_in(nest: Any) -> list[ShapeOnlyTensor]:
@@ -199,17 +202,17 @@ class _Filled(torch.autograd.Function):
         return None, grad
 
 
-def _apart(x: Any) -> Any:
+def _without_base(x: Any) -> Any:
     """Returns a shape-only view as a tensor that is no view, so that it can be filled; anything else as it is."""
     with torch._C.DisableTorchFunctionSubclass():
-        return _turned(x.data) if isinstance(x, ShapeOnlyTensor) and x._is_view() else x
+        return _with_class(x.data, ShapeOnlyTensor) if isinstance(x, ShapeOnlyTensor) and x._is_view() else x
 
 
-def _turned(x: torch.Tensor) -> ShapeOnlyTensor:
-    """Makes the same object a shape-only tensor."""
+def _with_class(x: Any, kind: type) -> Any:
+    """Makes a tensor a shape-only one or a plain one; returns the same object, which the model holds."""
     # `as_subclass` would make a view, and autograd treats a write into a view as a write into its base.
-    x.__class__ = ShapeOnlyTensor
-    return cast(ShapeOnlyTensor, x)
+    x.__class__ = kind
+    return x
 
 
 def writable(x: torch.Tensor) -> torch.Tensor:
@@ -221,20 +224,7 @@ def writable(x: torch.Tensor) -> torch.Tensor:
     return filled
 
 
-class _NoHandle:
-    """The handle of a hook on a tensor that has no gradient here."""
-
-    def remove(self) -> None:
-        """Does nothing."""
-
-    def __enter__(self) -> _NoHandle:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-
-def _read(func: Any, args: Any) -> InvalidArgumentError:
+def _refused(func: Any, args: Any) -> InvalidArgumentError:
     origin = next((x.origin for x in tree_leaves(args) if isinstance(x, ShapeOnlyTensor) and x.origin), "")
     of, made = (f" (a result of {origin})", f"carry=[{origin!r}]") if origin else ("", "carry=[...]")
     return InvalidArgumentError(
@@ -309,14 +299,14 @@ def _is_repeated(x: torch.Tensor) -> bool:
         return any(stride == 0 and extent > 1 for stride, extent in zip(x.stride(), x.shape, strict=True))
 
 
-def _spread(func: Any, args: Any, kwargs: Any, origin: str) -> None:
+def _mark_written(func: Any, args: Any, kwargs: Any, origin: str) -> None:
     """Makes each plain tensor shape-only that a shape-only value is written into."""
     written = [args[0]] if args and _writes(func) else []
     for x in written + tree_leaves(kwargs.get("out")):
-        lose(x, origin)
+        drop_values(x, origin)
 
 
-def lose(x: Any, origin: str) -> list[torch.Tensor]:
+def drop_values(x: Any, origin: str) -> list[torch.Tensor]:
     """Makes a plain tensor, and the tensor that it is a view of, shape-only from now on; returns those that were plain
     before.
 
@@ -326,14 +316,14 @@ def lose(x: Any, origin: str) -> list[torch.Tensor]:
     with torch._C.DisableTorchFunctionSubclass():
         found = [each for each in (x, getattr(x, "_base", None)) if type(each) is torch.Tensor]
         for each in found:
-            _turned(each).__dict__["origin"] = origin
+            _with_class(each, ShapeOnlyTensor).__dict__["origin"] = origin
     return found
 
 
-def find(x: torch.Tensor) -> None:
+def make_plain(x: torch.Tensor) -> None:
     """Makes a shape-only tensor a plain one again, where it has values or none will be read."""
     if isinstance(x, ShapeOnlyTensor):
-        x.__class__ = torch.Tensor  # the model holds this object
+        _with_class(x, torch.Tensor)
 
 
 def any_shape_only(tree: Any) -> bool:
@@ -341,33 +331,35 @@ def any_shape_only(tree: Any) -> bool:
     return any(isinstance(x, ShapeOnlyTensor) for x in tree_leaves(tree))
 
 
-class Maker:
-    """Makes shape-only tensors; those of the same floating-point type share memory."""
+def shape_only(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    origin: str = "",
+    memory: dict[torch.dtype, torch.Tensor] | None = None,
+) -> ShapeOnlyTensor:
+    """Returns a shape-only tensor.
 
-    def __init__(self) -> None:
-        self._memory: dict[torch.dtype, torch.Tensor] = {}
-
-    def make(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, origin: str = ""
-    ) -> ShapeOnlyTensor:
-        """Returns a shape-only tensor of a shape. ``origin``: the module whose result it replaces."""
-        made = _turned(self._tensor(shape, dtype, device))
-        made.origin = origin
-        return made
-
-    def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns a tensor; integer tensors get memory of their own, since code may write into them."""
-        if not (dtype.is_floating_point or dtype.is_complex):
-            return torch.zeros(shape, dtype=dtype, device=device)
-        numel = math.prod(shape)
-        memory = self._memory.get(dtype)
-        if memory is None or memory.numel() < numel or memory.device != device:
-            memory = self._memory[dtype] = torch.full((numel,), float("nan"), dtype=dtype, device=device)
-        made = torch.empty(0, dtype=dtype, device=device)  # no view: each has a version of its own
-        return made.set_(memory.untyped_storage(), 0, shape)
+    Args:
+        origin: the module whose result it replaces.
+        memory: by floating-point type, the memory that all tensors of that type share; it grows as needed. Integer
+            tensors get memory of their own, since code may write into them.
+    """
+    if not (dtype.is_floating_point or dtype.is_complex):
+        x = torch.zeros(shape, dtype=dtype, device=device)
+    else:
+        memory, numel = {} if memory is None else memory, math.prod(shape)
+        shared = memory.get(dtype)
+        if shared is None or shared.numel() < numel or shared.device != device:
+            shared = memory[dtype] = torch.full((numel,), float("nan"), dtype=dtype, device=device)
+        x = torch.empty(0, dtype=dtype, device=device)  # no view: each has a version of its own
+        x.set_(shared.untyped_storage(), 0, shape)
+    made = _with_class(x, ShapeOnlyTensor)
+    made.origin = origin
+    return made
 
 
-def weightless(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def parameter_placeholder(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Returns a placeholder for a parameter or buffer: one element, expanded to its shape."""
     nothing = float("nan") if x.is_floating_point() or x.is_complex() else 0
     made = x.detach().new_full((), nothing, device=device).expand(x.shape).as_subclass(ShapeOnlyTensor)

@@ -29,68 +29,79 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.
 _FOREIGN = ("torch", "ringcomm", "logging", "threading", "multiprocessing", "concurrent", "asyncio")
 """Packages whose objects are not inspected, since what they record is not a result of the model."""
 _OPENED = 3  # how many levels of objects in attributes are inspected; objects in arguments are inspected at all levels
-Place = tuple[Any, ...]
+Location = tuple[Any, ...]
 """The location of a container: the name of a module, or None for the arguments of the call, followed by keys."""
 
 
 @dataclass(frozen=True)
-class Left:
+class SideEffect:
     """One side effect of a call.
 
     Attributes:
         place: the location of the container.
-        key: the key in a dict or the name of an attribute. None for a list: the value was appended, or (``whole``) the
-            value is the list's entire new content.
+        key: the key in a dict or the name of an attribute. None for a list: the value was appended, or
+            (``replaces_all``) the value is the list's entire new content.
         value: a nest; where ``written`` is set, the tensor.
+        removed: the call removed the key or attribute; the value is None.
         changed: the value is a tensor that existed before the call, and the call wrote into it.
         written: the same, for a tensor that is an argument of the call.
     """
 
-    place: Place
+    place: Location
     key: Any
     value: Any
-    whole: bool = False
+    replaces_all: bool = False
+    removed: bool = False
     changed: bool = False
     written: bool = False
 
 
-class Stand:
-    """Base of the placeholders for tensors and objects in a nest that is sent."""
+@dataclass(frozen=True)
+class Shape:
+    """Placeholder of a tensor that stays on its rank: its shape and type."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
-class Gone(Stand):
-    """Placeholder of an item or attribute that the call removed."""
+class Carried:
+    """Placeholder of a tensor that is sent from stage to stage up to the last one: its number among the carried
+    tensors."""
+
+    number: int
 
 
 @dataclass(frozen=True)
-class Given(Stand):
-    """Placeholder of an object that was an argument of the module: its position or name among the arguments."""
+class NotSent:
+    """Placeholder of an object that is neither a tensor nor a plain value: if it was an argument of the module, its
+    position or name among the arguments; else the name of its class, and of the module that made it."""
 
-    key: int | str
-
-
-@dataclass(frozen=True)
-class Kept(Stand):
-    """Placeholder of an object that stays on its rank: the name of its class, and of the module that made it."""
-
-    kind: str
-    of: str
+    argument: int | str | None
+    kind: str = ""
+    of: str = ""
 
 
-class Lost:
-    """Replaces a `Kept` object on a later stage; every use of it raises."""
+PLACEHOLDERS = (Shape, Carried, NotSent)
 
-    def __init__(self, kept: Kept) -> None:
-        vars(self)["kept"] = kept
+
+class MissingObject:
+    """Replaces an object that was not sent on a later stage; every use of it raises."""
+
+    def __init__(self, original: NotSent) -> None:
+        vars(self)["original"] = original
 
     def refuse(self, *_: Any, **__: Any) -> NoReturn:
         """Raises an error that names the object's class and the module that made it."""
-        kept: Kept = vars(self)["kept"]
-        of = f"that {kept.of} of an earlier stage has made" if kept.of else "among the model's inputs of another rank"
+        original: NotSent = vars(self)["original"]
+        of = (
+            f"that {original.of} of an earlier stage has made"
+            if original.of
+            else "among the model's inputs of another rank"
+        )
         raise InvalidArgumentError(
-            f"Pipeline: got a use of a {kept.kind} {of}, expected tensors and plain values in tuples, lists, dicts or "
-            "dataclasses, which later stages can be told of; make it a dataclass, or pass inputs on every rank"
+            f"Pipeline: got a use of a {original.kind} {of}, expected tensors and plain values in tuples, lists, "
+            "dicts or dataclasses, which later stages can be told of; make it a dataclass, or pass inputs on every rank"
         )
 
     __getattr__ = __setattr__ = __delattr__ = __call__ = refuse
@@ -110,7 +121,7 @@ def map_nest(each: Callable[[Any], Any], nest: Any) -> Any:
     """Applies ``each`` to the leaves of a nest, like torch's ``tree_map``, and descends into dataclasses too."""
 
     def inside(x: Any) -> Any:
-        if is_dataclass(x) and not isinstance(x, (type, Stand)):
+        if is_dataclass(x) and not isinstance(x, type) and type(x) not in PLACEHOLDERS:
             made = copy.copy(x)
             for field in fields(x):
                 if hasattr(x, field.name):
@@ -135,75 +146,81 @@ def tensors_inside(x: Any, seen: set[int] | None = None) -> Iterator[torch.Tenso
             yield from tensors_inside(each, seen)
 
 
-class Watch:
-    """Records the side effects of one call of a module.
+Snapshot = tuple[Location, Any, Any, Mapping[Any, int]]
+"""A container before a call: its location, the container, a copy, and the versions of the tensors in it."""
+
+
+def snapshots(
+    containers: Mapping[str, nn.Module],
+    inside: Mapping[str, nn.Module],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> list[Snapshot]:
+    """Returns the state before a call of a module, for `side_effects`; the call's arguments come last.
 
     Args:
         containers, inside: modules by name. ``containers`` are the modules around the modules of stages, whose buffers
             are watched too; ``inside`` are the called module and its submodules.
         args, kwargs: the arguments of the call.
     """
+    found: list[Snapshot] = []
+    seen: set[int] = set()
+    for name, module in (*containers.items(), *inside.items()):
+        _snapshot(found, seen, (name,), module.__dict__, _OWN, _OPENED)
+    for name, module in containers.items():
+        _snapshot(found, seen, (name, "_buffers"), module._buffers)
+    _snapshot(found, seen, (None,), {**dict(enumerate(args)), **kwargs}, opens=1 << 10)
+    return found
 
-    def __init__(
-        self,
-        containers: Mapping[str, nn.Module],
-        inside: Mapping[str, nn.Module],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        self._before: list[tuple[Place, Any, Any, dict[Any, int]]] = []  # place, container, its copy, tensor versions
-        self._seen: set[int] = set()
-        for name, module in (*containers.items(), *inside.items()):
-            self._look((name,), module.__dict__, _OWN, _OPENED)
-        for name, module in containers.items():
-            self._look((name, "_buffers"), module._buffers)
-        self._look((None,), {**dict(enumerate(args)), **kwargs}, opens=1 << 10)
-        self._args = self._before.pop()
 
-    def _look(self, place: Place, x: Any, own: Collection[str] = (), opens: int = 0) -> None:
-        """Records the state of a container and of the containers in it.
+def _snapshot(
+    found: list[Snapshot], seen: set[int], place: Location, x: Any, own: Collection[str] = (), opens: int = 0
+) -> None:
+    """Adds the state of a container and of the containers in it.
 
-        Args:
-            own: keys to ignore.
-            opens: how many levels of objects in it have their attributes inspected too.
-        """
-        if id(x) in self._seen:
-            return
-        self._seen.add(id(x))
-        versions: dict[Any, int] = {}
-        for key, each in [(key, x[key]) for key in x if key not in own] if isinstance(x, dict) else enumerate(x):
-            if type(each) is torch.Tensor:
-                versions[key] = version_of(each)
-            elif isinstance(each, (dict, list, tuple, set, deque)):
-                self._look((*place, key), each, opens=opens)
-            elif opens and _opens(each):
-                self._look((*place, key, None), each.__dict__, opens=opens - 1)
-        if not isinstance(x, tuple):
-            self._before.append((place, x, dict(x) if isinstance(x, dict) else list(x), versions))
+    Args:
+        seen: ids of the containers that were added.
+        own: keys to ignore.
+        opens: how many levels of objects in it have their attributes inspected too.
+    """
+    if id(x) in seen:
+        return
+    seen.add(id(x))
+    versions: dict[Any, int] = {}
+    for key, each in [(key, x[key]) for key in x if key not in own] if isinstance(x, dict) else enumerate(x):
+        if type(each) is torch.Tensor:
+            versions[key] = version_of(each)
+        elif isinstance(each, (dict, list, tuple, set, deque)):
+            _snapshot(found, seen, (*place, key), each, opens=opens)
+        elif opens and _opens(each):
+            _snapshot(found, seen, (*place, key, None), each.__dict__, opens=opens - 1)
+    if not isinstance(x, tuple):
+        found.append((place, x, dict(x) if isinstance(x, dict) else list(x), versions))
 
-    def left(self) -> list[Left]:
-        """Returns everything that was added, changed or removed since the watch began."""
-        found: list[Left] = []
-        for place, container, before, versions in self._before:
-            if _is_same(container, before, versions):
-                continue
-            if isinstance(container, dict):
-                own = _OWN if len(place) == 1 else ()
-                for key, x in container.items():
-                    other = key not in before or before[key] is not x
-                    changed = not other and versions.get(key, 0) != version_of(x)
-                    if (other or changed) and key not in own and not _is_code(x):
-                        found.append(Left(place, key, x, changed=changed))
-                for key, x in before.items():
-                    if key not in container and key not in own and not _is_code(x):
-                        found.append(Left(place, key, Gone()))
-            elif not isinstance(container, set) and _is_same([*container][: len(before)], before, versions):
-                found += [Left(place, None, x) for x in [*container][len(before) :]]
-            else:
-                found.append(Left(place, None, list(container), whole=True))
-        place, _, args, versions = self._args
-        written = [key for key, version in versions.items() if version_of(args[key]) != version]
-        return found + [Left(place, key, args[key], changed=True, written=True) for key in written]
+
+def side_effects(before_call: Sequence[Snapshot]) -> list[SideEffect]:
+    """Returns everything that was added, changed or removed since `snapshots`."""
+    found: list[SideEffect] = []
+    for place, container, before, versions in before_call[:-1]:
+        if _is_same(container, before, versions):
+            continue
+        if isinstance(container, dict):
+            own = _OWN if len(place) == 1 else ()
+            for key, x in container.items():
+                other = key not in before or before[key] is not x
+                changed = not other and versions.get(key, 0) != version_of(x)
+                if (other or changed) and key not in own and not _is_code(x):
+                    found.append(SideEffect(place, key, x, changed=changed))
+            for key, x in before.items():
+                if key not in container and key not in own and not _is_code(x):
+                    found.append(SideEffect(place, key, None, removed=True))
+        elif not isinstance(container, set) and _is_same([*container][: len(before)], before, versions):
+            found += [SideEffect(place, None, x) for x in [*container][len(before) :]]
+        else:
+            found.append(SideEffect(place, None, list(container), replaces_all=True))
+    place, _, args, versions = before_call[-1]
+    written = [key for key, version in versions.items() if version_of(args[key]) != version]
+    return found + [SideEffect(place, key, args[key], changed=True, written=True) for key in written]
 
 
 def _opens(x: Any) -> bool:
@@ -230,7 +247,7 @@ def version_of(x: Any) -> int:
     return x._version if type(x) is torch.Tensor and not x.is_inference() else 0
 
 
-def can_travel(value: Any) -> bool:
+def can_be_sent(value: Any) -> bool:
     """Returns whether a nest contains only tensors and plain values."""
     found = True
 
@@ -242,7 +259,7 @@ def can_travel(value: Any) -> bool:
     return found
 
 
-def found_at(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) -> Any:
+def container_at(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], place: Location) -> Any:
     """Returns the container at a place.
 
     Raises: LookupError where the place does not exist.
@@ -254,21 +271,21 @@ def found_at(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], p
     return container
 
 
-def leave(container: Any, left: Left, value: Any) -> None:
-    """Applies the side effect ``left`` to ``container``, with ``value`` as its value."""
-    if isinstance(value, Gone):
-        container.pop(left.key, None)
-    elif left.whole:
+def apply_effect(container: Any, effect: SideEffect, value: Any) -> None:
+    """Applies the side effect ``effect`` to ``container``, with ``value`` as its value."""
+    if effect.removed:
+        container.pop(effect.key, None)
+    elif effect.replaces_all:
         _refill(container, value)
     elif isinstance(container, dict):
-        container[left.key] = value
+        container[effect.key] = value
     else:
         container.append(value)
 
 
-def restore(left: Left, container: Any, before: Any) -> None:
+def restore(effect: SideEffect, container: Any, before: Any) -> None:
     """Gives a container its earlier content back. A module's attributes that were added since stay."""
-    if len(left.place) > 1:
+    if len(effect.place) > 1:
         _refill(container, before)
     else:
         container.update(before)

@@ -19,7 +19,7 @@ from ringcomm.validation import TEXT, Wanted, a, expects, several
 
 
 @dataclass(frozen=True)
-class Tie:
+class TiedParam:
     """A parameter that several stages use.
 
     Attributes:
@@ -43,14 +43,14 @@ class Stages:
     Attributes:
         stage_of: the stage of each module that lies entirely in one stage, by the module's name.
         first: for each stage, the name of the module with which it begins; the first stage begins with the model ("").
-        ties: parameters that more than one stage uses.
+        tied_params: parameters that more than one stage uses.
         carry: names of modules whose results go to all later stages.
     """
 
     model: nn.Module
     stage_of: Mapping[str, int]
     first: tuple[str, ...]
-    ties: tuple[Tie, ...]
+    tied_params: tuple[TiedParam, ...]
     carry: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
@@ -141,7 +141,7 @@ def split(model: nn.Module, at: Sequence[str] | int, *, carry: Sequence[str] = (
         begins = reached < len(wanted) and name == wanted[reached]
         reached += begins
         seen.add(id(module))
-        if begins or (in_a_row and shared[id(module)] == 1) or _keeps(module):
+        if begins or (in_a_row and shared[id(module)] == 1) or _has_state(module):
             stage_of[name] = reached
             seen.update(id(each) for each in module.modules())
     if reached < len(wanted):
@@ -152,8 +152,8 @@ def split(model: nn.Module, at: Sequence[str] | int, *, carry: Sequence[str] = (
             "registered in"
         )
     _refuse_in_two_stages(model, stage_of)
-    ties = _ties(model, stage_of, 1 + len(wanted))
-    return Stages(model, stage_of, ("", *wanted), ties, _carried(model, stage_of, carry))
+    tied = _tied_params(model, stage_of, 1 + len(wanted))
+    return Stages(model, stage_of, ("", *wanted), tied, _carried(model, stage_of, carry))
 
 
 def _refuse_in_two_stages(model: nn.Module, stage_of: Mapping[str, int]) -> None:
@@ -276,13 +276,13 @@ def _carried(model: nn.Module, stage_of: Mapping[str, int], carry: Sequence[str]
     return frozenset(name for name in names if any(matches(pattern, name) for pattern in carry))
 
 
-def _keeps(module: nn.Module) -> bool:
+def _has_state(module: nn.Module) -> bool:
     """Returns whether a module has state of its own: parameters, or persistent buffers."""
     saved = (key for each in module.modules() for key in each._buffers.keys() - each._non_persistent_buffers_set)
     return any(True for _ in module.parameters()) or any(True for _ in saved)
 
 
-def _ties(model: nn.Module, stage_of: Mapping[str, int], stages: int) -> tuple[Tie, ...]:
+def _tied_params(model: nn.Module, stage_of: Mapping[str, int], stages: int) -> tuple[TiedParam, ...]:
     """Returns the parameters that several stages use. Every stage runs the code of modules that are cut, and uses
     theirs."""
     uses: dict[int, dict[int, list[tuple[nn.Module, str]]]] = {}
@@ -305,4 +305,4 @@ def _ties(model: nn.Module, stage_of: Mapping[str, int], stages: int) -> tuple[T
     names: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(name)
-    return tuple(Tie(tuple(names[key]), by_stage) for key, by_stage in uses.items() if len(by_stage) > 1)
+    return tuple(TiedParam(tuple(names[key]), by_stage) for key, by_stage in uses.items() if len(by_stage) > 1)

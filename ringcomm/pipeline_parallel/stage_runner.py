@@ -1,4 +1,4 @@
-"""Runs this rank's stages: the model itself, without the parameters of other stages, from one cut to the next."""
+"""Runs this rank's stages: the model without the parameters of other stages, from one stage boundary to the next."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
 
-from ringcomm.data_parallel.module_notes import notes_on
+from ringcomm.data_parallel.module_notes import notes_of, notes_on
 from ringcomm.data_parallel.shard_spec import note
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.pipeline_parallel.buffers import Buffers
 from ringcomm.pipeline_parallel.draws import checkpoint_around, must_send, random_op, replay
 from ringcomm.pipeline_parallel.shape_only import (
-    Maker,
-    Reads,
     ShapeOnlyTensor,
+    ValueGuard,
     any_shape_only,
-    find,
-    lose,
-    weightless,
+    drop_values,
+    make_plain,
+    parameter_placeholder,
+    shape_only,
     writable,
     writes,
 )
 from ringcomm.pipeline_parallel.side_effects import (
-    Given,
-    Gone,
-    Kept,
-    Left,
-    Lost,
-    Stand,
-    Watch,
-    can_travel,
-    found_at,
+    Carried,
+    MissingObject,
+    NotSent,
+    Shape,
+    SideEffect,
+    apply_effect,
+    can_be_sent,
+    container_at,
     is_plain,
-    leave,
     map_nest,
     restore,
+    side_effects,
+    snapshots,
     tensors_inside,
     version_of,
 )
@@ -55,36 +55,20 @@ from ringcomm.pipeline_parallel.split import Chain, Stages
 ANY = -1
 
 
-@dataclass(frozen=True)
-class Shape(Stand):
-    """Placeholder of a tensor that stays on its rank: its shape and type."""
+def recorded(tree: Any, origin: str = "", given: Mapping[Any, Any] | None = None) -> Any:
+    """Returns a nest with a `Shape` for each tensor, and a placeholder for all else that is not a plain value.
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    Args:
+        origin: the module that made the nest.
+        given: the arguments of that module, some of which it may have returned.
+    """
 
-    @staticmethod
-    def of(tree: Any, origin: str = "", given: Mapping[Any, Any] | None = None) -> Any:
-        """Returns a nest with a `Shape` for each tensor, and a placeholder for all else that is not a plain value.
+    def each(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return Shape(tuple(x.shape), x.dtype)
+        return x if is_plain(x) else _not_sent(x, origin, given or {})
 
-        Args:
-            origin: the module that made the nest.
-            given: the arguments of that module, some of which it may have returned.
-        """
-
-        def each(x: Any) -> Any:
-            if isinstance(x, torch.Tensor):
-                return Shape(tuple(x.shape), x.dtype)
-            return x if is_plain(x) else _stand(x, origin, given or {})
-
-        return map_nest(each, tree)
-
-
-@dataclass(frozen=True)
-class Carried(Stand):
-    """Placeholder of a tensor that is sent from stage to stage up to the last one: its number among the carried
-    tensors."""
-
-    number: int
+    return map_nest(each, tree)
 
 
 @dataclass(frozen=True)
@@ -95,12 +79,12 @@ class Call:
         output: the output, with tensors as shapes or as carried tensors.
         hooked: the calls of the module or its submodules that have hooks, in the order in which they ended: name,
             arguments as shapes, and the output that each hook got, in the form of ``output``.
-        left: the side effects of the call.
+        effects: the side effects of the call.
     """
 
     output: Any
     hooked: tuple[tuple[str, Any, tuple[Any, ...]], ...] = ()
-    left: tuple[Left, ...] = ()
+    effects: tuple[SideEffect, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -143,23 +127,31 @@ class _StageBoundary(BaseException):
 
 
 @dataclass
-class _Run:
+class _StageRun:
     stage: int
-    about: StageMetadata | None
+    metadata: StageMetadata | None
     received: list[torch.Tensor]
     entered: bool
     grads: bool  # whether gradients are on
-    calls: dict[str, list[Call]] = field(default_factory=dict)  # of this stage's modules
-    shadowed: Counter[str] = field(default_factory=Counter)  # calls of modules of earlier stages, so far
+    calls: dict[str, list[Call]] = field(default_factory=dict)  # of modules of this stage and earlier ones
+    replayed: Counter[str] = field(default_factory=Counter)  # calls of modules of earlier stages, so far
     carried: list[torch.Tensor] = field(default_factory=list)  # to the last stage, from this one and earlier ones
     versions: list[int] = field(default_factory=list)  # versions of the carried tensors after the last call of a module
-    noting: bool = False  # whether a call of a module is being noted
-    before: dict[str, tuple[Call, ...]] = field(default_factory=dict)  # calls of modules of earlier stages
-    lost: list[torch.Tensor] = field(default_factory=list)  # plain tensors that a module of an earlier stage wrote into
+    # Plain tensors that a module of an earlier stage wrote into, whose values are not here.
+    without_values: list[torch.Tensor] = field(default_factory=list)
     draws: list[tuple[str, Carried | None]] = field(default_factory=list)  # of this stage and earlier ones
     draws_done: int = 0  # how many of them this stage has reached
     replayed_in: Any = None  # the checkpoint in which it last replayed a draw
-    hooking: bool = False  # whether hooks of modules of earlier stages are running
+    inside: str = ""  # "module": a call of a module is being recorded; "hooks": those of an earlier stage's module run
+
+    @contextmanager
+    def within(self, what: str) -> Iterator[None]:
+        """Sets ``inside`` for a while."""
+        before, self.inside = self.inside, what
+        try:
+            yield
+        finally:
+            self.inside = before
 
 
 class StageRunner:
@@ -173,18 +165,18 @@ class StageRunner:
 
     def __init__(self, stages: Stages, mine: Sequence[int], rank: int, device: torch.device) -> None:
         self.stages, self.model, self.rank, self._device = stages, stages.model, rank, device
-        self.running: _Run | None = None
-        self._grads: dict[int, set[int]] = {}  # by stage: indices of named arguments to send to the next one
-        self._placeholders = Maker()
-        self._inside = {name: _named(name, self.model.get_submodule(name)) for name in stages.stage_of}
+        self.running: _StageRun | None = None
+        self._named_grads: dict[int, set[int]] = {}  # by stage: indices of named arguments to send to the next one
+        self._memory: dict[torch.dtype, torch.Tensor] = {}  # of shape-only tensors
+        self._inside = {name: _modules_by_name(name, self.model.get_submodule(name)) for name in stages.stage_of}
         of_stages = {id(each) for inside in self._inside.values() for each in inside.values()}
         self._containers = {name: each for name, each in self.model.named_modules() if id(each) not in of_stages}
         self.buffers = Buffers(self._containers, mine, len(stages))
-        for tie in stages.ties:
-            first = tie.stages[0] in mine
-            owners = [use for stage in tie.stages if stage in mine for use in tie.uses[stage]]
+        for tied in stages.tied_params:
+            first = tied.stages[0] in mine
+            owners = [use for stage in tied.stages if stage in mine for use in tied.uses[stage]]
             for module, key in owners[:1]:
-                note(module, key, names=tie.names, copy=not first, staged=len(mine) < len(stages))
+                note(module, key, names=tied.names, copy=not first, staged=len(mine) < len(stages))
         self._elsewhere: list[tuple[nn.Module, dict[str, torch.Tensor]]] = []  # modules, and placeholders of parameters
         of_mine = (self.model.get_submodule(name) for name, stage in stages.stage_of.items() if stage in mine)
         seen = {id(p) for module in of_mine for p in module.parameters()}
@@ -203,7 +195,7 @@ class StageRunner:
         for name, stage in stages.stage_of.items():
             for key, each in _members(name, self.model.get_submodule(name)):
                 if often[id(each)] == 1:  # not shared: forward may call it by itself
-                    self._inside[key] = _named(key, each)
+                    self._inside[key] = _modules_by_name(key, each)
                     _guard(each, self._guarded(key, stage))
             if name == stages.first[stage]:
                 self._begins[stage] |= _first_members(name, self.model.get_submodule(name))
@@ -240,28 +232,28 @@ class StageRunner:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         received: list[torch.Tensor],
-        about: StageMetadata | None = None,
+        metadata: StageMetadata | None = None,
     ) -> tuple[Any, StageMetadata | None]:
         """Runs a stage.
 
         Args:
             args, kwargs: the arguments of the model, as far as this rank has them.
-            received, about: the tensors and metadata from the stage before. The received values are put into the
+            received, metadata: the tensors and metadata from the stage before. The received values are put into the
                 model's shape-only tensors.
         Returns: the tensors for the next stage, and their metadata; for the last stage the model's output and None.
         """
-        if about is not None:
-            self._refuse_other_inputs({**dict(enumerate(args)), **kwargs}, about.inputs)
-            theirs = self._made(about.inputs)  # model inputs contain nothing carried
+        if metadata is not None:
+            self._refuse_other_inputs({**dict(enumerate(args)), **kwargs}, metadata.inputs)
+            theirs = self._materialized(metadata.inputs)  # model inputs contain nothing carried
             args, kwargs = args or theirs[0], {**theirs[1], **kwargs}
         last = stage == len(self.stages) - 1
-        grads = torch.is_grad_enabled() or (not last and stage not in self._grads)
-        run = self.running = _Run(stage, about, received, entered=stage == 0, grads=grads)
-        if about is not None:
-            run.carried = [writable(x) for x in received[len(received) - about.carried :]]
+        grads = torch.is_grad_enabled() or (not last and stage not in self._named_grads)
+        run = self.running = _StageRun(stage, metadata, received, entered=stage == 0, grads=grads)
+        if metadata is not None:
+            run.carried = [writable(x) for x in received[len(received) - metadata.carried :]]
             run.versions = [version_of(x) for x in run.carried]
-            run.before = dict(about.calls)
-            run.draws = [*about.draws]
+            run.calls = {name: [*calls] for name, calls in metadata.calls.items()}
+            run.draws = [*metadata.draws]
 
         def before(func: Any, args: Any, kwargs: Any) -> None:
             read(func, args, kwargs)
@@ -269,22 +261,22 @@ class StageRunner:
             if written and any_shape_only((args, kwargs)):
                 self._refuse_written_parameters(run, written)
             for x in written if run.carried else ():
-                self._keep(run, x)
+                self._copy_before_write(run, x)
 
         try:
             with (
                 torch.set_grad_enabled(grads),
                 self.all_parameters(),
                 self.buffers.of(stage) as read,
-                Reads(before, partial(self._called, run)),
+                ValueGuard(before, partial(self._called, run)),
             ):
                 output = self.model(*args, **kwargs)
-        except _StageBoundary as cut:
-            return self._handed_on(run, cut, Shape.of((args, kwargs)))
+        except _StageBoundary as boundary:
+            return self._outputs(run, boundary, recorded((args, kwargs)))
         finally:
             self.running = None
-            for x in run.lost:  # they may be the user's tensors
-                find(x)
+            for x in run.without_values:  # they may be the user's tensors
+                make_plain(x)
         if not last:
             raise self._wrong(stage, "ended", f"a call of {self.stages.first[stage + 1]}")
         if not run.entered:
@@ -292,9 +284,9 @@ class StageRunner:
         self._refuse_shape_only(run, "the end", output)
         return output, None
 
-    def _called(self, run: _Run, func: Any, args: Any, kwargs: Any) -> Any:
+    def _called(self, run: _StageRun, func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a function outside of modules of stages. What it draws at random is sent on to later stages."""
-        name = "" if run.hooking else random_op(func)
+        name = "" if run.inside == "hooks" else random_op(func)
         if not name:
             return func(*args, **kwargs)
         number, run.draws_done = run.draws_done, run.draws_done + 1
@@ -303,10 +295,10 @@ class StageRunner:
             needed = run.stage < len(self.stages) - 1 and must_send(func, args, kwargs, result)
             run.draws.append((name, self._carry(run, result, name, {}) if needed else None))
             return result
-        expected, stand = run.draws[number]
-        if name == expected and stand is None:
+        expected, sent = run.draws[number]
+        if name == expected and sent is None:
             return func(*args, **kwargs)
-        result = replay(func, args, kwargs, run.carried[stand.number]) if stand and name == expected else None
+        result = replay(func, args, kwargs, run.carried[sent.number]) if sent and name == expected else None
         if result is None:
             raise self._other_draws(run, f"by {name}", expected)
         run.replayed_in = checkpoint_around()
@@ -317,7 +309,7 @@ class StageRunner:
         tensors, such as labels, may be passed on some ranks only."""
         theirs = {**dict(enumerate(inputs[0])), **inputs[1]}
         for key, x in mine.items():
-            pairs = [*zip(tree_leaves(Shape.of(x)), tree_leaves(theirs.get(key)), strict=False)]
+            pairs = [*zip(tree_leaves(recorded(x)), tree_leaves(theirs.get(key)), strict=False)]
             wrong = next((pair for pair in pairs if key in theirs and _is_other_input(*pair)), None)
             if wrong is not None:
                 raise InvalidArgumentError(
@@ -325,14 +317,13 @@ class StageRunner:
                     f"{_input(wrong[1])} as on the rank of the first stage; pass the same on every rank, or nothing"
                 )
 
-    def _refuse_lost(self, name: str, tree: Any) -> None:
-        """Raises where an argument of a module is a `Lost` object; the module might use only its class, which would not
-        raise."""
+    def _refuse_missing(self, name: str, tree: Any) -> None:
+        """Raises where an argument is a `MissingObject`: a module that uses only its class would not raise."""
         for x in tree_leaves(tree):
-            if type(x) is Lost:
+            if type(x) is MissingObject:
                 x.refuse(name)
 
-    def _refuse_shape_only(self, run: _Run, name: str, tree: Any) -> None:
+    def _refuse_shape_only(self, run: _StageRun, name: str, tree: Any) -> None:
         found = next((x for x in tensors_inside(tree) if isinstance(x, ShapeOnlyTensor)), None)
         if found is not None:
             of = f"a result of {found.origin}" if found.origin else "the model's inputs, or a result or weight of "
@@ -350,7 +341,7 @@ class StageRunner:
             "and at modules that every forward pass calls"
         )
 
-    def _other_draws(self, run: _Run, got: str, expected: Any) -> InvalidArgumentError:
+    def _other_draws(self, run: _StageRun, got: str, expected: Any) -> InvalidArgumentError:
         return InvalidArgumentError(
             f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward drew random numbers {got}, expected "
             f"{expected} as on the stage before; draw them in every forward pass, or in __init__"
@@ -364,7 +355,7 @@ class StageRunner:
             if run is None:
                 return forward(*args, **kwargs)
             if stage < run.stage:
-                if run.entered and run.shadowed[name]:
+                if run.entered and run.replayed[name]:
                     raise InvalidArgumentError(
                         f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward called {name} of stage "
                         f"{stage} once more, expected modules of its own; cut the model where all calls of a module "
@@ -372,7 +363,7 @@ class StageRunner:
                     )
                 if run.entered:
                     raise self._wrong(run.stage, f"called {name} of stage {stage}", "modules of its own")
-                return self._shadow(run, name, args, kwargs)
+                return self._replayed_call(run, name, args, kwargs)
             if stage > run.stage:
                 if name not in self._begins[run.stage + 1] or not run.entered:
                     raise self._wrong(
@@ -384,63 +375,60 @@ class StageRunner:
             if not run.entered:
                 if name not in self._begins[stage]:
                     raise self._wrong(stage, f"called {name} first", first[stage])
-                assert run.about is not None
-                if run.draws_done != len(run.about.draws):
-                    raise self._other_draws(run, f"{run.draws_done} times before {name}", len(run.about.draws))
+                assert run.metadata is not None
+                if run.draws_done != len(run.metadata.draws):
+                    raise self._other_draws(run, f"{run.draws_done} times before {name}", len(run.metadata.draws))
                 if run.replayed_in is not None and run.replayed_in is checkpoint_around():
                     raise InvalidArgumentError(
                         f"Pipeline: rank {self.rank} ran stage {stage}, which begins with {name} inside of a function "
                         "that is checkpointed and draws random numbers, expected them to be drawn outside, since a "
                         "backward pass would draw others than an earlier stage has; checkpoint modules one by one"
                     )
-                args, kwargs = self._put(run, args, kwargs)
+                args, kwargs = self._with_received(run, args, kwargs)
                 run.entered = True
                 for x in run.carried:
                     _clear_hooks(x)
             self._refuse_shape_only(run, name, (args, kwargs))
-            self._refuse_lost(name, (args, kwargs))
+            self._refuse_missing(name, (args, kwargs))
             last = run.stage == len(self.stages) - 1  # no later stage needs a record
-            with Reads.left():
-                if last or run.noting:  # a nested call, which later stages do not reach
+            with ValueGuard.suspended():
+                if last or run.inside == "module":  # a nested call, which later stages do not reach
                     return forward(*args, **kwargs)
-                run.noting = True
-                try:
-                    return self._noted(run, name, forward, args, kwargs)
-                finally:
-                    run.noting = False
+                with run.within("module"):
+                    return self._recorded_call(run, name, forward, args, kwargs)
 
         return call
 
-    def _noted(
-        self, run: _Run, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _recorded_call(
+        self, run: _StageRun, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Calls a module of this stage and records the call for later stages."""
         self._refuse_written(run, name)
         inside = self._inside[name]
-        watch = Watch(self._containers, inside, args, kwargs)
+        before_call = snapshots(self._containers, inside, args, kwargs)
         hooked: list[tuple[str, Any, tuple[Any, ...]]] = []
         handles = [
             handle
             for key, each in inside.items()
             if any(map(_is_users, (*each._forward_pre_hooks.values(), *each._forward_hooks.values())))
-            for handle in self._note_hooks(run, hooked, key, each)
+            for handle in self._record_hooks(run, hooked, key, each)
         ]
         try:
             output = forward(*args, **kwargs)
         finally:
             for handle in handles:
                 handle()
-        found = watch.left()
+        found = side_effects(before_call)
         for each in found:
             if each.changed:
                 self._carry_again(run, each.value)
-        left = tuple(replace(each, value=self._value_of(run, each, name)) for each in found)
-        shown = self._shown(run, output, name, {**dict(enumerate(args)), **kwargs})
-        run.calls.setdefault(name, []).append(Call(shown, tuple(hooked), left))
+        effects = tuple(replace(each, value=self._value_of(run, each, name)) for each in found)
+        shown = self._as_recorded(run, output, name, {**dict(enumerate(args)), **kwargs})
+        run.calls.setdefault(name, []).append(Call(shown, tuple(hooked), effects))
         run.versions = [version_of(x) for x in run.carried]
         return output
 
-    def _keep(self, run: _Run, x: torch.Tensor) -> None:
+    def _copy_before_write(self, run: _StageRun, x: torch.Tensor) -> None:
         """Called before the model's own forward writes into ``x``. Later stages run the same code, so they must get
         carried tensors with the values that the module gave them: a copy is carried from now on."""
         last = run.stage == len(self.stages) - 1  # no later stage gets them
@@ -455,8 +443,8 @@ class StageRunner:
                     run.carried[i] = carried.clone()
                     run.versions[i] = version_of(run.carried[i])
 
-    def _refuse_written(self, run: _Run, name: str) -> None:
-        """Raises where code that `Reads` does not see, such as an extension's, wrote into a carried tensor."""
+    def _refuse_written(self, run: _StageRun, name: str) -> None:
+        """Raises where code that `ValueGuard` does not see, such as an extension's, wrote into a carried tensor."""
         for x, version in zip(run.carried, run.versions, strict=True):
             if version_of(x) != version:
                 raise InvalidArgumentError(
@@ -465,7 +453,7 @@ class StageRunner:
                     "expected its values as its module gave them; write into a clone of it"
                 )
 
-    def _refuse_written_parameters(self, run: _Run, written: Sequence[torch.Tensor]) -> None:
+    def _refuse_written_parameters(self, run: _StageRun, written: Sequence[torch.Tensor]) -> None:
         """Raises where a shape-only value would be written into a parameter, for instance into a running mean of
         another stage's results."""
         for name, p in self.model.named_parameters():
@@ -476,18 +464,18 @@ class StageRunner:
                     "parameters behind step()"
                 )
 
-    def _note_hooks(
-        self, run: _Run, hooked: list[tuple[str, Any, tuple[Any, ...]]], name: str, module: nn.Module
+    def _record_hooks(
+        self, run: _StageRun, hooked: list[tuple[str, Any, tuple[Any, ...]]], name: str, module: nn.Module
     ) -> list[Callable[[], None]]:
         """Records calls of a module in ``hooked``; returns functions that end the recording."""
         seen: list[Any] = []
 
         def noting(hook: Callable[..., Any], *call: Any) -> Any:
-            seen.append(self._shown(run, call[-1], name))
+            seen.append(self._as_recorded(run, call[-1], name))
             return hook(*call)
 
         def ended(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            hooked.append((name, Shape.of((args, kwargs)), tuple(seen)))
+            hooked.append((name, recorded((args, kwargs)), tuple(seen)))
             seen.clear()
 
         hooks = module._forward_hooks
@@ -499,22 +487,22 @@ class StageRunner:
 
         return [module.register_forward_hook(ended, with_kwargs=True).remove, restored]
 
-    def _shown(self, run: _Run, output: Any, name: str, given: Mapping[Any, Any] | None = None) -> Any:
+    def _as_recorded(self, run: _StageRun, output: Any, name: str, given: Mapping[Any, Any] | None = None) -> Any:
         """Returns the form in which later stages receive a result."""
         if name in self.stages.carry:
             return self._carry(run, output, name, given or {})
-        return Shape.of(output, name, given)
+        return recorded(output, name, given)
 
-    def _value_of(self, run: _Run, left: Left, name: str) -> Any:
+    def _value_of(self, run: _StageRun, effect: SideEffect, name: str) -> Any:
         """Returns the form in which later stages receive the value of a side effect."""
-        if left.written and not any(x is left.value for x in run.carried):
-            return self._shown(run, left.value, name)
-        if can_travel(left.value):
-            return self._carry(run, left.value, name, {})
-        _refuse_hidden(left)
-        return left.value if isinstance(left.value, Gone) else _stand(left.value, name, {})
+        if effect.written and not any(x is effect.value for x in run.carried):
+            return self._as_recorded(run, effect.value, name)
+        if can_be_sent(effect.value):
+            return self._carry(run, effect.value, name, {})
+        _refuse_hidden(effect)
+        return _not_sent(effect.value, name, {})
 
-    def _carry_again(self, run: _Run, x: Any) -> None:
+    def _carry_again(self, run: _StageRun, x: Any) -> None:
         """After a write into a carried tensor: makes earlier records of it shapes, so that later stages get only its
         last values. Between the call that left the tensor and this one they have no values for it.
         """
@@ -522,18 +510,17 @@ class StageRunner:
         if number is None:
             return
 
-        def each(stand: Any) -> Any:
-            return Shape.of(x) if isinstance(stand, Carried) and stand.number == number else stand
+        def each(placeholder: Any) -> Any:
+            return recorded(x) if isinstance(placeholder, Carried) and placeholder.number == number else placeholder
 
-        run.before = {name: map_nest(each, calls) for name, calls in run.before.items()}
         run.calls = {name: map_nest(each, calls) for name, calls in run.calls.items()}
 
-    def _carry(self, run: _Run, nest: Any, name: str, given: Mapping[Any, Any]) -> Any:
+    def _carry(self, run: _StageRun, nest: Any, name: str, given: Mapping[Any, Any]) -> Any:
         """Returns a nest with its tensors added to the carried ones."""
 
         def each(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
-                return x if is_plain(x) else _stand(x, name, given)
+                return x if is_plain(x) else _not_sent(x, name, given)
             self._refuse_shape_only(run, f"what {name} leaves", x)
             known = next((i for i, other in enumerate(run.carried) if other is x), None)
             if known is None:
@@ -544,71 +531,68 @@ class StageRunner:
 
         return map_nest(each, nest)
 
-    def _shadow(self, run: _Run, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _replayed_call(self, run: _StageRun, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Repeats the recorded call of a module of an earlier stage: its side effects, hooks and result."""
-        assert run.about is not None
-        calls, number = run.about.calls.get(name, ()), run.shadowed[name]
-        run.shadowed[name] += 1
-        call = calls[min(number, len(calls) - 1)] if calls else Call(run.about.usual)
+        assert run.metadata is not None
+        calls, number = run.metadata.calls.get(name, ()), run.replayed[name]
+        run.replayed[name] += 1
+        call = calls[min(number, len(calls) - 1)] if calls else Call(run.metadata.usual)
         places = []
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        lefts = [each for each in call.left if not each.written]
-        for each in lefts:
+        lasting = [each for each in call.effects if not each.written]
+        for each in lasting:
             try:
-                places.append(found_at(self.model, args, kwargs, each.place))
+                places.append(container_at(self.model, args, kwargs, each.place))
             except LookupError:
                 raise self._wrong(run.stage, f"has no place for what {name} leaves", "the same code on all") from None
-            leave(places[-1], each, self._made(each.value, name))
-        for each in call.left:
+            apply_effect(places[-1], each, self._materialized(each.value, name))
+        for each in call.effects:
             if each.written:
                 self._write(run, given.get(each.key), each.value, name)
         there = [(place, copy.copy(place)) for place in places]
         for inner, inputs, outputs in call.hooked:
-            its_args, its_kwargs = (args, kwargs) if inner == name else self._made(inputs, inner)
-            made = [self._made(output, inner) for output in outputs]
-            run.hooking = True
-            try:
+            its_args, its_kwargs = (args, kwargs) if inner == name else self._materialized(inputs, inner)
+            made = [self._materialized(output, inner) for output in outputs]
+            with run.within("hooks"):
                 _run_hooks(self.model.get_submodule(inner), its_args, its_kwargs, made)
-            finally:
-                run.hooking = False
-        result = self._made(call.output, name, given)
-        for each, (place, before) in zip(lefts, there, strict=True):  # undoes what hooks did to the same places
+        result = self._materialized(call.output, name, given)
+        for each, (place, before) in zip(lasting, there, strict=True):  # undoes what hooks did to the same places
             restore(each, place, before)
         return result
 
-    def _write(self, run: _Run, x: Any, value: Any, name: str) -> None:
+    def _write(self, run: _StageRun, x: Any, value: Any, name: str) -> None:
         """Repeats the write of a module of an earlier stage into one of its arguments."""
         if type(x) is torch.Tensor:
-            run.lost += lose(x, name)
+            run.without_values += drop_values(x, name)
         if isinstance(value, Carried) and isinstance(x, ShapeOnlyTensor):
             run.carried[value.number] = x.fill(run.carried[value.number])
             run.versions[value.number] = version_of(x)
 
-    def _made(self, tree: Any, origin: str = "", given: Mapping[Any, Any] | None = None) -> Any:
+    def _materialized(self, tree: Any, origin: str = "", given: Mapping[Any, Any] | None = None) -> Any:
         """Returns a nest with tensors and objects in the places of their placeholders."""
         device, run = self.device, self.running
 
         def each(x: Any) -> Any:
-            if isinstance(x, Given):
-                return (given or {}).get(x.key)
-            if isinstance(x, Kept):
-                return Lost(x)
+            if isinstance(x, NotSent):
+                return MissingObject(x) if x.argument is None else (given or {}).get(x.argument)
             if isinstance(x, Carried):
                 assert run is not None
                 return run.carried[x.number]
-            return self._placeholders.make(x.shape, x.dtype, device, origin) if isinstance(x, Shape) else x
+            return shape_only(x.shape, x.dtype, device, origin, self._memory) if isinstance(x, Shape) else x
 
         return map_nest(each, tree)
 
     # ---- between two stages ----------------------------------------------------------------------------------------
 
-    def _handed_on(self, run: _Run, cut: _StageBoundary, inputs: Any) -> tuple[list[torch.Tensor], StageMetadata]:
+    def _outputs(
+        self, run: _StageRun, boundary: _StageBoundary, inputs: Any
+    ) -> tuple[list[torch.Tensor], StageMetadata]:
         self._refuse_written(run, self.stages.first[run.stage + 1])
-        leaves = tree_leaves(cut.inputs)
-        positional = len(tree_leaves(cut.inputs[0]))
+        leaves = tree_leaves(boundary.inputs)
+        positional = len(tree_leaves(boundary.inputs[0]))
         named = {i for i, x in enumerate(leaves) if i >= positional and torch.is_tensor(x) and x.requires_grad}
-        named |= self._grads.get(run.stage, set())
-        self._grads[run.stage] = named
+        named |= self._named_grads.get(run.stage, set())
+        self._named_grads[run.stage] = named
         sent: list[torch.Tensor] = []
         facts: list[tuple[str, int] | None] = []
         carried = {id(x): number for number, x in enumerate(run.carried)}
@@ -630,24 +614,26 @@ class StageRunner:
                 f"expected tensors as arguments of {name}; hand tensors on, in tuples, lists or dicts, or name the "
                 "modules that make what it is given in split(..., carry=[...]), as for dataclasses"
             )
-        usual = Shape.of((sent or run.carried)[0]) if run.about is None else run.about.usual
-        here = {name: tuple(its) for name, its in run.calls.items() if any(call != Call(usual) for call in its)}
+        usual = recorded((sent or run.carried)[0]) if run.metadata is None else run.metadata.usual
+        calls = {name: tuple(its) for name, its in run.calls.items() if any(call != Call(usual) for call in its)}
         sent += map(_sendable, run.carried)
-        return sent, StageMetadata(tuple(facts), inputs, usual, run.before | here, len(run.carried), tuple(run.draws))
+        return sent, StageMetadata(tuple(facts), inputs, usual, calls, len(run.carried), tuple(run.draws))
 
-    def _put(self, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _with_received(
+        self, run: _StageRun, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments of the stage's first module, with the received tensors in their places."""
-        assert run.about is not None
+        assert run.metadata is not None
         leaves = tree_leaves((args, kwargs))
         name = self.stages.first[run.stage]
-        if len(leaves) != len(run.about.leaves):
+        if len(leaves) != len(run.metadata.leaves):
             raise self._wrong(
                 run.stage,
                 f"called {name} with {len(leaves)} values",
-                f"{len(run.about.leaves)}, as stage {run.stage - 1} did",
+                f"{len(run.metadata.leaves)}, as stage {run.stage - 1} did",
             )
         others: dict[int, torch.Tensor] = {}  # by id of the model's own tensors
-        for at, (own, fact) in enumerate(zip(leaves, run.about.leaves, strict=True)):
+        for at, (own, fact) in enumerate(zip(leaves, run.metadata.leaves, strict=True)):
             if fact is None:
                 continue
             kind, number = fact
@@ -657,16 +643,16 @@ class StageRunner:
                 wrong = not _has_values(own) or number not in (ANY, _checksum(own))
             else:
                 x = (run.carried if kind == "carried" else run.received)[number]
-                wrong = own is not x and not self._is_place_of(own, x)
+                wrong = own is not x and not self._matches(own, x)
                 if own is not x and not wrong:
-                    others[id(own)] = self._arrived(own, x)
+                    others[id(own)] = self._filled(own, x)
             if wrong:
                 raise self._other_values(name, own, _argument((args, kwargs), at))
         self._refuse_no_grad(run, name, run.received)
         replaced: tuple[tuple[Any, ...], dict[str, Any]] = _replaced((args, kwargs), others)
         return replaced
 
-    def _refuse_no_grad(self, run: _Run, name: str, tensors: Sequence[Any]) -> None:
+    def _refuse_no_grad(self, run: _StageRun, name: str, tensors: Sequence[Any]) -> None:
         if not run.grads or torch.is_grad_enabled():
             return
         if any(torch.is_tensor(x) and x.requires_grad for x in tensors) or _in_function():
@@ -676,13 +662,13 @@ class StageRunner:
                 "or cut elsewhere"
             )
 
-    def _is_place_of(self, own: Any, x: torch.Tensor) -> bool:
+    def _matches(self, own: Any, x: torch.Tensor) -> bool:
         """Returns whether the model's own tensor in the place of a received one is shape-only, or has the same
         values."""
         alike = torch.is_tensor(own) and (own.shape, own.dtype) == (x.shape, x.dtype)
         return alike and (isinstance(own, ShapeOnlyTensor) or _checksum(own) == _checksum(x))
 
-    def _arrived(self, own: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def _filled(self, own: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Returns a received tensor, if possible in the very object that the model has in its place. So all other code
         of the model that uses the object, such as a sum around the module, a checkpoint, or a mask for the next module,
         has the values too.
@@ -692,7 +678,7 @@ class StageRunner:
         if own.is_cpu and not x.requires_grad:
             return own
         if type(own) is torch.Tensor and not own.is_leaf and not own._is_view():
-            lose(own, "")
+            drop_values(own, "")
             return cast(ShapeOnlyTensor, own).fill(x)
         return writable(x)
 
@@ -736,10 +722,10 @@ def _run_hooks(module: nn.Module, args: Any, kwargs: Any, outputs: Sequence[Any]
         _ = hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
 
 
-def _stand(x: Any, origin: str, given: Mapping[Any, Any]) -> Stand:
+def _not_sent(x: Any, origin: str, given: Mapping[Any, Any]) -> NotSent:
     """Returns a placeholder for an object that is neither a tensor nor a plain value."""
     key = next((key for key, each in given.items() if each is x), None)
-    return Kept(type(x).__name__, origin) if key is None else Given(key)
+    return NotSent(None, type(x).__name__, origin) if key is None else NotSent(key)
 
 
 def _is_equal(a: Any, b: Any) -> bool:
@@ -747,7 +733,7 @@ def _is_equal(a: Any, b: Any) -> bool:
 
 
 def _is_other_input(mine: Any, theirs: Any) -> bool:
-    """Returns whether two leaves of results of `Shape.of` differ."""
+    """Returns whether two leaves of results of `recorded` differ."""
     if isinstance(theirs, Shape):
         return mine != theirs and (mine is None or isinstance(mine, Shape))
     return is_plain(mine) and is_plain(theirs) and not _is_equal(mine, theirs)
@@ -757,16 +743,16 @@ def _input(x: Any) -> str:
     return f"a tensor of shape {x.shape} and {x.dtype}" if isinstance(x, Shape) else repr(x)
 
 
-def _refuse_hidden(left: Left) -> None:
+def _refuse_hidden(effect: SideEffect) -> None:
     """Raises where a side effect contains tensors that cannot be sent to later stages."""
-    if any(True for _ in tensors_inside(left.value)):
-        name, *keys = left.place
+    if any(True for _ in tensors_inside(effect.value)):
+        name, *keys = effect.place
         where = "an argument" if name is None else f"an attribute of {name or 'the model'}"
-        keys = [*keys[1 if name is None else 0 :], left.key]
+        keys = [*keys[1 if name is None else 0 :], effect.key]
         raise UnsupportedError(
-            f"Pipeline: got {type(left.value).__name__} in {where}{''.join(f'[{key!r}]' for key in keys if key)}, left "
-            "by a module beside its result, expected tensors and plain values in lists, dicts or dataclasses, which "
-            "later stages can be told of; leave the tensors themselves there"
+            f"Pipeline: got {type(effect.value).__name__} in {where}{''.join(f'[{key!r}]' for key in keys if key)}, "
+            "left by a module beside its result, expected tensors and plain values in lists, dicts or dataclasses, "
+            "which later stages can be told of; leave the tensors themselves there"
         )
 
 
@@ -815,7 +801,7 @@ def _checksum(x: torch.Tensor) -> int:
     return zlib.crc32(flat.view(torch.uint8).numpy()) if flat.numel() else 0
 
 
-def _named(name: str, module: nn.Module) -> dict[str, nn.Module]:
+def _modules_by_name(name: str, module: nn.Module) -> dict[str, nn.Module]:
     """Returns a module and its submodules, by their names in the model."""
     return {f"{name}.{key}" if name and key else name or key: each for key, each in module.named_modules()}
 
@@ -849,19 +835,19 @@ def _empty(module: nn.Module, device: torch.device, seen: set[int]) -> list[tupl
         seen: ids of parameters that the model has at another place.
     Returns: by module, the placeholders of the parameters that were not seen.
     """
-    stand: list[tuple[nn.Module, dict[str, torch.Tensor]]] = []
+    placeholders: list[tuple[nn.Module, dict[str, torch.Tensor]]] = []
     for each in module.modules():
         notes_on(each).elsewhere = True
-        stand.append((each, {}))
+        placeholders.append((each, {}))
         for held in (each._parameters, each._buffers):
             for key, tensor in [*held.items()]:
                 if tensor is not None:
                     del held[key]
-                    each.__dict__[key] = weightless(tensor, device if tensor.is_meta else tensor.device)
+                    each.__dict__[key] = parameter_placeholder(tensor, device if tensor.is_meta else tensor.device)
                     if held is each._parameters and id(tensor) not in seen:
-                        stand[-1][1][key] = each.__dict__[key]
+                        placeholders[-1][1][key] = each.__dict__[key]
                         seen.add(id(tensor))
-    return stand
+    return placeholders
 
 
 def _in_function() -> bool:
@@ -888,11 +874,12 @@ def _guard(module: nn.Module, call: Callable[..., Any]) -> None:
             "state_dict()"
         )
 
-    members = {"__call__": guarded, "__reduce_ex__": reduced, "__module__": kind.__module__, "_ringcomm_staged": True}
+    members = {"__call__": guarded, "__reduce_ex__": reduced, "__module__": kind.__module__}
     # Python looks `__call__` up in the class alone, and the module that the program holds must stay.
     module.__class__ = type(kind.__name__, (kind,), members)
+    notes_on(module).in_pipeline = True
 
 
 def staged(model: nn.Module) -> bool:
     """Returns whether a part of the model is in a pipeline already."""
-    return any(hasattr(type(module), "_ringcomm_staged") for module in model.modules())
+    return any(notes_of(module).in_pipeline for module in model.modules())

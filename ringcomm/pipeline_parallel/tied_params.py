@@ -3,7 +3,6 @@ gradient."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -13,13 +12,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ringcomm.data_parallel.sharded_model import place_of
 from ringcomm.pipeline_parallel.messages import Messages
-from ringcomm.pipeline_parallel.split import Tie
+from ringcomm.pipeline_parallel.split import TiedParam
 
 
-class Ties:
+class TiedParams:
     """This rank's share of the parameters that several stages use.
 
-    While a step runs, forward passes use a stand-in of each parameter, which collects its gradients. At the end the
+    While a step runs, forward passes use a placeholder of each parameter, which collects its gradients. At the end the
     rank of the first stage adds the gradients of all ranks, in the order of their stages, and every rank gets the sum
     as its gradient.
 
@@ -30,118 +29,111 @@ class Ties:
     """
 
     def __init__(
-        self, ties: Sequence[Tie], mine: Sequence[int], rank_of: Sequence[int], messages: Messages, exact: bool
+        self,
+        tied_params: Sequence[TiedParam],
+        mine: Sequence[int],
+        rank_of: Sequence[int],
+        messages: Messages,
+        exact: bool,
     ) -> None:
-        kind = _Exact if exact else _Summed
-        self.held: list[_Held] = [
-            kind(number, tie, [stage for stage in tie.stages if stage in mine], rank_of, messages)
-            for number, tie in enumerate(ties)
-            if any(stage in mine for stage in tie.stages)
-            and (exact or len({rank_of[stage] for stage in tie.stages}) > 1)
+        kind = _ExactTiedParam if exact else _LocalTiedParam
+        self.local: list[_LocalTiedParam] = [
+            kind(number, tied, [stage for stage in tied.stages if stage in mine], rank_of, messages)
+            for number, tied in enumerate(tied_params)
+            if any(stage in mine for stage in tied.stages)
+            and (exact or len({rank_of[stage] for stage in tied.stages}) > 1)
         ]
         self.messages = messages
-        self.unsent = {*range(len(ties))}  # numbers of ties, the same on every rank
+        self.unsent = {*range(len(tied_params))}  # numbers of tied parameters, the same on every rank
 
-    def send_values(self) -> None:
+    def broadcast_values(self) -> None:
         """Sends the first stage's values to all ranks, so that they agree however each rank initialised them; a
         collective, also of the ranks that share shards. A parameter on meta is sent before the first step in which it
         is on meta nowhere.
         """
         if not self.unsent:
             return
-        on_meta = [held.number for held in self.held if held.number in self.unsent and held.is_meta]
+        on_meta = [tied.number for tied in self.local if tied.number in self.unsent and tied.is_meta]
         replies = self.messages.comm.exchange(" ".join(map(str, on_meta)).encode())
         later = {int(number) for each in replies for number in each.split()}
-        for held in self.held:
-            if held.number in self.unsent - later:
-                held.send_value()
+        for tied in self.local:
+            if tied.number in self.unsent - later:
+                tied.send_value()
         self.messages.finish()
         self.unsent = later
 
     @property
-    def placeholders(self) -> set[int]:
-        """During a step, the ids of the stand-ins."""
-        return {id(held.standin) for held in self.held}
+    def placeholder_ids(self) -> set[int]:
+        """During a step, the ids of the placeholders."""
+        return {id(tied.placeholder) for tied in self.local}
 
     @contextmanager
-    def stood_in(self) -> Iterator[None]:
-        """Puts stand-ins in the places of parameters for the length of a step."""
+    def with_placeholders(self) -> Iterator[None]:
+        """Puts placeholders in the places of parameters for the length of a step."""
         try:
-            for held in self.held:
-                held.enter()
+            for tied in self.local:
+                tied.enter()
             yield
         finally:
-            for held in self.held:
-                held.leave()
+            for tied in self.local:
+                tied.leave()
 
-    def _of(self, stage: int) -> Iterator[_Held]:
-        return (held for held in self.held if held.param.requires_grad and stage in held.here)
+    def of_stage(self, stage: int) -> Iterator[_LocalTiedParam]:
+        """Yields the trained ones that a stage uses."""
+        return (tied for tied in self.local if tied.param.requires_grad and stage in tied.here)
 
-    def ran(self, stage: int, microbatch: int) -> None:
-        """Called after a forward pass of a stage that a backward pass will follow."""
-        for held in self._of(stage):
-            held.ran(stage, microbatch)
-
-    def of_later_stages(self, stage: int, microbatch: int) -> list[tuple[GradientEdge, torch.Tensor]]:
-        """Returns the roots that a stage's backward pass needs besides its results: where the tied gradients enter, and
-        these."""
-        return [found for held in self._of(stage) if (found := held.of_later_stages(stage, microbatch)) is not None]
-
-    def passed(self, stage: int, microbatch: int) -> None:
-        """Called after a backward pass of a stage."""
-        for held in self._of(stage):
-            held.passed(stage, microbatch)
-
-    def settle(self) -> None:
+    def reduce_grads(self) -> None:
         """After all backward passes: gives every rank's parameters the sum; a collective of the ranks that share
         them."""
-        for held in self.held:
-            if held.param.requires_grad:
-                held.settle()
+        for tied in self.local:
+            if tied.param.requires_grad:
+                tied.reduce_grads()
 
 
-class _Held(ABC):
-    """One tied parameter on one of its ranks.
+class _LocalTiedParam:
+    """One tied parameter on one of its ranks. Adds up the gradients of the ranks once a step.
 
     Args:
-        number: its number among the model's ties, the same on every rank.
+        number: its number among the model's tied parameters, the same on every rank.
         here: the stages on this rank that use it.
     """
 
-    def __init__(self, number: int, tie: Tie, here: Sequence[int], rank_of: Sequence[int], messages: Messages) -> None:
-        self.number, self.tie, self.here, self.rank_of, self.messages = number, tie, here, rank_of, messages
-        self.uses = [use for stage in here for use in tie.uses[stage]]
-        self.param = self.standin = self._present()
-        self.home, *self.others = dict.fromkeys(rank_of[stage] for stage in tie.stages)
-        self.at_home = messages.comm.rank == self.home
+    def __init__(
+        self, number: int, tied: TiedParam, here: Sequence[int], rank_of: Sequence[int], messages: Messages
+    ) -> None:
+        self.number, self.tied, self.here, self.rank_of, self.messages = number, tied, here, rank_of, messages
+        self.uses = [use for stage in here for use in tied.uses[stage]]
+        self.param = self.placeholder = self._current()
+        self.owner, *self.other_ranks = dict.fromkeys(rank_of[stage] for stage in tied.stages)
+        self.is_owner = messages.comm.rank == self.owner
 
     @property
     def is_meta(self) -> bool:
         """Whether the parameter has no values yet."""
-        return self._present().is_meta
+        return self._current().is_meta
 
     def send_value(self) -> None:
         """Sends the first stage's value to the other ranks; for a sharded parameter its master weights."""
-        param = self._present()
+        param = self._current()
         place = place_of(param)
         if place is not None:
             place.bucket.adopt_writes("Pipeline")
-        if self.at_home:
+        if self.is_owner:
             value = (
                 param
                 if place is None
                 else place.bucket.layout.part(place.bucket.gather_owned(place.bucket.master), place.index)
             )
-            for rank in self.others:
+            for rank in self.other_ranks:
                 self._send(value.detach().to(self.messages.device), rank)
         elif place is None:
-            param.detach().copy_(self._received(param, self.home))
+            param.detach().copy_(self._received(param, self.owner))
         else:
             like = torch.empty((), dtype=place.bucket.master.dtype, device=self.messages.device).expand(param.shape)
-            place.bucket.load(place.index, self._received(like, self.home))
+            place.bucket.load(place.index, self._received(like, self.owner))
             place.bucket.publish().wait()
 
-    def _present(self) -> torch.nn.Parameter:
+    def _current(self) -> torch.nn.Parameter:
         """Returns the current parameter: load_state_dict(assign=True) replaces it."""
         module, key = self.uses[0]
         param = module._parameters[key]
@@ -149,16 +141,17 @@ class _Held(ABC):
         return param
 
     def enter(self) -> None:
-        """Begins a step: puts the stand-in in the parameter's place."""
-        self.param = self._present()
-        self._place(self.param.detach().requires_grad_(self.param.requires_grad))
+        """Begins a step: puts the placeholder in the parameter's place."""
+        self.param = self._current()
+        self._install(self.param.detach().requires_grad_(self.param.requires_grad))
+        self.total: torch.Tensor | None = None  # of 16-bit gradients, in float32
 
     def leave(self) -> None:
         """Ends a step: puts the parameter back."""
-        self._place(self.param)
+        self._install(self.param)
 
-    def _place(self, x: torch.Tensor) -> None:
-        self.standin = x
+    def _install(self, x: torch.Tensor) -> None:
+        self.placeholder = x
         for module, key in self.uses:
             module._parameters[key] = x
 
@@ -166,15 +159,15 @@ class _Held(ABC):
         return self.number * len(self.rank_of) + stage
 
     def _send(self, x: torch.Tensor, rank: int, stage: int = 0) -> None:
-        self.messages.send_beside(x, rank, self._row(stage))
+        self.messages.send_tied(x, rank, self._row(stage))
 
     def _received(self, like: torch.Tensor, rank: int, stage: int = 0) -> torch.Tensor:
-        return self.messages.receive_beside(like.new_empty(like.shape), rank, self._row(stage))
+        return self.messages.receive_tied(like.new_empty(like.shape), rank, self._row(stage))
 
     def _send_sum(self, total: torch.Tensor | None, rank: int, stage: int = 0) -> None:
         """Sends a byte that tells whether there is a gradient, then the gradient."""
         there = torch.tensor([total is not None], dtype=torch.uint8, device=self.messages.device)
-        self.messages.send_beside(there, rank, self._row(stage), counts=False)
+        self.messages.send_tied(there, rank, self._row(stage), counts=False)
         if total is not None:
             self._send(total, rank, stage)
 
@@ -186,55 +179,38 @@ class _Held(ABC):
         if grad is not None:  # no gradient where no use had one
             torch.autograd.backward([self.param], [grad.to(self.param.dtype)])
 
-    def ran(self, stage: int, microbatch: int) -> None:  # noqa: B027
+    def after_forward(self, stage: int, microbatch: int) -> None:
         """Called after a forward pass of a stage that uses the parameter."""
 
-    def of_later_stages(self, stage: int, microbatch: int) -> tuple[GradientEdge, torch.Tensor] | None:
+    def later_grad(self, stage: int, microbatch: int) -> tuple[GradientEdge, torch.Tensor] | None:
         """Returns the gradient from later stages, and the edge of this stage's graph where it enters."""
         return None
 
-    @abstractmethod
-    def passed(self, stage: int, microbatch: int) -> None:
-        """Called after a backward pass of a stage that uses the parameter."""
-
-    @abstractmethod
-    def settle(self) -> None:
-        """Gives every rank the sum as the parameter's gradient."""
-
-
-class _Summed(_Held):
-    """Adds up the gradients of the ranks once a step."""
-
-    def enter(self) -> None:
-        """Begins a step."""
-        super().enter()
-        self.total: torch.Tensor | None = None  # of 16-bit gradients, in float32
-
-    def passed(self, stage: int, microbatch: int) -> None:
-        """Adds a 16-bit gradient to a float32 sum, and removes it from the stand-in."""
-        grad = self.standin.grad
+    def after_backward(self, stage: int, microbatch: int) -> None:
+        """Adds a 16-bit gradient to a float32 sum, and removes it from the placeholder."""
+        grad = self.placeholder.grad
         if grad is not None and grad.dtype.itemsize < 4:
             self.total = grad.float() if self.total is None else self.total + grad
-            self.standin.grad = None
+            self.placeholder.grad = None
 
-    def settle(self) -> None:
+    def reduce_grads(self) -> None:
         """Receives one sum from each further rank, and sends the total back; sums that do not exist are not sent."""
-        total = self.standin.grad if self.total is None else self.total
+        total = self.placeholder.grad if self.total is None else self.total
         wide = torch.float32 if self.param.dtype.itemsize < 4 else self.param.dtype
-        like = torch.empty((), dtype=wide, device=self.messages.device).expand(self.standin.shape)
-        if self.at_home:
-            sums = [total, *(self._received_sum(like, rank) for rank in self.others)]
+        like = torch.empty((), dtype=wide, device=self.messages.device).expand(self.placeholder.shape)
+        if self.is_owner:
+            sums = [total, *(self._received_sum(like, rank) for rank in self.other_ranks)]
             there = [each for each in sums if each is not None]
             total = reduce(torch.add, there) if there else None
-            for rank in self.others:
+            for rank in self.other_ranks:
                 self._send_sum(total, rank)
         else:
-            self._send_sum(total, self.home)
-            total = self._received_sum(like, self.home)
+            self._send_sum(total, self.owner)
+            total = self._received_sum(like, self.owner)
         self._accumulate(total)
 
 
-class _Exact(_Held):
+class _ExactTiedParam(_LocalTiedParam):
     """Adds up gradients for each micro-batch in autograd's order: the gradient of the last use first. Each stage adds
     its own to the sum that it got from the stage after, and passes it on."""
 
@@ -247,40 +223,40 @@ class _Exact(_Held):
         self.edges: dict[tuple[int, int], GradientEdge] = {}  # by stage and micro-batch
         self.found: dict[tuple[int, int], torch.Tensor | None] = {}  # sums between two stages of this rank
 
-    def ran(self, stage: int, microbatch: int) -> None:
+    def after_forward(self, stage: int, microbatch: int) -> None:
         """Adds one more use of the parameter, the last one in this graph, since autograd adds its gradient first."""
-        if stage != self.tie.stages[-1]:
-            self.edges[stage, microbatch] = get_gradient_edge(self.standin.view_as(self.standin))
+        if stage != self.tied.stages[-1]:
+            self.edges[stage, microbatch] = get_gradient_edge(self.placeholder.view_as(self.placeholder))
 
-    def of_later_stages(self, stage: int, microbatch: int) -> tuple[GradientEdge, torch.Tensor] | None:
+    def later_grad(self, stage: int, microbatch: int) -> tuple[GradientEdge, torch.Tensor] | None:
         """Returns the sum of the later stages' gradients, and the edge where it enters."""
-        if stage == self.tie.stages[-1]:
+        if stage == self.tied.stages[-1]:
             return None
-        behind = self.tie.stages[self.tie.stages.index(stage) + 1]
+        behind = self.tied.stages[self.tied.stages.index(stage) + 1]
         rank = self.rank_of[behind]
         here = rank == self.messages.comm.rank
-        total = self.found.pop((behind, microbatch)) if here else self._received_sum(self.standin, rank, behind)
+        total = self.found.pop((behind, microbatch)) if here else self._received_sum(self.placeholder, rank, behind)
         edge = self.edges.pop((stage, microbatch))
         return None if total is None else (edge, total)
 
-    def passed(self, stage: int, microbatch: int) -> None:
+    def after_backward(self, stage: int, microbatch: int) -> None:
         """Sends the sum to the stage before; on the first stage it is complete."""
-        total, self.standin.grad = self.standin.grad, None
-        self.owed += not self.at_home and stage == self.here[0]
-        if stage == self.tie.stages[0]:
+        total, self.placeholder.grad = self.placeholder.grad, None
+        self.owed += not self.is_owner and stage == self.here[0]
+        if stage == self.tied.stages[0]:
             self.sums.append(total)
             self._accumulate(total)
             return
-        rank = self.rank_of[self.tie.stages[self.tie.stages.index(stage) - 1]]
+        rank = self.rank_of[self.tied.stages[self.tied.stages.index(stage) - 1]]
         if rank == self.messages.comm.rank:
             self.found[stage, microbatch] = total
         else:
             self._send_sum(total, rank, stage)
 
-    def settle(self) -> None:
+    def reduce_grads(self) -> None:
         """Sends and receives the sums of all micro-batches, in their order."""
         for total in self.sums:
-            for rank in self.others:
+            for rank in self.other_ranks:
                 self._send_sum(total, rank)
         for _ in range(self.owed):
-            self._accumulate(self._received_sum(self.standin, self.home))
+            self._accumulate(self._received_sum(self.placeholder, self.owner))

@@ -13,25 +13,18 @@ from torch.overrides import TorchFunctionMode
 
 from ringcomm.pipeline_parallel.shape_only import ShapeOnlyTensor, any_shape_only
 
-Later = tuple[torch.Tensor, Callable[[], torch.Tensor]]
+DeferredGrad = tuple[torch.Tensor, Callable[[], torch.Tensor]]
 """A parameter, and a function that computes its gradient."""
 
 
-class WeightGradStore:
-    """The weight gradients that are left to compute of a stage's backward pass of one micro-batch."""
-
-    def __init__(self) -> None:
-        self.waiting: list[Later] = []
-
-    def run(self) -> None:
-        """Computes the gradients and adds them to those of the parameters, through autograd and its hooks."""
-        waiting, self.waiting = self.waiting, []
-        found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for p, gradient in waiting:
-            before = found.get(id(p))
-            found[id(p)] = (p, gradient() if before is None else before[1] + gradient())
-        if found:
-            torch.autograd.backward([p for p, _ in found.values()], [grad for _, grad in found.values()])
+def run_weight_grads(deferred: Sequence[DeferredGrad]) -> None:
+    """Computes deferred gradients and adds them to those of the parameters, through autograd and its hooks."""
+    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for p, gradient in deferred:
+        before = found.get(id(p))
+        found[id(p)] = (p, gradient() if before is None else before[1] + gradient())
+    if found:
+        torch.autograd.backward([p for p, _ in found.values()], [grad for _, grad in found.values()])
 
 
 def backward(
@@ -48,7 +41,7 @@ def backward(
 
 
 class DeferWeightGrads(TorchFunctionMode):
-    """Inside, linear layers leave the gradients of their weights to ``store``, with autograd's bits.
+    """Inside, linear layers leave the gradients of their weights in ``deferred``, with autograd's bits.
 
     This applies to calls of torch.nn.functional.linear, and of torch.addmm as transformers' Conv1D makes them, on
     parameters themselves. Everything else gets its gradients at once: calls whose arguments autocast converts; weights
@@ -57,14 +50,14 @@ class DeferWeightGrads(TorchFunctionMode):
     pass too, in which checkpoints run their forward passes.
 
     Args:
-        often: ids of parameters for which autograd adds up several gradients; their layers stay torch's own.
+        multi_use: ids of parameters for which autograd adds up several gradients; their layers stay torch's own.
         kept: ids of parameters that get their gradients at once; other functions' parameters are added. Which tensors a
             checkpoint saves of a layer does not depend on it.
     """
 
-    def __init__(self, store: WeightGradStore, often: frozenset[int], kept: set[int]) -> None:
+    def __init__(self, deferred: list[DeferredGrad], multi_use: frozenset[int], kept: set[int]) -> None:
         super().__init__()
-        self.store, self.often, self.kept = store, often, kept
+        self.deferred, self.multi_use, self.kept = deferred, multi_use, kept
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -85,7 +78,7 @@ class DeferWeightGrads(TorchFunctionMode):
             return False
         if any(_has_hooks(p) for p in own):  # autograd would call them here, without a gradient
             return False
-        return all(p.is_leaf and id(p) not in self.often for p in own) and weight.requires_grad
+        return all(p.is_leaf and id(p) not in self.multi_use for p in own) and weight.requires_grad
 
 
 def _has_hooks(p: torch.Tensor) -> bool:
@@ -145,7 +138,7 @@ class _Linear(torch.autograd.Function):
             others = wanted and id(p) in ctx.deferring.kept  # functions used it later in this forward pass
             now.append(gradient() if others else None)
             if wanted and not others:
-                ctx.deferring.store.waiting.append((p, gradient))
+                ctx.deferring.deferred.append((p, gradient))
         dx = _of_input(rows, values.t() if turned else values, x).view(x.shape) if ctx.needs_input_grad[0] else None
         return dx, *now, None, None
 

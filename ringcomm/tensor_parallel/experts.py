@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,14 +16,14 @@ from ringcomm.data_parallel.module_notes import attributes_of
 from ringcomm.data_parallel.shard_spec import renew_parts
 from ringcomm.errors import UnsupportedError
 from ringcomm.tensor_parallel.group import TensorParallelGroup, f, f_bar
-from ringcomm.tensor_parallel.layers import cut, own_part, refuse_hooks
+from ringcomm.tensor_parallel.layers import refuse_hooks, set_shard, shard_along
 from ringcomm.tensor_parallel.styles import Experts
 
 BIAS = "_bias"
 """The suffix that transformers appends to the name of an expert's weight to name its bias."""
 
 
-def cut_experts(found: nn.Module, group: TensorParallelGroup, name: str, style: Experts) -> nn.Module:
+def shard_experts(found: nn.Module, group: TensorParallelGroup, name: str, style: Experts) -> nn.Module:
     """Returns the module's replacement, of the same class, with this rank's part of the features of each expert. Every
     rank uses the complete input, and the ranks' outputs are added."""
     refuse_hooks(found, group, name)
@@ -33,18 +32,19 @@ def cut_experts(found: nn.Module, group: TensorParallelGroup, name: str, style: 
             f"parallelize: rank {group.rank} got {name}, a {type(found).__name__} whose forward was replaced on the "
             "object, expected the one of its class; replace it afterwards, or leave it out of the plan"
         )
-    form = _form_of(found, group, name, style)
+    inner, parts, features, turned = _layout_of(found, group, name, style)
     p = dict(found.named_parameters())
     made = copy.copy(found)
     made.__dict__ = attributes_of(found)
-    outputs, inputs = f"parallelize: outputs of {name}.{form.inner}", f"parallelize: inputs of {name}.{form.outer}"
-    part = cut([form.features] * form.parts if form.apart else [form.features * form.parts], group, outputs)
-    own_part(made, form.inner, p[form.inner], part, 2 if form.turned else 1)
-    own_part(made, form.outer, p[form.outer], cut([form.features], group, inputs), 1 if form.turned else 2)
-    if form.inner + BIAS in p:
-        own_part(made, form.inner + BIAS, p[form.inner + BIAS], part, 1)
+    apart = getattr(found, "is_concatenated", True)  # fused outputs lie one after the other; else interleaved
+    outputs, inputs = f"parallelize: outputs of {name}.{inner}", f"parallelize: inputs of {name}.{style.outer}"
+    part = shard_along([features] * parts if apart else [features * parts], group, outputs)
+    set_shard(made, inner, p[inner], part, 2 if turned else 1)
+    set_shard(made, style.outer, p[style.outer], shard_along([features], group, inputs), 1 if turned else 2)
+    if inner + BIAS in p:
+        set_shard(made, inner + BIAS, p[inner + BIAS], part, 1)
     if group.world_size > 1:  # no hooks, since a pipeline also runs the hooks of earlier stages' modules
-        made.forward = partial(_forward, group, made, made.forward, form.outer + BIAS)
+        made.forward = partial(_forward, group, made, made.forward, style.outer + BIAS)
     return made
 
 
@@ -73,27 +73,9 @@ def _forward(
         del vars(module)[bias]
 
 
-@dataclass(frozen=True)
-class _Form:
-    """The layout in which a module keeps the weights of its experts.
-
-    Attributes:
-        inner, outer, parts: those of the style.
-        features: the features of one expert.
-        apart: whether fused outputs lie one after the other; else they are interleaved.
-        turned: whether weights have the shape (experts, inputs, outputs).
-    """
-
-    inner: str
-    outer: str
-    parts: int
-    features: int
-    apart: bool
-    turned: bool
-
-
-def _form_of(found: nn.Module, group: TensorParallelGroup, name: str, style: Experts) -> _Form:
-    """Returns the layout of a module's experts.
+def _layout_of(found: nn.Module, group: TensorParallelGroup, name: str, style: Experts) -> tuple[str, int, int, bool]:
+    """Returns the layout of a module's experts: the name of the parameter that is sharded along its outputs, how many
+    outputs it fuses, the features of one expert, and whether weights have the shape (experts, inputs, outputs).
 
     Raises: UnsupportedError: other parameters, or shapes, than those of the style.
     """
@@ -111,12 +93,12 @@ def _form_of(found: nn.Module, group: TensorParallelGroup, name: str, style: Exp
         known = p[style.outer].shape[0] == count and outputs == parts * features
         known = known and all(tuple(p[key].shape) == shape for key, shape in biases.items() if key in p)
         if known:
-            return _Form(inner, style.outer, parts, features, getattr(found, "is_concatenated", True), turned)
+            return inner, parts, features, turned
     shapes = ", ".join(f"{key} of {tuple(each.shape)}" for key, each in p.items())
     norm = " and has_post_expert_norm=True" if getattr(found, "has_post_expert_norm", False) else ""
     raise UnsupportedError(
         f"parallelize: rank {group.rank} got {name}, a {type(found).__name__} with {shapes or 'no parameters'}{norm}, "
         f"expected {inner} of (experts, {parts} x features, inputs) and {style.outer} of (experts, outputs, features), "
         f"their last two dimensions perhaps the other way round, and their biases; leave it out of the plan, or pass "
-        "tensor.styles.Experts with the names of its parameters"
+        "tensor_parallel.Experts with the names of its parameters"
     )

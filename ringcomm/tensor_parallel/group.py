@@ -87,17 +87,17 @@ class TensorParallelGroup:
         made = operator(x.to(dtype), self.comm, *args)
         if made is x:  # no message was sent
             return x
-        self._entered = weakref.ref(x, self.leave), key, made, {id(layer)}  # kept as long as x lives
+        self._entered = weakref.ref(x, self.forget_entered), key, made, {id(layer)}  # kept as long as x lives
         return made
 
-    def leave(self, gone: Any = None) -> None:
+    def forget_entered(self, gone: Any = None) -> None:
         """Drops the result that `enter` has kept, if it was kept for ``gone`` or ``gone`` is None."""
         if self._entered is not None and (gone is None or self._entered[0] is gone):
             self._entered = None
 
     # ---- messages ------------------------------------------------------------------------------------------------
 
-    def same(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    def identity(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Returns ``x`` detached; sends no message."""
         return x.detach()
 
@@ -169,14 +169,14 @@ class _Operator(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        ctx.group.leave()  # else a leaf as input would keep the result alive
+        ctx.group.forget_entered()  # else a leaf as input would keep the result alive
         return _Operator.apply(grad, ctx.group, ctx.dim, ctx.back, ctx.there), None, None, None, None
 
 
 @expects("tensor parallel", x=TENSOR, dim=validate_int(-64, 64, "a dimension"))
 def _operate(x: torch.Tensor, comm: Communicator, dim: int, there: str, back: str) -> torch.Tensor:
     refuse_mesh(comm, "tensor parallel", "tp")
-    if comm.world_size == 1 or (there == "same" and not (torch.is_grad_enabled() and x.requires_grad)):
+    if comm.world_size == 1 or (there == "identity" and not (torch.is_grad_enabled() and x.requires_grad)):
         return x
     return _Operator.apply(x, TensorParallelGroup.of(comm), dim, there, back)
 
@@ -184,12 +184,12 @@ def _operate(x: torch.Tensor, comm: Communicator, dim: int, there: str, back: st
 def f(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
     """Enters a tensor parallel region: returns ``x``, which is the same on all ranks, for sharded layers. Its gradient
     is the sum of the ranks' gradients."""
-    return _operate(x, comm, 0, "same", "all_reduce")
+    return _operate(x, comm, 0, "identity", "all_reduce")
 
 
 def f_bar(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
     """Leaves a tensor parallel region: returns the sum of the ranks' ``x``, on all of them."""
-    return _operate(x, comm, 0, "all_reduce", "same")
+    return _operate(x, comm, 0, "all_reduce", "identity")
 
 
 def g(x: torch.Tensor, comm: Communicator, dim: int = 1) -> torch.Tensor:

@@ -30,7 +30,7 @@ COUNTS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "split_size")
 """Attributes that count heads and that modules usually compute with."""
 
 
-def warn_of_forgotten(module: nn.Module, layers: Mapping[str, nn.Module], divided: Iterable[nn.Module]) -> None:
+def warn_of_undivided_heads(module: nn.Module, layers: Mapping[str, nn.Module], divided: Iterable[nn.Module]) -> None:
     """Warns of modules that have a number of heads which no style divides, although their layers are sharded.
 
     Args:
@@ -71,14 +71,14 @@ def refuse_unsummed(module: nn.Module, layers: Mapping[str, nn.Module], named: C
             each for each in inside.values() if isinstance(each, ColumnParallelLinear) and not each.gather_output
         ]
         rows = [each for each in inside.values() if isinstance(each, RowParallelLinear) and each.input_is_parallel]
-        whole = {each.in_features for each in columns} | {each.out_features for each in rows}
+        usual = {each.in_features for each in columns} | {each.out_features for each in rows}
         for name, p in module.get_submodule(above).named_parameters() if columns and rows else ():
             full = f"{above}.{name}" if above else name
             around = [full[:at] for at, letter in enumerate(full) if letter == "."]
             inner = [each for each in around if len(each) > len(above)]
             nearer = any(layer.startswith(f"{each}.") for each in inner for layer in layers)  # belongs to other layers
             known = nearer or any(each in named for each in (full, *around))
-            if p.dim() < 2 and p.requires_grad and p.numel() not in whole and not known:
+            if p.dim() < 2 and p.requires_grad and p.numel() not in usual and not known:
                 advice = (
                     f"pass 'summed' for {around[-1]} if ranks use it on their own heads or features, else 'replicate'"
                     if inner
@@ -90,7 +90,7 @@ def refuse_unsummed(module: nn.Module, layers: Mapping[str, nn.Module], named: C
                 )
 
 
-def look_for_parts(modules: Mapping[str, nn.Module], group: TensorParallelGroup, refuse: bool) -> None:
+def check_sequence_is_split(modules: Mapping[str, nn.Module], group: TensorParallelGroup, refuse: bool) -> None:
     """Where the caller has to split the sequence: in the first forward pass, warns (or raises) if the first module that
     works on parts of the sequence gets the same input on all ranks. The gradients of its parameters would then be sums
     of equal values.
@@ -123,7 +123,7 @@ def look_for_parts(modules: Mapping[str, nn.Module], group: TensorParallelGroup,
     handles = [each.register_forward_pre_hook(compare) for each in modules.values() if group.world_size > 1]
 
 
-def explain_first(module: nn.Module, layers: Mapping[str, nn.Module], group: TensorParallelGroup) -> None:
+def explain_first_errors(module: nn.Module, layers: Mapping[str, nn.Module], group: TensorParallelGroup) -> None:
     """Until a forward pass of the module has succeeded, errors in modules with sharded layers mention the sharding:
     such a module may use the number of heads, or parameters, of the unsharded model."""
     if group.world_size == 1 or not layers:
@@ -145,7 +145,7 @@ def explain_first(module: nn.Module, layers: Mapping[str, nn.Module], group: Ten
         except RingcommError:
             raise
         except Exception as error:
-            said = _said_of(error, inner)
+            said = _explanation(error, inner)
             if said is None:
                 raise
             raise InvalidArgumentError(f"parallelize: rank {group.rank} {said}") from error
@@ -235,7 +235,7 @@ def _is_inner(new: nn.Module) -> bool:
     )
 
 
-def _said_of(error: Exception, inner: Mapping[int, str]) -> str | None:
+def _explanation(error: Exception, inner: Mapping[int, str]) -> str | None:
     """Returns the message for an error inside of a module whose layers are sharded; None for any other error."""
     trace, found = error.__traceback__, None
     while trace is not None:

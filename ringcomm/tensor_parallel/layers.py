@@ -5,7 +5,7 @@ parameters are this rank's shards, and carry a description of the shard (`ringco
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +19,14 @@ from ringcomm.data_parallel.shard_spec import ShardSpec, note, renew_parts, take
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.tensor_parallel import overlapped
 from ringcomm.tensor_parallel.group import TensorParallelGroup, f, f_bar, g, g_bar, gather, scatter
-from ringcomm.tensor_parallel.outputs import CutOutputs
+from ringcomm.tensor_parallel.outputs import ShardedOutputs
 from ringcomm.validation import FLAG, expects, several, validate_int
 
 DIM = validate_int(-64, 64, "a dimension")
 PARTS = several("a list of extents", validate_int(1))
 
 
-def cut(
+def shard_along(
     extents: Sequence[int], group: TensorParallelGroup, what: str, pad: bool = False, multiple: int = 1
 ) -> ShardSpec:
     """Returns this rank's shard along dimension 0 of a fused weight: an equal share of each of its ``extents``.
@@ -55,7 +55,7 @@ def cut(
     return ShardSpec(0, offset, tuple(pieces))
 
 
-def own_part(
+def set_shard(
     module: nn.Module, key: str, unsharded: torch.Tensor, part: ShardSpec, dim: int = 0, length: int = 0
 ) -> None:
     """Gives a module this rank's shard, along ``dim``, of an unsharded parameter.
@@ -69,7 +69,7 @@ def own_part(
     note(module, key, **vars(part))
 
 
-def become(p: nn.Parameter, made: nn.Parameter) -> nn.Parameter:
+def replace_data(p: nn.Parameter, made: nn.Parameter) -> nn.Parameter:
     """Gives a parameter the memory and the attributes of another, and no gradient; the object stays the same. The
     change of type in between makes torch forget the old shape, which it keeps for backward passes otherwise.
     """
@@ -91,21 +91,8 @@ LINEAR = {
 }
 
 
-class _Parallel(nn.Module):
-    """A layer with sharded parameters, which stay marked as shards where torch replaces parameters."""
-
-    def _apply(self, fn: Any, recurse: bool = True) -> _Parallel:
-        super()._apply(fn, recurse)
-        renew_parts([self])
-        return self
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        renew_parts([self])
-
-
-class _ParallelLinear(_Parallel):
-    """The common base of the two linear layers.
+class _ParallelLayer(nn.Module):
+    """A layer with sharded parameters, which stay marked as shards where torch replaces parameters.
 
     Attributes:
         turned: whether the weight has the shape (in, out), like that of transformers' Conv1D.
@@ -113,8 +100,10 @@ class _ParallelLinear(_Parallel):
 
     turned: bool
     bias: nn.Parameter | None
+    _init_from: Callable[..., None]
+    """Takes over a module's values; the module's name is empty where the layer was constructed by itself."""
 
-    def __init__(self, group: TensorParallelGroup, sequence_dim: int | None, overlap: bool) -> None:
+    def __init__(self, group: TensorParallelGroup, sequence_dim: int | None, overlap: bool = False) -> None:
         super().__init__()
         self.group, self.sequence_dim, self.overlap = group, sequence_dim, overlap and group.world_size > 1
         if overlap and sequence_dim is None:
@@ -122,6 +111,37 @@ class _ParallelLinear(_Parallel):
                 f"{type(self).__name__}: rank {group.rank} got overlap=True without a sequence_dim, expected one: "
                 "only the messages of sequence parallel layers can be cut; pass sequence_dim"
             )
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        group: TensorParallelGroup,
+        name: str,
+        *,
+        sequence_dim: int | None = None,
+        overlap: bool = False,
+        **options: Any,
+    ) -> _ParallelLayer:
+        """Returns a layer that replaces a module and takes over its values.
+
+        Args:
+            name: the module's name in errors.
+            options: of `_init_from`.
+        """
+        made = cls.__new__(cls)
+        _ParallelLayer.__init__(made, group, sequence_dim, overlap)
+        made._init_from(module, name, **options)
+        return made
+
+    def _apply(self, fn: Any, recurse: bool = True) -> _ParallelLayer:
+        super()._apply(fn, recurse)
+        renew_parts([self])
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        renew_parts([self])
 
     def weight_of(self) -> torch.Tensor:
         """Returns the weight with the shape (out, in)."""
@@ -134,7 +154,7 @@ class _ParallelLinear(_Parallel):
         )
 
 
-class ColumnParallelLinear(_ParallelLinear):
+class ColumnParallelLinear(_ParallelLayer):
     """Computes ``x W^T + b`` with W sharded along its outputs: rank r computes the r-th part of the last dimension.
 
     Args:
@@ -158,7 +178,7 @@ class ColumnParallelLinear(_ParallelLinear):
         watched: checks how the first output is used; None: no check.
     """
 
-    watched: CutOutputs | None = None
+    watched: ShardedOutputs | None = None
 
     @expects("ColumnParallelLinear", gather_output=FLAG, parts=PARTS, pad=FLAG, entered=FLAG, **LINEAR)
     def __init__(
@@ -177,43 +197,21 @@ class ColumnParallelLinear(_ParallelLinear):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__(_region(comm, "ColumnParallelLinear"), sequence_dim, overlap)
-        self.entered = entered
-        self._take(nn.Linear(in_features, out_features, bias, device, dtype), "", gather_output, parts, pad)
+        super().__init__(_group(comm, "ColumnParallelLinear"), sequence_dim, overlap)
+        linear = nn.Linear(in_features, out_features, bias, device, dtype)
+        self._init_from(linear, "", gather_output, parts, pad, entered)
 
-    @classmethod
-    def of(
-        cls,
-        linear: nn.Module,
-        group: TensorParallelGroup,
-        name: str,
-        *,
-        gather_output: bool = False,
-        sequence_dim: int | None = None,
-        parts: Sequence[int] | None = None,
-        pad: bool = False,
-        overlap: bool = False,
-        entered: bool = False,
-        multiple: int = 1,
-    ) -> ColumnParallelLinear:
-        """Returns a layer that replaces a linear layer and takes over its values; ``name`` is the layer's name in
-        errors."""
-        made = cls.__new__(cls)
-        _ParallelLinear.__init__(made, group, sequence_dim, overlap)
-        made.entered = entered
-        made._take(linear, name, gather_output, parts, pad, multiple)
-        return made
-
-    def _take(
+    def _init_from(
         self,
         linear: nn.Module,
         name: str,
-        gather_output: bool,
-        parts: Sequence[int] | None,
-        pad: bool,
+        gather_output: bool = False,
+        parts: Sequence[int] | None = None,
+        pad: bool = False,
+        entered: bool = False,
         multiple: int = 1,
     ) -> None:
-        self.turned, self.in_features, self.out_features = form_of(linear, self.group, name)
+        self.turned, self.in_features, self.out_features = linear_shape(linear, self.group, name)
         extents = [self.out_features] if parts is None else list(parts)
         if sum(extents) != self.out_features or min(extents) < 1:
             raise InvalidArgumentError(
@@ -225,15 +223,15 @@ class ColumnParallelLinear(_ParallelLinear):
                 f"{_call(self, name)}: rank {self.group.rank} got pad=True for the parts {extents}{_of(name)}, "
                 "expected one of the two: padding lies behind all parts; use extents that divide"
             )
-        part = cut(extents, self.group, f"{_call(self, name)}: outputs{_of(name)}", pad, multiple)
-        self.gather_output, self.gathered = gather_output, extents
+        part = shard_along(extents, self.group, f"{_call(self, name)}: outputs{_of(name)}", pad, multiple)
+        self.gather_output, self.gathered, self.entered = gather_output, extents, entered
         self.local_features = sum(self.local_extents)
         if not gather_output:
             self.group.outputs.setdefault(self.local_features, set()).add(self.out_features)
-        own_part(self, "weight", linear.weight, part, int(self.turned), self.local_features)
+        set_shard(self, "weight", linear.weight, part, int(self.turned), self.local_features)
         self.bias = None
         if linear.bias is not None:
-            own_part(self, "bias", linear.bias, part, 0, self.local_features)
+            set_shard(self, "bias", linear.bias, part, 0, self.local_features)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., this rank's outputs), or all outputs with ``gather_output``."""
@@ -245,7 +243,7 @@ class ColumnParallelLinear(_ParallelLinear):
         else:
             y = F.linear(group.enter(self, g, input, self.sequence_dim), self.weight_of(), self.bias)
         if self.gather_output:
-            return self._whole(gather(y, comm))
+            return self._unsharded(gather(y, comm))
         return y if self.watched is None else self.watched.watch_first(y)
 
     @property
@@ -258,7 +256,7 @@ class ColumnParallelLinear(_ParallelLinear):
         """This rank's number of outputs of each part."""
         return [-(-extent // self.group.world_size) for extent in self.gathered]
 
-    def _whole(self, y: torch.Tensor) -> torch.Tensor:
+    def _unsharded(self, y: torch.Tensor) -> torch.Tensor:
         """Returns the concatenated outputs of the ranks in the order of the unsharded layer and without padding."""
         if self.is_one:
             return y[..., : self.out_features]
@@ -267,7 +265,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return torch.cat([torch.cat([rank[i] for rank in by_rank], -1) for i in range(len(each))], -1)
 
 
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(_ParallelLayer):
     """Computes ``x W^T + b`` with W sharded along its inputs: every rank multiplies its part of the last dimension, and
     the products are added.
 
@@ -295,33 +293,14 @@ class RowParallelLinear(_ParallelLinear):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__(_region(comm, "RowParallelLinear"), sequence_dim, overlap)
-        self._take(nn.Linear(in_features, out_features, bias, device, dtype), "", input_is_parallel)
+        super().__init__(_group(comm, "RowParallelLinear"), sequence_dim, overlap)
+        self._init_from(nn.Linear(in_features, out_features, bias, device, dtype), "", input_is_parallel)
 
-    @classmethod
-    def of(
-        cls,
-        linear: nn.Module,
-        group: TensorParallelGroup,
-        name: str,
-        *,
-        input_is_parallel: bool = True,
-        sequence_dim: int | None = None,
-        overlap: bool = False,
-        multiple: int = 1,
-    ) -> RowParallelLinear:
-        """Returns a layer that replaces a linear layer and takes over its values; ``name`` is the layer's name in
-        errors."""
-        made = cls.__new__(cls)
-        _ParallelLinear.__init__(made, group, sequence_dim, overlap)
-        made._take(linear, name, input_is_parallel, multiple)
-        return made
-
-    def _take(self, linear: nn.Module, name: str, input_is_parallel: bool, multiple: int = 1) -> None:
-        self.turned, self.in_features, self.out_features = form_of(linear, self.group, name)
+    def _init_from(self, linear: nn.Module, name: str, input_is_parallel: bool = True, multiple: int = 1) -> None:
+        self.turned, self.in_features, self.out_features = linear_shape(linear, self.group, name)
         self.input_is_parallel = input_is_parallel
-        part = cut([self.in_features], self.group, f"{_call(self, name)}: inputs{_of(name)}", multiple=multiple)
-        own_part(self, "weight", linear.weight, part, int(not self.turned))
+        part = shard_along([self.in_features], self.group, f"{_call(self, name)}: inputs{_of(name)}", multiple=multiple)
+        set_shard(self, "weight", linear.weight, part, int(not self.turned))
         self.bias = linear.bias
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -340,7 +319,7 @@ class RowParallelLinear(_ParallelLinear):
         return y + bias.to(y.dtype)
 
 
-class VocabParallelEmbedding(_Parallel):
+class VocabParallelEmbedding(_ParallelLayer):
     """An embedding with its rows sharded over the ranks; a vocabulary that does not divide is padded with rows of
     zeros.
 
@@ -376,45 +355,32 @@ class VocabParallelEmbedding(_Parallel):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__()
-        unsharded = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
-        self._take(unsharded, _region(comm, "VocabParallelEmbedding"), sequence_dim)
-        self.embed_scale = None
+        super().__init__(_group(comm, "VocabParallelEmbedding"), sequence_dim)
+        self._init_from(nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype), "")
 
-    @classmethod
-    def of(
-        cls, embedding: nn.Module, group: TensorParallelGroup, name: str, *, sequence_dim: int | None = None
-    ) -> VocabParallelEmbedding:
-        """Returns a layer that replaces an embedding and takes over its values; ``name`` is the embedding's name in
-        errors."""
-        scale = _scale_of(embedding)
-        if scale is None:
-            refuse_changed(embedding, nn.Embedding, group, name, hooks=sequence_dim is None)
-        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-            if getattr(embedding, option):
-                raise UnsupportedError(
-                    f"parallelize: rank {group.rank} got {name}, an embedding with {option}, expected one without; "
-                    "leave it out of the plan"
-                )
-        made = cls.__new__(cls)
-        nn.Module.__init__(made)
-        for hooks in _HOOKS:  # they see the same inputs and outputs as before
-            made.__dict__[hooks] = vars(embedding)[hooks]
-        made._take(embedding, group, sequence_dim)
-        if "embed_scale" in embedding._buffers:
-            made.register_buffer("embed_scale", scale, "embed_scale" not in embedding._non_persistent_buffers_set)
-        else:
-            made.embed_scale = scale
-        return made
-
-    def _take(self, unsharded: Any, group: TensorParallelGroup, sequence_dim: int | None) -> None:
-        self.group, self.sequence_dim = group, sequence_dim
-        self.num_embeddings, self.embedding_dim = unsharded.weight.shape
-        part = cut([self.num_embeddings], group, "VocabParallelEmbedding: rows", pad=True)
+    def _init_from(self, embedding: Any, name: str) -> None:
+        group, scale = self.group, _scale_of(embedding)
+        if name:
+            if scale is None:
+                refuse_changed(embedding, nn.Embedding, group, name, hooks=self.sequence_dim is None)
+            for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+                if getattr(embedding, option):
+                    raise UnsupportedError(
+                        f"parallelize: rank {group.rank} got {name}, an embedding with {option}, expected one without; "
+                        "leave it out of the plan"
+                    )
+            for hooks in _HOOKS:  # they see the same inputs and outputs as before
+                self.__dict__[hooks] = vars(embedding)[hooks]
+        self.num_embeddings, self.embedding_dim = embedding.weight.shape
+        part = shard_along([self.num_embeddings], group, "VocabParallelEmbedding: rows", pad=True)
         self.rows = -(-self.num_embeddings // group.world_size)
         self.first, self.count = part.pieces[0]
-        own_part(self, "weight", unsharded.weight, part, 0, self.rows)
-        self.padding_idx = unsharded.padding_idx
+        set_shard(self, "weight", embedding.weight, part, 0, self.rows)
+        self.padding_idx = embedding.padding_idx
+        if "embed_scale" in embedding._buffers:
+            self.register_buffer("embed_scale", scale, "embed_scale" not in embedding._non_persistent_buffers_set)
+        else:
+            self.embed_scale = scale
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Looks up rows: integers (...) -> (..., embedding_dim), or this rank's part of it along ``sequence_dim``."""
@@ -446,7 +412,7 @@ class VocabParallelEmbedding(_Parallel):
 # ---- helpers -----------------------------------------------------------------------------------------------------
 
 
-def form_of(linear: Any, group: TensorParallelGroup, name: str = "") -> tuple[bool, int, int]:
+def linear_shape(linear: Any, group: TensorParallelGroup, name: str = "") -> tuple[bool, int, int]:
     """Returns whether a linear layer's weight has the shape (in, out), and its numbers of inputs and outputs.
 
     Raises: UnsupportedError: another kind of module.
@@ -555,7 +521,7 @@ def _of(name: str) -> str:
     return f" of {name}" if name else ""
 
 
-def _region(comm: Communicator | None, call: str) -> TensorParallelGroup:
+def _group(comm: Communicator | None, call: str) -> TensorParallelGroup:
     if comm is None:
         raise InvalidArgumentError(
             f"{call}: got no communicator, expected the ranks over which it is cut; pass comm=, such as mesh['tp']"

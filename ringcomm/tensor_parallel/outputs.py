@@ -27,7 +27,7 @@ FUSED = (2, 3)
 
 
 @dataclass
-class CutOutputs:
+class ShardedOutputs:
     """How the outputs of a layer were sharded.
 
     Attributes:
@@ -59,7 +59,7 @@ class CutOutputs:
         if type(y) is not torch.Tensor or torch.compiler.is_compiling():
             return y
         watched = y.as_subclass(_Watched)
-        watched._cut = self
+        watched._sharding = self
         return watched
 
     # ---- what is refused -----------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class CutOutputs:
 class _Watched(torch.Tensor):
     """The outputs of a layer, sharded along their last dimension, until another tensor is computed from them."""
 
-    _cut: CutOutputs | None = None
+    _sharding: ShardedOutputs | None = None
 
     @classmethod
     def __torch_function__(
@@ -127,31 +127,31 @@ class _Watched(torch.Tensor):
     ) -> Any:
         given = dict(kwargs or {})
         x: Any = args[0] if args else given.get("input", given.get("tensors"))
-        cut, name = _cut_of(x), getattr(func, "__name__", "")
-        if cut is not None and name in _PARTED:
+        sharding, name = _sharding_of(x), getattr(func, "__name__", "")
+        if sharding is not None and name in _PARTED:
             ends, step = _PARTED[name](x, *args[1:], **{key: each for key, each in given.items() if key != "input"})
-            cut.check_ends(name.strip("_"), ends, step)
-        if cut is not None and name in _MIXES and _mixes_last(name, x, args[1:], given):
-            cut.refuse_mixed(name.removeprefix("linalg_"))
+            sharding.check_ends(name.strip("_"), ends, step)
+        if sharding is not None and name in _MIXES and _mixes_last(name, x, args[1:], given):
+            sharding.refuse_mixed(name.removeprefix("linalg_"))
         if name in _JOINS and _is_last(x[0], given.get("dim", args[1] if len(args) > 1 else 0)):
-            joined = next((each for each in map(_cut_of, x) if each is not None), None)
+            joined = next((each for each in map(_sharding_of, x) if each is not None), None)
             if joined is not None:  # the next layer is sharded as if all inputs were concatenated before
                 joined.refuse_mixed(name, "lays others beside them")
         with torch._C.DisableTorchFunctionSubclass():
             made = func(*args, **given)
-        if cut is None or type(made) not in (torch.Tensor, _Watched):
+        if sharding is None or type(made) not in (torch.Tensor, _Watched):
             return made
         if name in VIEWS:
             asked = _factors(name, x, made, args[1:], given)
             if len(asked) > 1:
-                cut.check_factors(name, asked)
-            return cut.watch(made) if len(asked) == 1 and made.dim() <= x.dim() else made
-        return cut.watch(made) if name in KEEPS and made.shape == x.shape else made
+                sharding.check_factors(name, asked)
+            return sharding.watch(made) if len(asked) == 1 and made.dim() <= x.dim() else made
+        return sharding.watch(made) if name in KEEPS and made.shape == x.shape else made
 
 
-def _cut_of(x: Any) -> CutOutputs | None:
+def _sharding_of(x: Any) -> ShardedOutputs | None:
     """Returns how a watched tensor is sharded; None for anything else."""
-    return x._cut if isinstance(x, _Watched) else None
+    return x._sharding if isinstance(x, _Watched) else None
 
 
 def unwatched(x: torch.Tensor) -> torch.Tensor:

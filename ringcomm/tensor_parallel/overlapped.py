@@ -78,10 +78,10 @@ class _GatherLinear(torch.autograd.Function):
         parts = _parts(grad, group, ctx.dim).contiguous()
         dweight = dbias = dx = None
         if ctx.needs_input_grad[1]:
-            total = _Products(weight)
+            total = _wide_zeros(weight)
             own = x.movedim(ctx.dim, 0).contiguous()
-            _around(group, own, lambda part, values: total.add(parts[part], values))
-            dweight = total.result()
+            _around(group, own, lambda part, values: _add_product(total, parts[part], values))
+            dweight = total.to(weight.dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             dbias = parts.flatten(0, -2).sum(0)
         if ctx.needs_input_grad[0]:
@@ -107,35 +107,30 @@ class _LinearScatter(torch.autograd.Function):
         parts = _parts(x, group, ctx.dim).contiguous()
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
         dx_parts = None if dx is None else _parts(dx, group, ctx.dim)
-        total = _Products(weight) if ctx.needs_input_grad[1] else None
+        total = _wide_zeros(weight) if ctx.needs_input_grad[1] else None
 
         def both(part: int, values: torch.Tensor) -> None:
             if dx_parts is not None:
                 dx_parts[part] = values @ weight
             if total is not None:
-                total.add(values, parts[part])
+                _add_product(total, values, parts[part])
 
         _around(group, grad.contiguous(), both)
-        return dx, None if total is None else total.result(), None, None
+        return dx, None if total is None else total.to(weight.dtype), None, None
 
 
-class _Products:
-    """The gradient of a weight, summed over the parts of the sequence; 16-bit floats are summed in float32."""
+def _wide_zeros(weight: torch.Tensor) -> torch.Tensor:
+    """Returns zeros for the sum of a weight's gradient over the parts of the sequence: float32 for 16-bit floats."""
+    return torch.zeros_like(weight, dtype=torch.float32 if weight.itemsize < 4 else weight.dtype)
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.dtype = weight.dtype
-        self.total = torch.zeros_like(weight, dtype=torch.float32 if weight.itemsize < 4 else weight.dtype)
 
-    def add(self, out: torch.Tensor, values: torch.Tensor) -> None:
-        """Adds ``out^T values``."""
-        a, b = out.flatten(0, -2).t(), values.flatten(0, -2)
-        if a.dtype == self.total.dtype:
-            self.total.addmm_(a, b)
-        else:
-            self.total += a @ b
-
-    def result(self) -> torch.Tensor:
-        return self.total.to(self.dtype)
+def _add_product(total: torch.Tensor, out: torch.Tensor, values: torch.Tensor) -> None:
+    """Adds ``out^T values`` to ``total``."""
+    a, b = out.flatten(0, -2).t(), values.flatten(0, -2)
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
 
 
 def _parts(x: torch.Tensor, group: TensorParallelGroup, dim: int) -> torch.Tensor:

@@ -19,22 +19,27 @@ from ringcomm.data_parallel.shard_spec import ShardSpec, copy_part, part_of
 from ringcomm.data_parallel.unsplit import keep_unsplit
 from ringcomm.errors import InvalidArgumentError, MismatchError, RingcommError, UnsupportedError, shown
 from ringcomm.tensor_parallel.dropout import ShardedDropout
-from ringcomm.tensor_parallel.experts import cut_experts
+from ringcomm.tensor_parallel.experts import shard_experts
 from ringcomm.tensor_parallel.group import TensorParallelGroup
-from ringcomm.tensor_parallel.hints import explain_first, look_for_parts, refuse_unsummed, warn_of_forgotten
+from ringcomm.tensor_parallel.hints import (
+    check_sequence_is_split,
+    explain_first_errors,
+    refuse_unsummed,
+    warn_of_undivided_heads,
+)
 from ringcomm.tensor_parallel.layers import (
     DIM,
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
-    become,
-    cut,
-    form_of,
-    own_part,
+    linear_shape,
     refuse_changed,
+    replace_data,
+    set_shard,
+    shard_along,
 )
-from ringcomm.tensor_parallel.outputs import CutOutputs
-from ringcomm.tensor_parallel.sequence import gather_before, sum_gradients, sum_last_outputs, surround
+from ringcomm.tensor_parallel.outputs import ShardedOutputs
+from ringcomm.tensor_parallel.sequence import gather_before, split_and_gather, sum_gradients, sum_last_outputs
 from ringcomm.tensor_parallel.styles import (
     FOREIGN,
     HEADS,
@@ -42,25 +47,18 @@ from ringcomm.tensor_parallel.styles import (
     Colwise,
     Dropout,
     Experts,
-    GatherSequence,
     Heads,
     Latent,
-    OnSequence,
+    ModuleStyle,
     Rowwise,
-    SequenceRegion,
     Style,
-    Summed,
     Vocab,
-    Whole,
+    name_of,
 )
 from ringcomm.tensor_parallel.verify import Verifier
 from ringcomm.validation import FLAG, expects, that
 
-__all__ = [
-    "FOREIGN", "HEADS", "STYLES", "Colwise", "Dropout", "Experts", "GatherSequence", "Heads", "Latent", "OnSequence",
-    "Rowwise", "SequenceRegion", "Style", "Summed", "Vocab", "Whole", "parallelize",
-]  # fmt: skip
-
+ON_SEQUENCE = (ModuleStyle.SEQUENCE, ModuleStyle.GATHER_SEQUENCE)
 GATHERED = ("colwise_gather_output", "colwise_rep")
 ACTIVATIONS = "transformers.activations"
 
@@ -113,97 +111,99 @@ def parallelize(
     """
     group = TensorParallelGroup.of(comm)
     try:
-        sites = _prepared(module, group, plan, sequence_dim, overlap, verify)
-        asked = zlib.crc32(repr(_facts(module, sites, sequence_dim, overlap, verify)).encode())
+        targets = _targets(module, group, plan, sequence_dim, overlap, verify)
+        asked = zlib.crc32(repr(_facts(module, targets, sequence_dim, overlap, verify)).encode())
     except RingcommError:
         _agree(comm, -1)
         raise
     _agree(comm, asked)
-    layers = _layers(sites)
-    warn_of_forgotten(module, layers, [site.found for site in sites if isinstance(site.style, (Heads, Whole))])
+    layers = _layers(targets)
+    divided = [t.module for t in targets if isinstance(t.style, Heads) or t.style is ModuleStyle.REPLICATE]
+    warn_of_undivided_heads(module, layers, divided)
     for tensor in [*module.parameters(), *module.buffers()]:
         if not tensor.is_meta:
-            comm.broadcast(_apart(tensor.detach()), 0)
-    for site in sites:
-        site.fill()
-    _watch_outputs(module, sites, group)
-    verifier = _verifier(module, sites, group, sequence_dim) if verify else None
-    _keep_parameters(sites)
-    keep_unsplit(module, {id(site.found): site.new for site in sites if site.new is not None}, comm)
-    whole = _whole_owners(sites)
-    for site in sites:
-        site.put(module, group, sequence_dim or 0)
-    for found, before in whole:
-        _stand_in(module, found, before, comm)
+            comm.broadcast(_without_repetitions(tensor.detach()), 0)
+    for target in targets:
+        target.copy_values()
+    _watch_outputs(module, targets, group)
+    verifier = _verifier(module, targets, group, sequence_dim) if verify else None
+    _keep_parameter_objects(targets)
+    keep_unsplit(module, {id(target.module): target.layer for target in targets if target.layer is not None}, comm)
+    owners = _meta_owners(targets)
+    for target in targets:
+        target.apply(module, group, sequence_dim or 0)
+    for found, before in owners:
+        _replace_owner(module, found, before, comm)
     if verifier is not None:
         verifier.start()
-    if not any(isinstance(site.style, SequenceRegion) or site.style == Vocab(scatter=True) for site in sites):
-        look_for_parts({s.names[0]: s.found for s in sites if isinstance(s.style, OnSequence)}, group, verify)
-    explain_first(module, layers, group)
+    if not any(target.style in (ModuleStyle.SEQUENCE_REGION, Vocab(scatter=True)) for target in targets):
+        on_parts = {t.names[0]: t.module for t in targets if t.style is ModuleStyle.SEQUENCE}
+        check_sequence_is_split(on_parts, group, verify)
+    explain_first_errors(module, layers, group)
     return module
 
 
-def _layers(sites: Sequence[_Site]) -> dict[str, nn.Module]:
+def _layers(targets: Sequence[_Target]) -> dict[str, nn.Module]:
     """Returns the replacements of modules, by name."""
-    return {site.names[0]: site.new for site in sites if site.new is not None}
+    return {target.names[0]: target.layer for target in targets if target.layer is not None}
 
 
 @dataclass
-class _Site:
+class _Target:
     """A module, or a parameter, that a plan names.
 
     Attributes:
         names: the names of the module (several where it is used in several places), or of the parameter.
-        new: the replacement of the module; None: it stays.
+        layer: the layer that replaces the module; None: it stays.
         key: the name within the module of a parameter that is sharded itself.
     """
 
     names: list[str]
-    found: nn.Module
+    module: nn.Module
     style: Style
-    new: nn.Module | None = None
+    layer: nn.Module | None = None
     key: str = ""
 
     @property
-    def made(self) -> dict[str, nn.Parameter | None]:
+    def new_params(self) -> dict[str, nn.Parameter | None]:
         """Parameters of the replacement."""
-        return {} if self.new is None else self.new._parameters
+        return {} if self.layer is None else self.layer._parameters
 
     def replaced(self) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
         """Returns the module's parameters that the replacement has a shard of: name, parameter and shard."""
-        pairs = [(key, self.found._parameters.get(key), p) for key, p in self.made.items()]
+        pairs = [(key, self.module._parameters.get(key), p) for key, p in self.new_params.items()]
         return [(key, old, p) for key, old, p in pairs if old is not None and p is not None and p is not old]
 
-    def fill(self) -> None:
+    def copy_values(self) -> None:
         """Copies the module's values, which are rank 0's by now, into the replacement."""
-        for key, p in self.made.items():
+        for key, p in self.new_params.items():
             part = part_of(p) if p is not None else None
             if p is not None and part is not None and part.dim is not None and not p.is_meta:
                 with torch.no_grad():
-                    copy_part(p, self.found._parameters[key], part)
+                    copy_part(p, self.module._parameters[key], part)
 
-    def put(self, module: nn.Module, group: TensorParallelGroup, dim: int) -> None:
+    def apply(self, module: nn.Module, group: TensorParallelGroup, dim: int) -> None:
         """Applies the style to the module."""
-        if self.new is not None:
-            self.new.train(self.found.training)
-        for name in self.names if self.new is not None else ():
+        if self.layer is not None:
+            self.layer.train(self.module.training)
+        for name in self.names if self.layer is not None else ():
             parent, _, key = name.rpartition(".")
-            setattr(module.get_submodule(parent), key, self.new)
+            setattr(module.get_submodule(parent), key, self.layer)
         for each in _heads(self, group):
-            setattr(self.found, each, getattr(self.found, each) // group.world_size)
+            setattr(self.module, each, getattr(self.module, each) // group.world_size)
         if self.key:
-            p = self.found._parameters[self.key]
+            p = self.module._parameters[self.key]
             assert p is not None
-            own_part(self.found, self.key, p, _part_of_vector(p, group, self.names[0]))
-            self.found._parameters[self.key] = become(p, self.found._parameters[self.key])
-        if isinstance(self.style, (OnSequence, Summed)):
-            sum_gradients(self.found, group)
+            set_shard(self.module, self.key, p, _part_of_vector(p, group, self.names[0]))
+            self.module._parameters[self.key] = replace_data(p, self.module._parameters[self.key])
+        if self.style in (ModuleStyle.SEQUENCE, ModuleStyle.SUMMED):
+            sum_gradients(self.module, group)
         elif isinstance(self.style, Latent):
-            sum_last_outputs(self.found, group, _last_outputs(module, self, group.rank))
-        elif isinstance(self.style, GatherSequence):
-            gather_before(self.found, group, dim)
-        elif isinstance(self.style, SequenceRegion):
-            surround(self.found, group, dim)
+            sum_last_outputs(self.module, group, _last_outputs(module, self, group.rank))
+        elif self.style is ModuleStyle.GATHER_SEQUENCE:
+            gather_before(self.module, group, dim)
+        elif self.style is ModuleStyle.SEQUENCE_REGION:
+            split_and_gather(self.module, group, dim)
 
 
 def _is_plan(value: Any) -> bool:
@@ -213,14 +213,14 @@ def _is_plan(value: Any) -> bool:
 @expects(
     "parallelize", plan=that("styles by the names of submodules", _is_plan), sequence_dim=DIM, overlap=FLAG, verify=FLAG
 )  # within the code whose errors the other ranks are told of
-def _prepared(
+def _targets(
     module: nn.Module,
     group: TensorParallelGroup,
     plan: Mapping[str, str | Style] | None = None,
     sequence_dim: int | None = None,
     overlap: bool = False,
     verify: bool = False,
-) -> list[_Site]:
+) -> list[_Target]:
     """Makes all checks and replacements, and leaves the module unchanged."""
     if overlap and sequence_dim is None:
         raise InvalidArgumentError(
@@ -232,44 +232,44 @@ def _prepared(
             f"parallelize: rank {group.rank} got a pipeline's part of a model, expected the whole; call parallelize "
             "first, and split the model then"
         )
-    chosen = resolve(module, _carried(module, group.rank) if plan is None else plan, group.rank)
+    chosen = resolve(module, _own_plan(module, group.rank) if plan is None else plan, group.rank)
     _check_sequence(module, chosen, sequence_dim, group.rank)
-    _refuse_forgotten(module, chosen, group.rank)
-    sites: dict[int, _Site] = {}
+    _refuse_unnamed(module, chosen, group.rank)
+    targets: dict[int, _Target] = {}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for name, style in chosen.items():
         owner, _, key = name.rpartition(".")
         key = key if name in parameters else ""
         found = module.get_submodule(owner if key else name)
-        site = sites.setdefault(id(parameters[name] if key else found), _Site([], found, style, key=key))
-        site.names.append(name)
-        if site.style != style:
+        target = targets.setdefault(id(parameters[name] if key else found), _Target([], found, style, key=key))
+        target.names.append(name)
+        if target.style != style:
             raise InvalidArgumentError(
-                f"parallelize: rank {group.rank} got {type(style).__name__} for {name}, which is {site.names[0]} too, "
-                f"there with {type(site.style).__name__}, expected one style for one module; change the plan"
+                f"parallelize: rank {group.rank} got {name_of(style)} for {name}, which is {target.names[0]} too, "
+                f"there with {name_of(target.style)}, expected one style for one module; change the plan"
             )
-    for site in sites.values():
-        _refuse_own_arithmetic(module, site, group.rank)
-        site.new = _made(module, site, group, chosen, sequence_dim, overlap)
-        _heads(site, group)
-    _keep_ties(module, list(sites.values()), group.rank)
+    for target in targets.values():
+        _refuse_own_arithmetic(module, target, group.rank)
+        target.layer = _replacement(module, target, group, chosen, sequence_dim, overlap)
+        _heads(target, group)
+    _share_tied_shards(module, list(targets.values()), group.rank)
     if group.world_size > 1:
-        _refuse_tensor_hooks(sites.values(), group.rank)
-        refuse_unsummed(module, _layers([*sites.values()]), [*chosen], group.rank)
-    return list(sites.values())
+        _refuse_tensor_hooks(targets.values(), group.rank)
+        refuse_unsummed(module, _layers([*targets.values()]), [*chosen], group.rank)
+    return list(targets.values())
 
 
-def _facts(module: nn.Module, sites: list[_Site], *options: Any) -> list[Any]:
+def _facts(module: nn.Module, targets: list[_Target], *options: Any) -> list[Any]:
     """Returns the facts that must be equal on all ranks."""
     shapes = [(name, tuple(x.shape), str(x.dtype), x.is_meta) for name, x in _tensors(module)]
-    return [shapes, [(site.names, site.style) for site in sites], *options]
+    return [shapes, [(target.names, target.style) for target in targets], *options]
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
 
-def _apart(x: torch.Tensor) -> torch.Tensor:
+def _without_repetitions(x: torch.Tensor) -> torch.Tensor:
     """Returns the elements of a tensor without repetitions: the first along each expanded dimension."""
     for dim, stride in enumerate(x.stride()):
         x = x.narrow(dim, 0, 1) if stride == 0 and x.shape[dim] > 1 else x
@@ -333,7 +333,7 @@ def _style(pattern: str, wish: Any, rank: int) -> Style:
     return STYLES[wish]
 
 
-def _carried(module: nn.Module, rank: int) -> Mapping[str, str | Style]:
+def _own_plan(module: nn.Module, rank: int) -> Mapping[str, str | Style]:
     """Returns the plan of a model of transformers, without entries that match nothing in this model."""
     plan = getattr(module, "_tp_plan", None)
     if not plan:
@@ -356,10 +356,10 @@ def _carried(module: nn.Module, rank: int) -> Mapping[str, str | Style]:
                 f"parallelize: rank {rank} got a {type(module).__name__} whose own plan cuts {pattern!r}, a parameter, "
                 "expected modules, and parameters of one dimension; pass a plan"
             )
-    return found | _left_out(modules, found)
+    return found | _additions(modules, found)
 
 
-def _left_out(modules: Mapping[str, nn.Module], plan: Mapping[str, str | Style]) -> dict[str, str | Style]:
+def _additions(modules: Mapping[str, nn.Module], plan: Mapping[str, str | Style]) -> dict[str, str | Style]:
     """Returns styles that plans of transformers omit: for embeddings tied to a sharded layer, and for activations with
     parameters, which ranks apply to their own features."""
     layers = {name: style for pattern, style in plan.items() for name in modules if matches(pattern, name)}
@@ -376,19 +376,18 @@ def _left_out(modules: Mapping[str, nn.Module], plan: Mapping[str, str | Style])
 
 
 def _check_sequence(module: nn.Module, chosen: Mapping[str, Style], sequence_dim: int | None, rank: int) -> None:
-    regions = [name for name, style in chosen.items() if isinstance(style, SequenceRegion)]
+    regions = [name for name, style in chosen.items() if style is ModuleStyle.SEQUENCE_REGION]
     for name, style in chosen.items():
-        sequence = isinstance(style, (OnSequence, SequenceRegion, GatherSequence)) or style == Vocab(scatter=True)
-        if not sequence:
+        if style not in (*ON_SEQUENCE, ModuleStyle.SEQUENCE_REGION, Vocab(scatter=True)):
             continue
-        got = f"parallelize: rank {rank} got {type(style).__name__} for {name}"
+        got = f"parallelize: rank {rank} got {name_of(style)} for {name}"
         if sequence_dim is None:
             raise InvalidArgumentError(
                 f"{got} without a sequence_dim, expected one; pass sequence_dim=1 for tensors of (batch, sequence, "
                 "features)"
             )
         inside = any(each in regions for each in _ancestors(name))
-        if isinstance(style, (OnSequence, GatherSequence)) and regions and name not in regions and not inside:
+        if style in ON_SEQUENCE and regions and name not in regions and not inside:
             raise InvalidArgumentError(
                 f"{got} outside of {', '.join(regions)}, expected it in a sequence region: elsewhere ranks have the "
                 "whole sequence; make the pattern narrower"
@@ -398,23 +397,25 @@ def _check_sequence(module: nn.Module, chosen: Mapping[str, Style], sequence_dim
                 f"{got} with scatter=True and a sequence region, expected one of them: a region cuts the sequence "
                 "itself; leave scatter out"
             )
-        if isinstance(style, SequenceRegion):
+        if style is ModuleStyle.SEQUENCE_REGION:
             _check_region(module.get_submodule(name), got, inside)
 
 
-def _refuse_forgotten(module: nn.Module, chosen: Mapping[str, Style], rank: int) -> None:
+def _refuse_unnamed(module: nn.Module, chosen: Mapping[str, Style], rank: int) -> None:
     """Refuses modules of a sequence region that have no style: parameters would be trained on the rank's part only, and
     dropout would drop the same elements of every part."""
     for name, found in module.named_modules(remove_duplicate=False):
         around = [*_ancestors(name), name]
-        region = next((each for each in around if isinstance(chosen.get(each), SequenceRegion)), None)
+        region = next((each for each in around if chosen.get(each) is ModuleStyle.SEQUENCE_REGION), None)
         drops = isinstance(found, _DropoutNd)
         has = any(p is not None for p in found._parameters.values())
         if region is None or not (has or (drops and found.p > 0)):
             continue
-        whole = (GatherSequence, Whole) if drops else (GatherSequence, Whole, OnSequence, Summed)
-        named = not isinstance(chosen.get(name, SequenceRegion()), (SequenceRegion, Heads))
-        if not named and not any(isinstance(chosen.get(each), whole) for each in around):
+        of_parameters = () if drops else (ModuleStyle.SEQUENCE, ModuleStyle.SUMMED)
+        fitting = (ModuleStyle.GATHER_SEQUENCE, ModuleStyle.REPLICATE, *of_parameters)
+        own = chosen.get(name, ModuleStyle.SEQUENCE_REGION)
+        named = own is not ModuleStyle.SEQUENCE_REGION and not isinstance(own, Heads)
+        if not named and not any(chosen.get(each) in fitting for each in around):
             raise InvalidArgumentError(
                 f"parallelize: rank {rank} got no style for {name}, which {'drops' if drops else 'has parameters'}, in "
                 f"the sequence region {region}, expected one; add it as 'sequence' if it works on parts of the "
@@ -443,28 +444,28 @@ def _check_region(found: nn.Module, got: str, inside: bool) -> None:
 # ---- layers ------------------------------------------------------------------------------------------------------
 
 
-def _made(
+def _replacement(
     module: nn.Module,
-    site: _Site,
+    target: _Target,
     group: TensorParallelGroup,
     chosen: Mapping[str, Style],
     sequence_dim: int | None,
     overlap: bool,
 ) -> nn.Module | None:
     """Returns the replacement of a module; None: it stays."""
-    name, found, style = site.names[0], site.found, site.style
-    if site.key:
-        _part_of_vector(found._parameters[site.key], group, name)
+    name, found, style = target.names[0], target.module, target.style
+    if target.key:
+        _part_of_vector(found._parameters[target.key], group, name)
         return None
     if isinstance(style, Latent):
-        _last_outputs(module, site, group.rank)
+        _last_outputs(module, target, group.rank)
         return None
     above = _ancestors(name)
     inside = sequence_dim is not None and _in_region(above, chosen)
-    entered = inside and any(isinstance(chosen.get(each), GatherSequence) for each in above)
+    entered = inside and any(chosen.get(each) is ModuleStyle.GATHER_SEQUENCE for each in above)
     multiple = _head_width(module.get_submodule(name.rpartition(".")[0]))
     if isinstance(style, Colwise):
-        parts, outputs = style.parts, form_of(found, group, name)[2]
+        parts, outputs = style.parts, linear_shape(found, group, name)[2]
         if isinstance(parts, int):
             parts = [outputs // max(parts, 1)] * min(parts, outputs + 1)
         alone = inside and not entered
@@ -485,8 +486,8 @@ def _made(
                 f"parallelize: rank {group.rank} got {name} as experts with a sequence_dim, expected one of them: "
                 "experts take whole sequences; leave sequence_dim out"
             )
-        return cut_experts(found, group, name, style)
-    if isinstance(style, Dropout) or (isinstance(style, OnSequence) and isinstance(found, _DropoutNd)):
+        return shard_experts(found, group, name, style)
+    if isinstance(style, Dropout) or (style is ModuleStyle.SEQUENCE and isinstance(found, _DropoutNd)):
         dim = style.dim if isinstance(style, Dropout) else sequence_dim
         assert dim is not None
         refuse_changed(found, nn.Dropout, group, name)
@@ -502,24 +503,24 @@ def _part_of_vector(p: Any, group: TensorParallelGroup, name: str) -> ShardSpec:
             f"parallelize: rank {group.rank} got the parameter {name} of shape {tuple(p.shape)}{where}, expected one "
             "dimension, and on meta a parameter of a submodule; leave it out of the plan, with the layers beside it"
         )
-    return cut([p.shape[0]], group, f"parallelize: values of {name}")
+    return shard_along([p.shape[0]], group, f"parallelize: values of {name}")
 
 
-def _whole_owners(sites: Sequence[_Site]) -> list[tuple[nn.Module, dict[str, Any]]]:
+def _meta_owners(targets: Sequence[_Target]) -> list[tuple[nn.Module, dict[str, Any]]]:
     """Returns the modules on meta with parameters that are sharded themselves, and their attributes before."""
     keys: dict[nn.Module, list[str]] = {}
-    for site in sites:
-        if site.key and site.found._parameters[site.key].is_meta:
-            keys.setdefault(site.found, []).append(site.key)
-    whole = [(found, attributes_of(found)) for found in keys]
-    for found, before in whole:
+    for target in targets:
+        if target.key and target.module._parameters[target.key].is_meta:
+            keys.setdefault(target.module, []).append(target.key)
+    owners = [(found, attributes_of(found)) for found in keys]
+    for found, before in owners:
         for key in keys[found]:  # the parameter object itself becomes this rank's shard
             p = found._parameters[key]
             before["_parameters"][key] = nn.Parameter(p.detach(), p.requires_grad)
-    return whole
+    return owners
 
 
-def _stand_in(module: nn.Module, found: nn.Module, before: dict[str, Any], comm: Communicator) -> None:
+def _replace_owner(module: nn.Module, found: nn.Module, before: dict[str, Any], comm: Communicator) -> None:
     """Replaces a module whose parameter is sharded by another of its class. The original gets its unsharded attributes
     back, so that it can be initialised."""
     made = copy.copy(found)
@@ -532,20 +533,20 @@ def _stand_in(module: nn.Module, found: nn.Module, before: dict[str, Any], comm:
     keep_unsplit(found, {id(found): made}, comm)
 
 
-def _last_outputs(module: nn.Module, site: _Site, rank: int) -> int:
+def _last_outputs(module: nn.Module, target: _Target, rank: int) -> int:
     """Returns how many outputs of a layer of latent attention go to a rank's own heads."""
-    assert isinstance(site.style, Latent)
-    name = site.names[0]
+    assert isinstance(target.style, Latent)
+    name = target.names[0]
     owner = module.get_submodule(name.rpartition(".")[0])
     for each in (
-        site.style.last,
+        target.style.last,
         *(getattr(x, "qk_rope_head_dim", 0) for x in (owner, getattr(owner, "config", None))),
     ):
-        if type(each) is int and each > 0 and isinstance(site.found, nn.Linear):
+        if type(each) is int and each > 0 and isinstance(target.module, nn.Linear):
             return each
     raise InvalidArgumentError(
-        f"parallelize: rank {rank} got {name} as latent, a {type(site.found).__name__} of which no qk_rope_head_dim is "
-        "known, expected a linear layer, and how many of its outputs go to a rank's own heads; pass Latent(last=...)"
+        f"parallelize: rank {rank} got {name} as latent, a {type(target.module).__name__} of which no qk_rope_head_dim "
+        "is known, expected a linear layer, and how many of its outputs go to a rank's own heads; pass Latent(last=...)"
     )
 
 
@@ -555,28 +556,29 @@ def _head_width(attention: nn.Module) -> int:
     return next((each for each in found if type(each) is int and each > 0), 1)
 
 
-def _watch_outputs(module: nn.Module, sites: list[_Site], group: TensorParallelGroup) -> None:
+def _watch_outputs(module: nn.Module, targets: list[_Target], group: TensorParallelGroup) -> None:
     """Makes layers that are sharded along their outputs check how the module uses these."""
     divided = {
-        name: {getattr(site.found, each) // group.world_size for each in _heads(site, group)}
-        for site in sites
-        for name in site.names
+        name: {getattr(target.module, each) // group.world_size for each in _heads(target, group)}
+        for target in targets
+        for name in target.names
     }
-    for site in sites:
-        name, new = site.names[0], site.new
+    for target in targets:
+        name, new = target.names[0], target.layer
         if isinstance(new, ColumnParallelLinear) and group.world_size > 1:
             heads = frozenset().union(*(divided.get(each, ()) for each in _ancestors(name)))
             width = _head_width(module.get_submodule(name.rpartition(".")[0]))
-            new.watched = CutOutputs(name, group.rank, tuple(new.local_extents), new.out_features, heads, width)
+            new.watched = ShardedOutputs(name, group.rank, tuple(new.local_extents), new.out_features, heads, width)
 
 
-def _verifier(module: nn.Module, sites: list[_Site], group: TensorParallelGroup, sequence_dim: int | None) -> Verifier:
-    cut = [name for site in sites for name in site.names]
-    summed = [site.found for site in sites if isinstance(site.style, (OnSequence, Summed))]
-    whole = sequence_dim is None
-    return Verifier(
-        module, group, cut, summed, whole or any(isinstance(site.style, SequenceRegion) for site in sites), whole
-    )
+def _verifier(
+    module: nn.Module, targets: list[_Target], group: TensorParallelGroup, sequence_dim: int | None
+) -> Verifier:
+    sharded = [name for target in targets for name in target.names]
+    summed = [target.module for target in targets if target.style in (ModuleStyle.SEQUENCE, ModuleStyle.SUMMED)]
+    complete = sequence_dim is None
+    same_input = complete or any(target.style is ModuleStyle.SEQUENCE_REGION for target in targets)
+    return Verifier(module, group, sharded, summed, same_input, complete)
 
 
 def _ancestors(name: str) -> list[str]:
@@ -586,16 +588,16 @@ def _ancestors(name: str) -> list[str]:
 
 def _in_region(above: list[str], chosen: Mapping[str, Style]) -> bool:
     """Returns whether a module lies in a sequence region; True for all where the plan names no region."""
-    regions = [name for name, style in chosen.items() if isinstance(style, SequenceRegion)]
+    regions = [name for name, style in chosen.items() if style is ModuleStyle.SEQUENCE_REGION]
     return not regions or any(name in regions for name in above)
 
 
-def _refuse_own_arithmetic(module: nn.Module, site: _Site, rank: int) -> None:
+def _refuse_own_arithmetic(module: nn.Module, target: _Target, rank: int) -> None:
     """Refuses layers whose parent module multiplies with their weights without calling them."""
-    if not isinstance(site.style, (Colwise, Rowwise, Heads)) or site.key:
+    if not isinstance(target.style, (Colwise, Rowwise, Heads)) or target.key:
         return
-    for name in site.names:
-        for owner in (site.found, module.get_submodule(name.rpartition(".")[0])):
+    for name in target.names:
+        for owner in (target.module, module.get_submodule(name.rpartition(".")[0])):
             if isinstance(owner, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
                 raise UnsupportedError(
                     f"parallelize: rank {rank} got {name}, of a {type(owner).__name__} of torch, which multiplies with "
@@ -604,36 +606,36 @@ def _refuse_own_arithmetic(module: nn.Module, site: _Site, rank: int) -> None:
                 )
 
 
-def _keep_ties(module: nn.Module, sites: list[_Site], rank: int) -> None:
+def _share_tied_shards(module: nn.Module, targets: list[_Target], rank: int) -> None:
     """Makes layers that shared a parameter share its shard."""
     new: dict[int, tuple[str, nn.Parameter]] = {}
-    for site in sites:
-        for key, old, p in site.replaced():
-            name = f"{site.names[0]}.{key}"
+    for target in targets:
+        for key, old, p in target.replaced():
+            name = f"{target.names[0]}.{key}"
             first, shared = new.setdefault(id(old), (name, p))
             if part_of(shared) != part_of(p) or shared.shape != p.shape:
                 raise InvalidArgumentError(
                     f"parallelize: rank {rank} got {name}, which is tied to {first} and cut in another way, expected "
                     "the same cut; pass pad=True where one is padded, or untie them"
                 )
-            site.made[key] = shared
-    replaced = {name for site in sites if site.new is not None for name in site.names}
+            target.new_params[key] = shared
+    replaced = {name for target in targets if target.layer is not None for name in target.names}
     for name, owner in module.named_modules(remove_duplicate=False):
         for key, p in owner._parameters.items():
             if p is not None and id(p) in new and name not in replaced:
                 raise InvalidArgumentError(
-                    f"parallelize: rank {rank} got {name}.{key} whole, tied to {new[id(p)][0]}, which is cut, expected "
-                    "both in the plan; add it, or untie them"
+                    f"parallelize: rank {rank} got {name}.{key} unsharded, tied to {new[id(p)][0]}, which is cut, "
+                    "expected both in the plan; add it, or untie them"
                 )
 
 
-def _refuse_tensor_hooks(sites: Iterable[_Site], rank: int) -> None:
+def _refuse_tensor_hooks(targets: Iterable[_Target], rank: int) -> None:
     """Refuses hooks of parameters that are to be sharded: they would see this rank's part of a gradient."""
-    for site in sites:
-        for key in [site.key] if site.key else [key for key, *_ in site.replaced()]:
-            p = site.found._parameters[key]
+    for target in targets:
+        for key in [target.key] if target.key else [key for key, *_ in target.replaced()]:
+            p = target.module._parameters[key]
             if p is not None and (p._backward_hooks or p._post_accumulate_grad_hooks):
-                name = site.names[0] if site.key else f"{site.names[0]}.{key}"
+                name = target.names[0] if target.key else f"{target.names[0]}.{key}"
                 raise UnsupportedError(
                     f"parallelize: rank {rank} got {name}, a parameter with hooks that is to be cut, expected one "
                     "without: they would see a part of its gradient; register them afterwards, for the rank's part, "
@@ -641,24 +643,24 @@ def _refuse_tensor_hooks(sites: Iterable[_Site], rank: int) -> None:
                 )
 
 
-def _keep_parameters(sites: Sequence[_Site]) -> None:
+def _keep_parameter_objects(targets: Sequence[_Target]) -> None:
     """Keeps the parameter objects and gives them this rank's shards, since an optimizer that was made before refers to
     them, and users may have set attributes on them. The replaced layers get new parameters."""
-    whole: dict[int, nn.Parameter] = {}
-    for site in sites:
-        for key, old, p in site.replaced():
-            if id(old) not in whole:
-                whole[id(old)] = nn.Parameter(old.detach(), old.requires_grad)
-                become(old, p)
-            site.found._parameters[key], site.made[key] = whole[id(old)], old
+    unsharded: dict[int, nn.Parameter] = {}
+    for target in targets:
+        for key, old, p in target.replaced():
+            if id(old) not in unsharded:
+                unsharded[id(old)] = nn.Parameter(old.detach(), old.requires_grad)
+                replace_data(old, p)
+            target.module._parameters[key], target.new_params[key] = unsharded[id(old)], old
 
 
-def _heads(site: _Site, group: TensorParallelGroup) -> tuple[str, ...]:
+def _heads(target: _Target, group: TensorParallelGroup) -> tuple[str, ...]:
     """Returns the attributes with numbers of heads to divide; raises where one cannot be divided."""
-    if not isinstance(site.style, Heads):
+    if not isinstance(target.style, Heads):
         return ()
-    found, name = site.found, site.names[0]
-    names = site.style.attributes or tuple(each for each in HEADS if type(getattr(found, each, None)) is int)
+    found, name = target.module, target.names[0]
+    names = target.style.attributes or tuple(each for each in HEADS if type(getattr(found, each, None)) is int)
     if not names:
         raise InvalidArgumentError(
             f"parallelize: rank {group.rank} got {name} as heads, a {type(found).__name__} without a number of heads "

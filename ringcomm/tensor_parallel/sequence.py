@@ -29,7 +29,7 @@ def sum_gradients_of(module: nn.Module, group: TensorParallelGroup) -> None:
     """Registers the sum once for each parameter that has memory, also where it is frozen now and may be trained
     later."""
     for p in module.parameters():
-        if not p.is_meta and vars(p).get("_ringcomm_summed") is None:
+        if not p.is_meta and group.all_reduce not in (p._backward_hooks or {}).values():
             _sum_gradient(p, group)
 
 
@@ -37,7 +37,7 @@ def _sum_gradient(p: nn.Parameter, group: TensorParallelGroup) -> None:
     frozen = not p.requires_grad
     p.requires_grad_(True)
     others = [*(p._backward_hooks or {})]
-    p._ringcomm_summed = p.register_hook(lambda gradient: group.all_reduce(gradient))
+    p.register_hook(group.all_reduce)
     for key in others:  # run the others later, so that they see the sum
         p._backward_hooks[key] = p._backward_hooks.pop(key)
     p.requires_grad_(not frozen)
@@ -62,7 +62,7 @@ def gather_before(module: nn.Module, group: TensorParallelGroup, dim: int) -> No
     _before(module, "gather_sequence", group, lambda x: g(x, group.comm, dim))
 
 
-def surround(module: nn.Module, group: TensorParallelGroup, dim: int) -> None:
+def split_and_gather(module: nn.Module, group: TensorParallelGroup, dim: int) -> None:
     """Makes the module, or a list of modules from first to last, work on this rank's part of the sequence."""
     inside = list(module) if isinstance(module, (nn.Sequential, nn.ModuleList)) else [module]
     _before(inside[0], "sequence_region", group, lambda x: scatter(x, group.comm, dim))

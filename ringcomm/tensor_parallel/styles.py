@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
@@ -75,12 +76,6 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Summed:
-    """A module that every rank has unsharded and applies to its own part of a tensor, such as a norm of a rank's heads:
-    the gradients of its parameters are summed."""
-
-
-@dataclass(frozen=True)
 class Latent:
     """A linear layer that every rank has unsharded, and whose last outputs go directly to a rank's own heads, such as
     the rotated part of the keys in latent attention: the gradients of these outputs are summed.
@@ -94,38 +89,39 @@ class Latent:
 
 
 @dataclass(frozen=True)
-class OnSequence:
-    """A module that works on this rank's part of the sequence: a norm, whose gradients are summed, or dropout."""
-
-
-@dataclass(frozen=True)
-class SequenceRegion:
-    """A module, or a list of modules from first to last, that gets this rank's part of the sequence and whose output is
-    gathered: the first tensor of input and output. Every module inside that has parameters or drops elements needs a
-    style."""
-
-
-@dataclass(frozen=True)
-class GatherSequence:
-    """A module in a sequence region whose first tensor is gathered once, for all layers in it: for modules that read
-    the sequence's length from their input, such as attention. Its layers that are sharded along outputs use the
-    gathered input."""
-
-
-@dataclass(frozen=True)
 class Dropout:
     """Dropout on a tensor that is sharded along ``dim``, such as the attention weights of a rank's heads."""
 
     dim: int
 
 
-@dataclass(frozen=True)
-class Whole:
-    """A module that stays unsharded and unchanged."""
+class ModuleStyle(enum.Enum):
+    """A style of a module whose parameters every rank has unsharded."""
+
+    SUMMED = "summed"
+    """Every rank applies the module to its own part of a tensor, such as a norm of a rank's heads: the gradients of its
+    parameters are summed."""
+    SEQUENCE = "sequence"
+    """The module works on this rank's part of the sequence: a norm, whose gradients are summed, or dropout."""
+    SEQUENCE_REGION = "sequence_region"
+    """The module, or a list of modules from first to last, gets this rank's part of the sequence, and its output is
+    gathered: the first tensor of input and output. Every module inside that has parameters or drops elements needs a
+    style."""
+    GATHER_SEQUENCE = "gather_sequence"
+    """In a sequence region, the module's first tensor is gathered once, for all layers in it: for modules that read the
+    sequence's length from their input, such as attention. Its layers that are sharded along outputs use the gathered
+    input."""
+    REPLICATE = "replicate"
+    """The module stays unchanged."""
 
 
-Cut = Colwise | Rowwise | Vocab | Heads | Experts | Dropout
-Style = Cut | Summed | Latent | OnSequence | SequenceRegion | GatherSequence | Whole
+Style = Colwise | Rowwise | Vocab | Heads | Experts | Latent | Dropout | ModuleStyle
+
+
+def name_of(style: Style) -> str:
+    """Returns a style's name for errors."""
+    return style.value if isinstance(style, ModuleStyle) else type(style).__name__
+
 
 STYLES: dict[str, Style] = {
     "colwise": Colwise(),
@@ -140,15 +136,15 @@ STYLES: dict[str, Style] = {
     "heads": Heads(),
     "experts": Experts(),
     "moe_tp_experts": Experts(),
-    "summed": Summed(),
-    "replicated_with_grad_allreduce": Summed(),
+    "summed": ModuleStyle.SUMMED,
+    "replicated_with_grad_allreduce": ModuleStyle.SUMMED,
     "latent": Latent(),
     "mla_kv_a_proj": Latent(),
-    "sequence": OnSequence(),
-    "sequence_parallel": OnSequence(),
-    "sequence_region": SequenceRegion(),
-    "gather_sequence": GatherSequence(),
-    "replicate": Whole(),
+    "sequence": ModuleStyle.SEQUENCE,
+    "sequence_parallel": ModuleStyle.SEQUENCE,
+    "sequence_region": ModuleStyle.SEQUENCE_REGION,
+    "gather_sequence": ModuleStyle.GATHER_SEQUENCE,
+    "replicate": ModuleStyle.REPLICATE,
 }
 """The names of styles in a plan, including those that transformers uses in its models' ``_tp_plan``."""
 

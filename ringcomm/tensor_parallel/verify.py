@@ -61,9 +61,9 @@ class Verifier:
 
     Args:
         module: the module before it is sharded.
-        cut: the names of the modules that styles change.
+        sharded: the names of the modules that styles change.
         summed: the modules whose gradients are summed.
-        alike: whether all ranks get the same input.
+        same_input: whether all ranks get the same input.
         blocks: whether blocks are compared with their unsharded copies.
     """
 
@@ -71,23 +71,23 @@ class Verifier:
         self,
         module: nn.Module,
         group: TensorParallelGroup,
-        cut: Sequence[str],
+        sharded: Sequence[str],
         summed: Sequence[nn.Module],
-        alike: bool,
+        same_input: bool,
         blocks: bool,
     ) -> None:
-        self.module, self.group, self.summed, self.alike = module, group, summed, alike
+        self.module, self.group, self.summed, self.same_input = module, group, summed, same_input
         self.found: dict[str, list[Digest | None]] = {}  # digests of the current backward pass
         self.end: Callable[[], Any] = lambda: None  # reference to the callback after the current backward pass
         self.hooked: dict[int, torch.Tensor] = {}
-        self.copies = [*_first_of_each_kind(module, cut)] if blocks else []
+        self.copies = [*_first_of_each_kind(module, sharded)] if blocks else []
 
     def start(self) -> None:
         """Starts the checks, after the module has been sharded."""
         self.module.register_forward_pre_hook(self._before, with_kwargs=True)
         self.module.register_forward_hook(self._after)
-        for name, before, styles in self.copies:
-            _Block(self, name, before, styles)
+        for copied in self.copies:
+            self._compare_first_call(*copied)
         self.copies = []
 
     # ---- inputs and gradients ------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class Verifier:
             if part_of(p).dim is None and p.requires_grad and self.hooked.get(id(p)) is not p:
                 self.hooked[id(p)] = p
                 p.register_hook(lambda gradient, name=name: self._note(name, gradient))
-        if self.alike:
+        if self.same_input:
             found = [(path, x) for path, x in tree_leaves_with_path((args, kwargs)) if _is_plain(x)]
             mine = {f"input {keystr(path[1:])}": [digest(x) if torch.is_tensor(x) else x] for path, x in found}
             self.compare(mine, "give all ranks of a tp group the same batch: seed what shuffles it alike")
@@ -109,16 +109,16 @@ class Verifier:
         for path, y in tree_leaves_with_path(output):
             if torch.is_tensor(y) and _is_plain(y) and y.requires_grad:
                 name, made = f"output {keystr(path)}".rstrip(), digest(y)
-                if self.alike and not y.dim():  # no rank has just a part of a loss
-                    y.register_hook(lambda gradient, name=name, made=made: self._note_found(name, made))
+                if self.same_input and not y.dim():  # no rank has just a part of a loss
+                    y.register_hook(lambda gradient, name=name, made=made: self._record(name, made))
                 y.register_hook(lambda gradient, name=name, made=made: self._note(name, gradient, made))
 
     def _note(self, name: str, gradient: torch.Tensor | None, *more: Digest) -> None:
         """Notes the gradient of a parameter or of an output (with the output's digest); an autograd function may return
         None."""
-        self._note_found(f"gradient of {name}", None if gradient is None else [*digest(gradient), *more])
+        self._record(f"gradient of {name}", None if gradient is None else [*digest(gradient), *more])
 
-    def _note_found(self, what: str, found: Digest | None) -> None:
+    def _record(self, what: str, found: Digest | None) -> None:
         if self.end() is None:  # also where the pass before raised and autograd dropped its callback
             self.found = {}
             end = partial(type(self)._after_backward, self)
@@ -144,8 +144,63 @@ class Verifier:
                 if a is None or b is None or len(a) != len(b) or any(map(_other, a, b)):
                     raise MismatchError(
                         f"parallelize: rank {self.group.rank} saw by verify=True that rank {rank} has another {what} "
-                        f"than rank 0, {_said(b)} and {_said(a)}, expected the same on all; {advice}"
+                        f"than rank 0, {_described(b)} and {_described(a)}, expected the same on all; {advice}"
                     )
+
+    # ---- blocks --------------------------------------------------------------------------------------------------
+
+    def _compare_first_call(self, name: str, before: nn.Module, styles: Sequence[str]) -> None:
+        """Compares the first call of a block with that of its unsharded copy ``before``."""
+
+        def compare(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            handle.remove()
+            elsewhere = any(notes_of(each).elsewhere for each in block.modules())
+            tensors = [x for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)]
+            if not elsewhere and all(type(x) is torch.Tensor for x in tensors):
+                # else a pipeline's block that was not reached, or that has a part on this rank only
+                self._refuse_difference(name, styles, self._difference_from(before, block, args, kwargs))
+
+        handle = self.module.get_submodule(name).register_forward_pre_hook(compare, with_kwargs=True)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _difference_from(
+        self, before: nn.Module, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str | None:
+        """Returns how the outputs of a block, in eval mode, differ from those of its unsharded copy."""
+        modes = [(each, each.training) for each in (*block.modules(), *before.modules())]
+        block.eval()
+        before.eval()
+        mine = _tensors(block(*_copied(args), **_copied(kwargs)))
+        with _gathered(block):
+            values = {name: self._unsharded(p) for name, p in block.named_parameters(remove_duplicate=False)}
+        values |= dict(block.named_buffers(remove_duplicate=False))
+        call = torch.func.functional_call  # functional_call needs a value for each name of a tied parameter
+        expected = _tensors(call(before, values, _copied(args), _copied(kwargs), tie_weights=False))
+        for each, training in modes:
+            each.training = training
+        found = [_difference(a, b) for a, b in zip(mine, expected, strict=False)]
+        return next((each for each in found if each is not None), None if len(mine) == len(expected) else "a tensor")
+
+    def _refuse_difference(self, name: str, styles: Sequence[str], difference: str | None) -> None:
+        """Raises on all ranks where one found a difference; a collective."""
+        for rank, found in enumerate(map(json.loads, self.group.comm.exchange(json.dumps(difference).encode()))):
+            if found is not None:
+                raise MismatchError(
+                    f"parallelize: rank {self.group.rank} saw by verify=True that {name or 'the module'} gives rank "
+                    f"{rank} {found} before it was cut, expected rounding alone; look at the styles of "
+                    f"{', '.join(styles)}: fused outputs need parts, numbers of heads 'heads'"
+                )
+
+    def _unsharded(self, p: torch.Tensor) -> torch.Tensor:
+        part = part_of(p)
+        if part.dim is None:
+            return p.detach().clone()
+        found, at = p.new_zeros(part.unsharded_shape(p.shape)), 0
+        for start, length in part.pieces:
+            found.narrow(part.dim, start, length).copy_(p.detach().narrow(part.dim, at, length))
+            at += length
+        self.group.comm.all_reduce(found)
+        return found
 
 
 def _is_plain(x: Any) -> bool:
@@ -161,7 +216,7 @@ def _other(a: Any, b: Any) -> bool:
     return not cut and differ(a, b)
 
 
-def _said(values: list[Any] | None) -> str:
+def _described(values: list[Any] | None) -> str:
     if values is None:
         return "none"
     each = values[-1]
@@ -171,13 +226,15 @@ def _said(values: list[Any] | None) -> str:
 # ---- blocks ----------------------------------------------------------------------------------------------------------
 
 
-def _first_of_each_kind(module: nn.Module, cut: Sequence[str]) -> Iterator[tuple[str, nn.Module, list[str]]]:
+def _first_of_each_kind(module: nn.Module, sharded: Sequence[str]) -> Iterator[tuple[str, nn.Module, list[str]]]:
     """Yields the first block of each kind that contains a sharded layer, with a copy on meta. Where the blocks are the
     sharded layers themselves, it yields the module instead, since a rank has only a part of their inputs or outputs."""
     kinds = set()
-    around = [(name, block) for name, block in blocks_of(module) if any(each.startswith(f"{name}.") for each in cut)]
+    around = [
+        (name, block) for name, block in blocks_of(module) if any(each.startswith(f"{name}.") for each in sharded)
+    ]
     for name, block in around or [("", module)]:
-        inside = [each for each in cut if not name or each == name or each.startswith(f"{name}.")]
+        inside = [each for each in sharded if not name or each == name or each.startswith(f"{name}.")]
         shapes = [(key, tuple(p.shape)) for key, p in block.named_parameters()]
         kind = repr((type(block), shapes, [each.removeprefix(name) for each in inside]))
         if inside and kind not in kinds:
@@ -189,58 +246,6 @@ def _without_memory(block: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in block.parameters()}
     memo |= {id(b): b.detach().to("meta") for b in block.buffers()}
     return copy.deepcopy(block, memo)
-
-
-class _Block:
-    """A block whose first call is compared with that of its unsharded copy."""
-
-    def __init__(self, verifier: Verifier, name: str, before: nn.Module, styles: list[str]) -> None:
-        self.verifier, self.name, self.before, self.styles = verifier, name, before, styles
-        block = verifier.module.get_submodule(name)
-        self.handle = block.register_forward_pre_hook(self._compare, with_kwargs=True)
-
-    def _compare(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.handle.remove()
-        elsewhere = any(notes_of(each).elsewhere for each in block.modules())
-        if elsewhere or not all(type(x) is torch.Tensor for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)):
-            return  # a pipeline's block that was not reached, or that has a part on this rank only
-        modes = [(each, each.training) for each in (*block.modules(), *self.before.modules())]
-        with torch.no_grad():
-            block.eval()
-            self.before.eval()
-            mine = _tensors(block(*_apart(args), **_apart(kwargs)))
-            with _gathered(block):
-                values = {name: self._unsplit(p) for name, p in block.named_parameters(remove_duplicate=False)}
-            values |= dict(block.named_buffers(remove_duplicate=False))
-            call = torch.func.functional_call  # functional_call needs a value for each name of a tied parameter
-            expected = _tensors(call(self.before, values, _apart(args), _apart(kwargs), tie_weights=False))
-        for each, training in modes:
-            each.training = training
-        shares = [_difference(a, b) for a, b in zip(mine, expected, strict=False)]
-        wrong = next((each for each in shares if each is not None), None if len(mine) == len(expected) else "a tensor")
-        self._judge(wrong)
-
-    def _judge(self, wrong: str | None) -> None:
-        """Raises on all ranks where one found a difference; a collective."""
-        group = self.verifier.group
-        for rank, found in enumerate(map(json.loads, group.comm.exchange(json.dumps(wrong).encode()))):
-            if found is not None:
-                raise MismatchError(
-                    f"parallelize: rank {group.rank} saw by verify=True that {self.name or 'the module'} gives rank "
-                    f"{rank} {found} before it was cut, expected rounding alone; look at the styles of "
-                    f"{', '.join(self.styles)}: fused outputs need parts, numbers of heads 'heads'"
-                )
-
-    def _unsplit(self, p: torch.Tensor) -> torch.Tensor:
-        part, comm = part_of(p), self.verifier.group.comm
-        if part.dim is None:
-            return p.detach().clone()
-        found, at = p.new_zeros(part.unsharded_shape(p.shape)), 0
-        for start, length in part.pieces:
-            found.narrow(part.dim, start, length).copy_(p.detach().narrow(part.dim, at, length))
-            at += length
-        comm.all_reduce(found)
-        return found
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
@@ -259,7 +264,7 @@ def _difference(mine: torch.Tensor, expected: torch.Tensor) -> str | None:
     return f"a difference of {found:.2g} from {largest:.2g}" if not found <= math.sqrt(least) * largest else None
 
 
-def _apart(value: Any) -> Any:
+def _copied(value: Any) -> Any:
     """Returns a copy of arguments, so that nothing enters the graph or caches that are passed."""
     tensors: dict[int, Any] = {}
     seen: dict[int, Any] = {}

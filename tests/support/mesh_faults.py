@@ -16,8 +16,7 @@ from ringcomm.context.ring import Sums
 from ringcomm.pipeline_parallel import pipeline, stage_runner
 from ringcomm.pipeline_parallel.messages import Messages
 from ringcomm.pipeline_parallel.stage_runner import StageRunner
-from ringcomm.pipeline_parallel.tied_params import _Exact, _Held, _Summed
-from ringcomm.pipeline_parallel.weight_grads import WeightGradStore
+from ringcomm.pipeline_parallel.tied_params import _ExactTiedParam, _LocalTiedParam
 from ringcomm.tensor_parallel import sequence
 from ringcomm.tensor_parallel.group import TensorParallelGroup
 from ringcomm.tensor_parallel.layers import VocabParallelEmbedding
@@ -90,29 +89,29 @@ def what_hooks_leave_twice(right: Function) -> Function:
     return lambda left, container, before: None
 
 
-@fault(pipeline, "cut_inputs", "micro-batches that do not divide")
+@fault(pipeline, "split_inputs", "micro-batches that do not divide")
 def micro_batches_that_count_alike(right: Function) -> Function:
-    return lambda *args: [each._replace(share=None) for each in right(*args)]
+    return lambda *args: [(inputs, None) for inputs, _ in right(*args)]
 
 
-@fault(_Held, "_received_sum", "pp 2", "tied_head")
+@fault(_LocalTiedParam, "_received_sum", "pp 2", "tied_head")
 def gradients_of_the_other_stages_lost(right: Function) -> Function:
-    return lambda held, like, rank, stage=0: None if right(held, like, rank, stage) is None else torch.zeros_like(like)
+    return lambda tied, like, rank, stage=0: None if right(tied, like, rank, stage) is None else torch.zeros_like(like)
 
 
-@fault(_Exact, "passed", "pp 2", "tied_head", "exact")
+@fault(_ExactTiedParam, "after_backward", "pp 2", "tied_head", "exact")
 def ties_added_once_more(right: Function) -> Function:
-    def wrong(held: _Exact, stage: int, microbatch: int) -> None:
-        if held.standin.grad is not None:
-            held.standin.grad = held.standin.grad * 2
-        right(held, stage, microbatch)
+    def wrong(tied: _ExactTiedParam, stage: int, microbatch: int) -> None:
+        if tied.placeholder.grad is not None:
+            tied.placeholder.grad = tied.placeholder.grad * 2
+        right(tied, stage, microbatch)
 
     return wrong
 
 
-@fault(_Summed, "_accumulate", "pp 2", "tied_head")
+@fault(_LocalTiedParam, "_accumulate", "pp 2", "tied_head")
 def tied_weights_that_get_zeros(right: Function) -> Function:
-    return lambda held, grad: right(held, torch.zeros_like(held.param))
+    return lambda tied, grad: right(tied, torch.zeros_like(tied.param))
 
 
 @fault(Messages, "send_gradients", "pp 2", "carry")
@@ -120,9 +119,9 @@ def gradient_of_the_first_tensor_alone(right: Function) -> Function:
     return lambda messages, found, *args: right(messages, [*found[:1], *(None for _ in found[1:])], *args)
 
 
-@fault(WeightGradStore, "run", "schedule zero-bubble")
+@fault(pipeline, "run_weight_grads", "schedule zero-bubble")
 def gradients_of_weights_that_are_put_off_for_ever(right: Function) -> Function:
-    return lambda store: store.waiting.clear()
+    return lambda deferred: None
 
 
 # ---- context parallel --------------------------------------------------------------------------------------------

@@ -318,7 +318,7 @@ class Job:
 
     def given(self, rows: list[Any]) -> tuple[Any, ...]:
         """The inputs on the ranks that need them."""
-        few = "few_have_data" in self.program and 0 not in self.model.mine
+        few = "few_have_data" in self.program and 0 not in self.model.local_stages
         return () if few else (rows[0],)
 
     def named(self, step: int, rows: list[Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ringcomm.data_parallel import clip, sharded_parameter
 from ringcomm.data_parallel.bucket import Bucket
 from ringcomm.data_parallel.grad_buffer import GradBuffer
 from ringcomm.data_parallel.group import DataParallelGroup
-from ringcomm.data_parallel.optimizer_state import BucketState
+from ringcomm.data_parallel.optimizer_state import OptimizerState
 from ringcomm.data_parallel.sharded_model import ShardedModel, Unit
 
 Function = Callable[..., Any]
@@ -182,7 +182,7 @@ def parameters_of_16_bits_joined_in_a_step(right: Function) -> Function:
 @fault(Bucket, "finish_gather")
 def gather_of_stale_values(right: Function) -> Function:
     def wrong(bucket: Bucket) -> None:
-        gathered = bucket.gathering is not None
+        gathered = bucket.memory.gathering is not None
         right(bucket)
         if gathered:
             first = bucket.__dict__.setdefault("first_values", bucket.unsharded.clone())
@@ -263,7 +263,7 @@ def bucket_that_is_not_clipped(right: Function) -> Function:
     return lambda flat, bucket, some, factor: None if bucket.number == 0 else right(flat, bucket, some, factor)
 
 
-@fault(BucketState, "piece", "save_load")
+@fault(OptimizerState, "piece", "save_load")
 def step_counter_restored_one_too_high(right: Function) -> Function:
     def wrong(*args: Any) -> dict[str, Any]:
         return {key: value + 1 if key == "step" else value for key, value in right(*args).items()}

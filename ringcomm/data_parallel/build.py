@@ -1,0 +1,74 @@
+"""Wraps a module: what `shard`, `fully_shard` and DistributedDataParallel have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from torch import nn
+
+from ringcomm.data_parallel.deferred_init import InitFn, Waiting
+from ringcomm.data_parallel.group import DataParallelGroup
+from ringcomm.data_parallel.layout import Atom
+from ringcomm.data_parallel.meta import device_of
+from ringcomm.data_parallel.module_state import keep_state_of
+from ringcomm.data_parallel.optimizer import watch_optimizers
+from ringcomm.data_parallel.partition import BucketBuilder, UnitParts, kept_in_their_type
+from ringcomm.data_parallel.sharded_model import Config, ShardedModel, Unit
+from ringcomm.data_parallel.unit_module import UnitModule, mix_in
+
+
+def build(
+    module: nn.Module,
+    ranks: DataParallelGroup,
+    config: Config,
+    parts: Sequence[UnitParts],
+    *,
+    call: str,
+    mixin: type[UnitModule] | None,
+    bucket_bytes: int,
+    atom: Atom,
+    optimizer_group: Mapping[int, int] | None = None,
+    init_fn: InitFn | Literal[False] | None = None,
+    send: bool = True,
+    below: Sequence[Unit] = (),
+) -> ShardedModel:
+    """Moves a module's parameters into buckets; a collective.
+
+    Args:
+        parts: what the units are made of.
+        mixin: what the classes of the units' modules get; None: the module is called through a wrapper.
+        optimizer_group: by id of a parameter, the index of its optimizer group.
+        send: whether all ranks get the first rank's parameters.
+        below: units that earlier calls have made of modules inside, which come first.
+    """
+    device = device_of(ranks.comm, module)
+    waiting = Waiting(module, device, init_fn, call, ranks.rank)
+    kept = kept_in_their_type(module)
+    builder = BucketBuilder(config, ranks, bucket_bytes, atom, optimizer_group or {}, kept, send, device)
+    units = [builder.unit(*each) for each in parts]
+    waiting.initialise([unit.buckets for unit in units])
+    unmade = [each.flat.contents.unmade for each in below]
+    _take_over(module, below)
+    flat = ShardedModel(module, ranks, [*below, *units], config)
+    flat.contents.unmade = waiting.left_in(flat.buckets, unmade)
+    for unit in units:
+        for each in unit.modules:
+            keep_state_of(each, unit, flat.buckets if each is module and not below else unit.buckets)
+            if mixin is not None:
+                mix_in(each, unit, mixin)
+    watch_optimizers()
+    return flat
+
+
+def _take_over(module: nn.Module, below: Sequence[Unit]) -> None:
+    """Takes units out of the models that earlier calls have made of them."""
+    for flat in {id(each.flat): each.flat for each in below}.values():
+        flat.detach()
+    names = {id(p): name for name, p in module.named_parameters()}
+    paths = {id(m): name for name, m in module.named_modules()}
+    for each in below:
+        each.reshard_after_forward = each.reshard_after_forward is not False
+        each.name = paths[id(each.modules[0])]
+        for bucket in each.buckets:
+            bucket.rename(names)
