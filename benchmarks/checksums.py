@@ -142,7 +142,7 @@ def reductions(comm: Any, dtypes: Iterable[str]) -> Iterator[tuple[str, bytes]]:
         yield f"reduce {dtype} {op}", digest(ends, computed=True)
         ends = comm.all_reduce_coalesced([data(comm, dtype, i, count) for i, count in numbered], op, **more)
         parts = [data(comm, dtype, i, COUNTS[i % len(COUNTS)]) for i in range(w)]
-        ends.append(comm.reduce_scatter_list(torch.empty_like(parts[r]), parts, op, **more))
+        ends.append(comm.reduce_scatter_list(parts, torch.empty_like(parts[r]), op, **more))
         yield f"lists {dtype} {op}", digest(ends, computed=True)
 
 
@@ -170,10 +170,10 @@ def movement(comm: Any, dtypes: Iterable[str]) -> Iterator[tuple[str, bytes]]:
         ends = [comm.all_to_all(data(comm, dtype, 0, sum(send)), send_counts=send)]
         parts = [data(comm, dtype, i, COUNTS[(i + r) % len(COUNTS)]) for i in range(w)]
         like = [torch.empty(COUNTS[(i + r) % len(COUNTS)], dtype=parts[0].dtype) for i in range(w)]
-        ends += comm.all_to_all_list([x.clone() for x in like], parts)
+        ends += comm.all_to_all_list(parts, [x.clone() for x in like])
         mine, like = parts[0], [torch.empty(COUNTS[p % len(COUNTS)], dtype=parts[0].dtype) for p in range(w)]
-        ends += comm.all_gather_list([x.clone() for x in like], mine)
-        ends += comm.gather_list(like if r == w - 1 else None, mine, w - 1) or []
+        ends += comm.all_gather_list(mine, [x.clone() for x in like])
+        ends += comm.gather_list(mine, like if r == w - 1 else None, w - 1) or []
         yield f"lists {dtype}", digest(ends)
 
 

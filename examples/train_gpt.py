@@ -61,6 +61,9 @@ def parse() -> argparse.Namespace:
     p.add_argument("--save", metavar="PATH", help="a checkpoint at the end")
     p.add_argument("--resume", metavar="PATH", help="go on from a checkpoint, of any stage and mesh")
     p.add_argument("--json", metavar="FILE", help="the figures at the end")
+    p.add_argument(
+        "--log", metavar="FILE", help="a JSON object a step, with ringcomm's counters, for wandb and the like"
+    )
     p.add_argument("--check", action="store_true", help="train in one process too; exit status 1 if it differs")
     p.add_argument("--stages", action="store_true", help="every stage: do they agree, and what does each keep")
     p.add_argument("--plot", metavar="FILE", help="of --stages: a picture")
@@ -93,8 +96,8 @@ def refused(a: argparse.Namespace, ranks: int) -> str | None:
             "train_gpt: got --stages with --save, --resume, --check or --until, expected none of these: it runs from "
             "beginning to end; leave one out"
         )
-    if a.json and (a.compare or a.stages):
-        return "train_gpt: got --json with --compare or --stages, expected one training alone; leave one out"
+    if (a.json or a.log) and (a.compare or a.stages):
+        return "train_gpt: got --json or --log with --compare or --stages, expected one training alone; leave one out"
     return refusal(a, ranks)
 
 
@@ -159,7 +162,15 @@ def run_one(a: argparse.Namespace, text: torch.Tensor, mesh: ringcomm.Mesh) -> N
     if a.resume and done == 0:
         done = training.resume(a.resume, batches)
     introduce(a, training, text)
-    train(a, [training], batches, done, peak, after=saved.after if saved else None)
+    log = StepLog(a.log, training) if a.log and dist.get_rank() == 0 else None
+
+    def after(step: int) -> None:
+        if log:
+            log.write(step)
+        if saved:
+            saved.after(step)
+
+    train(a, [training], batches, done, peak, after=after)
     peak.stop()
     if a.save and not saved:
         training.save(a.save, batches)
@@ -172,6 +183,23 @@ def run_one(a: argparse.Namespace, text: torch.Tensor, mesh: ringcomm.Mesh) -> N
         right = check(a, training, state, text) if dist.get_rank() == 0 else True
         if mean_over_ranks(float(right)) < 1.0:
             raise SystemExit(1)
+
+
+class StepLog:
+    """A line of JSON for each step: its loss and time, and what ringcomm counted in it. A logger of its own takes the
+    same dict: `wandb.log(line)`, or `writer.add_scalar(name, value, step)` for each of its values."""
+
+    def __init__(self, path: str, training: Training) -> None:
+        self.path, self.training = path, training
+        self.before = ringcomm.metrics()
+
+    def write(self, step: int) -> None:
+        now = ringcomm.metrics()
+        counted = {f"ringcomm/{name}": now[name] - self.before.get(name, 0) for name in now if name != "communicators"}
+        self.before = now
+        line = {"step": step, "loss": self.training.loss, "seconds": self.training.seconds[-1], **counted}
+        with open(self.path, "a", encoding="utf-8") as file:
+            print(json.dumps(line), file=file)
 
 
 def introduce(a: argparse.Namespace, training: Training, text: torch.Tensor) -> None:

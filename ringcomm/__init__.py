@@ -7,7 +7,8 @@
     torch.distributed.init_process_group("ringcomm")
 
 Importing this module imports neither torch nor NumPy. The torch.distributed backend registers itself as soon as
-torch.distributed has been imported, before or after.
+torch.distributed has been imported, before or after. Where ringcomm is installed, ``import torch`` imports this module
+too, for the entry point ``torch.backends``; torch 2.14 also finds the backend under ``torch.distributed.backends``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import importlib.abc as _abc
 import importlib.machinery as _machinery
 import os as _os
 import sys as _sys
+import warnings as _warnings
 from pathlib import Path as _Path
 from types import ModuleType as _ModuleType
 from typing import Any as _Any
@@ -49,6 +51,9 @@ def __dir__() -> list[str]:
 if _os.environ.get("RINGCOMM_TRACE"):
     _importlib.import_module("ringcomm.observe.trace").trace_process(_os.environ["RINGCOMM_TRACE"])
 
+if _os.environ.get("RINGCOMM_METRICS"):
+    _importlib.import_module("ringcomm.observe.metrics").serve_process(_os.environ["RINGCOMM_METRICS"])
+
 
 # ---- the torch.distributed backend -------------------------------------------------------------------------------
 
@@ -56,8 +61,20 @@ _TORCH_DISTRIBUTED = "torch.distributed"
 
 
 def _register_backend() -> None:
-    if hasattr(_sys.modules[_TORCH_DISTRIBUTED], "Backend"):  # false in a torch that was built without it
-        _importlib.import_module("ringcomm.backend").register()
+    """Registers the backend, and replaces others by it if the environment says so. Idempotent."""
+    if not hasattr(_sys.modules.get(_TORCH_DISTRIBUTED), "Backend"):  # a torch that was built without it
+        return
+    if _os.environ.get("RINGCOMM_REPLACE"):
+        _importlib.import_module("ringcomm.replace").install(_os.environ["RINGCOMM_REPLACE"])
+    try:
+        _importlib.import_module("ringcomm.backend")  # its last line registers it
+    except ImportError as error:
+        # A build that does not load, or is not there yet, must not end `import torch`, which imports this module.
+        _warnings.warn(
+            f"import torch: ringcomm's backend is not registered, because it cannot be imported: {error}; reinstall "
+            "ringcomm with `pip install --no-build-isolation --force-reinstall --no-deps ringcomm`",
+            stacklevel=2,
+        )
 
 
 class _AfterTorchDistributed(_abc.MetaPathFinder):
@@ -85,3 +102,7 @@ if _TORCH_DISTRIBUTED in _sys.modules:
     _register_backend()
 else:
     _sys.meta_path.insert(0, _AfterTorchDistributed())
+
+
+def _autoload() -> None:
+    """The entry point ``torch.backends``: to import this module is all that it is for."""

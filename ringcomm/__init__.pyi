@@ -11,6 +11,8 @@ from ringcomm.comm.communicator import Communicator as Communicator
 from ringcomm.comm.launch import run_ranks as run_ranks
 from ringcomm.comm.rendezvous import init as init
 from ringcomm.comm.work import Work as Work
+from ringcomm.comm.work import wait_all as wait_all
+from ringcomm.comm.work import wait_any as wait_any
 from ringcomm.context.attention import ring_attention as ring_attention
 from ringcomm.context.mode import context_parallel as context_parallel
 from ringcomm.data_parallel import hooks as hooks
@@ -49,6 +51,7 @@ from ringcomm.errors import UnsupportedError as UnsupportedError
 from ringcomm.mesh import Mesh as Mesh
 from ringcomm.mesh import init_mesh as init_mesh
 from ringcomm.observe import record as record
+from ringcomm.observe.metrics import metrics as metrics
 from ringcomm.observe.record import step as step
 from ringcomm.observe.trace import trace as trace
 from ringcomm.pipeline_parallel.pipeline import Pipeline as Pipeline

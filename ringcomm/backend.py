@@ -1,8 +1,8 @@
 """The ``ringcomm`` backend of :mod:`torch.distributed`.
 
-``import ringcomm`` registers it: ``torch.distributed.init_process_group("ringcomm")`` and everything that is built on
-process groups (DDP, FSDP2, DTensor, pipelining, checkpoints, device meshes) then runs unchanged over ringcomm's
-engines.
+``import ringcomm`` registers it, and so does ``import torch`` where ringcomm is installed:
+``torch.distributed.init_process_group("ringcomm")`` and everything that is built on process groups (DDP, FSDP2,
+DTensor, pipelining, checkpoints, device meshes) then runs unchanged over ringcomm's engines.
 
 A group serves tensors on cpu and on cuda. Its engine on the GPU is made by its first call there, which every rank must
 make together, or immediately by ``init_process_group(..., device_id=...)``.
@@ -14,12 +14,11 @@ from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
 from ringcomm import errors
 from ringcomm.arrays.devices import CPU, Device
-from ringcomm.comm.hosts import Hosts, Network, Span, identity
+from ringcomm.comm.hosts import Hosts, Network, Span, extension, identity
 from ringcomm.comm.store import add_checksum, generation, strip_checksum
 from ringcomm.errors import DeviceError as DeviceError
 from ringcomm.errors import DtypeError as DtypeError
@@ -58,6 +57,8 @@ class EngineError(errors.EngineError, dist.DistBackendError):
 def register() -> None:
     """Registers ``"ringcomm"`` as a backend of :mod:`torch.distributed`, for cpu and cuda devices. Idempotent.
 
+    torch 2.14 calls it for the entry point ``torch.distributed.backends`` when a group asks for ``"ringcomm"``.
+
     Cost:    one dictionary entry; the extension is loaded when the first process group is made.
     """
     if NAME.upper() not in dist.Backend._plugins:
@@ -71,10 +72,10 @@ def create(options: dist._DistributedBackendOptions, pg_options: _c10d.Backend.O
     Raises:  InvalidArgumentError: ``pg_options`` of another backend. CollectiveTimeoutError: a rank did not come within
              the group's timeout. UnsupportedError: this installation has no torch extension.
     """
-    extension = _extension()
+    module = extension(_INIT)
     if pg_options is None:
-        pg_options = extension.Backend.Options(options.timeout)
-    elif not isinstance(pg_options, extension.Backend.Options):
+        pg_options = module.Backend.Options(options.timeout)
+    elif not isinstance(pg_options, module.Backend.Options):
         raise InvalidArgumentError(
             f"init_process_group: rank {options.group_rank} got pg_options of {type(pg_options).__name__}, expected "
             f"None or ringcomm._c10d.Backend.Options; leave pg_options out"
@@ -82,7 +83,7 @@ def create(options: dist._DistributedBackendOptions, pg_options: _c10d.Backend.O
     pg_options._timeout = options.timeout
     pg_options.group_name = options.group_id
     pg_options.global_ranks_in_group = options.global_ranks_in_group
-    return _backend(extension, options.store, NAME, options.group_rank, options.group_size, pg_options)
+    return _backend(module, options.store, NAME, options.group_rank, options.group_size, pg_options)
 
 
 def create_in(store: dist.Store, prefix: str, rank: int, options: _c10d.Backend.Options) -> _c10d.Backend:
@@ -93,23 +94,11 @@ def create_in(store: dist.Store, prefix: str, rank: int, options: _c10d.Backend.
     Raises:  CollectiveTimeoutError: a rank did not come within the timeout.
     """
     world_size = len(options.global_ranks_in_group)
-    return _backend(_extension(), store, f"{NAME}/{prefix}", rank, world_size, options)
-
-
-def _extension() -> ModuleType:
-    try:
-        from ringcomm import _c10d
-    except ImportError as error:
-        raise UnsupportedError(
-            f"init_process_group: expected the extension ringcomm._c10d, built against the installed torch "
-            f"{torch.__version__}, got: {error}; reinstall with `pip install --no-build-isolation --force-reinstall "
-            f"--no-deps ringcomm` in this environment"
-        ) from error
-    return _c10d
+    return _backend(extension(_INIT), store, f"{NAME}/{prefix}", rank, world_size, options)
 
 
 def _backend(
-    extension: ModuleType, store: dist.Store, prefix: str, rank: int, world_size: int, options: _c10d.Backend.Options
+    module: ModuleType, store: dist.Store, prefix: str, rank: int, world_size: int, options: _c10d.Backend.Options
 ) -> _c10d.Backend:
     limit_ms = _milliseconds(options._timeout)
     name, identities = _exchange(
@@ -119,7 +108,7 @@ def _backend(
     span = Span("cpu", rank, world_size, limit_ms, CPU, hosts, Network(store, name))
     _connect(span, store, prefix, options._timeout, _INIT)
     device = DeviceMaker(span, hosts, Network(store, f"{name}/device"), f"{prefix}/device", options)
-    return extension.Backend(span.engine.capsule(), options, device, device.serves_cpu)
+    return module.Backend(span.engine.capsule(), options, device, device.serves_cpu)
 
 
 class DeviceMaker:
@@ -239,3 +228,5 @@ __all__ = [
     "create_in",
     "register",
 ]
+
+register()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import PosixPath
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
 
 
 class RingcommError(RuntimeError):
@@ -66,18 +69,36 @@ _SHOWN = 80
 def shown(value: object) -> str:
     """Formats a wrong argument for a message: short, and without running the argument's own code, which may fail or
     hang."""
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and type(value).__module__ == "numpy" and isinstance(value, numpy.generic):
+    numpy, kind = sys.modules.get("numpy"), type(value)
+    if numpy is not None and kind.__module__ == "numpy" and isinstance(value, numpy.generic):
         value = value.item()
+    elif kind.__module__.partition(".")[0] in ("torch", "numpy"):
+        return _shown_of_libraries(value)
+    elif kind in (type, FunctionType, BuiltinFunctionType):
+        return f"{'a class' if kind is type else 'a function'}, {value.__name__}"  # type: ignore[attr-defined]
+    elif kind in (dict, set, frozenset):
+        return f"a {kind.__name__} of {len(value)}"  # type: ignore[arg-type]
     if type(value) is int and value.bit_length() > 256:
         return f"a number of {value.bit_length()} bits"
     if type(value) in (list, tuple):
         inside = ", ".join(map(shown, value[:8])) + (", ..." if len(value) > 8 else "")  # type: ignore[index, arg-type]
         return f"[{inside}]"
-    if value is not None and type(value) not in (bool, int, float, str, bytes, timedelta):
+    if value is not None and type(value) not in (bool, int, float, complex, str, bytes, range, timedelta, PosixPath):
         return f"a value of type {type(value).__name__}"
     text = repr(value[: _SHOWN + 1] if isinstance(value, (str, bytes)) else value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _shown_of_libraries(value: Any) -> str:
+    """Formats a value of NumPy or torch by what tells it apart: the shape and type of an array, not its numbers."""
+    numpy, torch, kind = sys.modules.get("numpy"), sys.modules.get("torch"), type(value)
+    if numpy is not None and (kind is numpy.ndarray or isinstance(value, numpy.dtype)):
+        return f"{value.dtype} array of shape {value.shape}" if kind is numpy.ndarray else f"dtype {value}"
+    if torch is not None and kind in (torch.dtype, torch.device, torch.Size):
+        return str(value)
+    if torch is not None and kind in (torch.Tensor, torch.nn.Parameter) and not value.is_nested:  # else without a shape
+        return f"{value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
+    return f"a value of type {kind.__name__}"
 
 
 def one_line(error: BaseException) -> str:

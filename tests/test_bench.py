@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import ringcomm
 from ringcomm.tools.bench import check as bench_check
 from ringcomm.tools.bench import cli as bench
 from ringcomm.tools.bench import run as bench_run
@@ -21,8 +23,8 @@ from tests.support.choice import slow
 
 
 def run(words: str, *more: str) -> int:
-    """The exit status of `ringcomm bench` with these words; ranks are threads."""
-    return bench.main([*words.split(), *more, "--ranks-as", "threads"])
+    """The exit status of `ringcomm bench` with these words; ranks are threads, and warm up with one call."""
+    return bench.main([*words.split(), *more, "--ranks-as", "threads", "-w", "1"])
 
 
 def case(
@@ -63,6 +65,7 @@ def test_op_takes_reductions_and_collectives() -> None:
         ("--level dist -m 4", "has neither -m groups nor --algorithm"),
         ("--peer gloo --ranks-as threads", "one world per process"),
         ("-n 0", "must be at least 1"),
+        ("--warmup-ms -1", "--warmup-ms is -1; expected a time from 0 on"),
         ("allreduce", "did you mean all_reduce?"),
         ("all-gather", "did you mean all_gather? The collectives are: all_reduce, "),
         ("-e 1K", "is below the default -b 32M; pass -b too"),
@@ -160,7 +163,8 @@ def test_a_run_of_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     words = "-g 3 -b 96 -e 24K -f 16 -n 2 -I 1 --limit --rounds 2"
     assert run(words, *COLLECTIVES, "-J", str(out), "--plot", str(picture)) == 0
     text = capsys.readouterr().out
-    assert text.count("# Out of bounds values : 0 OK") == len(COLLECTIVES)
+    assert text.count("# Out of bounds values : 0 OK") == len(COLLECTIVES) - 1
+    assert text.count("# Out of bounds values : not checked") == 1  # of barrier
     assert text.count("random floats differ OK") == 3
     assert "       size         count      type   redop    root     time   algbw   busbw  #wrong    i_min" in text
     assert picture.stat().st_size > 10_000
@@ -207,6 +211,61 @@ def test_a_wrong_element_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: 
     text = capsys.readouterr().out
     assert "# Out of bounds values : 2 FAILED" in text
     assert "# Canonical order      : 1 of 2048 random floats differ FAILED" in text
+
+
+def test_what_is_not_checked_is_not_ok(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    assert run("-g 2 -b 1K -e 1K -n 1 -c 0", "-J", str(out)) == 0
+    text = capsys.readouterr().out
+    assert "# Out of bounds values : not checked" in text
+    assert "OK" not in text
+    assert json.loads(out.read_text())["out_of_bounds"] == {"count": 0, "okay": "unchecked"}
+
+
+class Ticking:
+    """A clock whose calls get faster: the first hundred take a millisecond, others a microsecond."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def total(self, calls: Any) -> float:
+        before, self.calls = self.calls, self.calls + len(list(calls))
+        cold = max(0, min(self.calls, 100) - before)
+        return cold * 1e-3 + (self.calls - before - cold) * 1e-6
+
+
+@pytest.mark.parametrize(("words", "iters"), [([], 10_000), (["-w", "1"], 20), (["-n", "7"], 7)])
+def test_the_number_of_calls_is_that_of_warm_calls(words: list[str], iters: int) -> None:
+    options = parse_options(["-b", "1K", "-e", "1K", "-g", "1", *words])
+
+    def one(comm: Any) -> tuple[int, int]:
+        bench_ = bench_run.Bench(comm, options)
+        bench_.clock = ticking = Ticking()
+        runner = next(bench_.runners(next(bench_.cases("all_reduce"))))
+        return runner.iters, ticking.calls
+
+    found, warming = ringcomm.run_ranks(one, 1, ranks="threads")[0]
+    assert found == iters
+    assert (warming > 100) is (words != ["-w", "1"])
+
+
+def test_a_plot_tells_its_curves_apart_and_names_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figures: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    picture = tmp_path / "out.png"
+    for words in ("all_reduce all_gather -d float,half -o sum,max", "all_reduce -d all"):
+        assert run(f"{words} -g 2 -b 64 -e 4K -f 8 -n 1 --rounds 3", "--plot", str(picture)) == 0
+    for figure in figures:
+        assert f"{len(os.sched_getaffinity(0))} cores, " in figure.get_suptitle()
+        for axis in figure.axes:
+            colors = [line.get_color() for line in axis.lines]
+            assert len({*colors}) == len(colors) >= 2
+            assert len(axis.collections) == len(axis.lines)  # a band of the turns around each
+    first, second = figures
+    assert "float" not in first.axes[0].get_title("left")
+    assert [bool(axis.get_xlabel()) for axis in first.axes] == [False, False, True, True]
+    assert second.axes[0].get_title("left") == "all_reduce, 2 ranks, sum"
 
 
 def test_a_slow_run_fails() -> None:

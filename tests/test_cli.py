@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from ringcomm import _C
+from ringcomm import _C, __version__
 from ringcomm.arrays import driver
+from ringcomm.errors import shown
 from ringcomm.observe import cuda as info_cuda
 from ringcomm.observe import info
 from ringcomm.pipeline_parallel.check import table
@@ -21,7 +26,7 @@ from ringcomm.tools import cli
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(command in text for command in ("bench", "doctor", "info", "schedule", "tune"))
+    assert all(command in text for command in ("bench", "doctor", "info", "run", "schedule", "tune"))
 
 
 @pytest.mark.parametrize("words", [[], ["fly"], ["info", "more"], ["doctor", "more"]])
@@ -84,9 +89,152 @@ def test_info_says_what_is_usable_and_why_not() -> None:
     assert all(fact.text for fact in facts.values())
 
 
+def test_doctor_gives_its_facts_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--json"]) == 0
+    facts = {fact["name"]: fact for fact in json.loads(capsys.readouterr().out)}
+    assert facts["cpu"]["usable"] is True
+    assert facts["ringcomm"]["text"].startswith(__version__)
+    assert {"section", "name", "usable", "text"} == facts["processor"].keys()
+
+
+def test_doctor_prints_a_block_for_the_report_of_a_bug(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RINGCOMM_DEADLOCK_MS", "1234")
+    monkeypatch.setenv("SOME_PASSWORD", "secret")
+    assert cli.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    begin, block, end = text.split("```")
+    assert begin == ""
+    assert "report a bug" in end
+    assert re.search(r"RINGCOMM_DEADLOCK_MS +1234", block)
+    assert all(word in block for word in (__version__, "processor", "system", "torch"))
+    assert "secret" not in text
+
+
+@pytest.mark.parametrize("command", sorted(cli.COMMANDS))
+def test_help_describes_a_command_in_a_narrow_terminal(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    try:
+        status: Any = cli.main(["help", command])
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: ringcomm {command}")
+    assert max(map(len, text.splitlines())) <= 90  # a list of choices is one word
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["help"],
+        ["doctor"],
+        ["memory", "7B"],
+        ["simulate", "-e", "4K"],
+        ["simulate", "--model-parameters", "7B"],
+        [
+            "bench",
+            *["-g", "1", "--ranks-as", "threads", "-b", "64", "-e", "1K", "-f", "4", "-n", "1", "-w", "1", "--limit"],
+        ],
+    ],
+    ids=" ".join,
+)
+def test_output_fits_a_narrow_terminal(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert cli.main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    long = [line for line in lines if len(line) > 60 and " " in line.strip("# ")]
+    assert long == []
+
+
+READ_LITTLE = [
+    "doctor --json",
+    "simulate --collective all --algorithm all",
+    "bench -g 2 --ranks-as threads -b 64 -e 1K -f 2 -n 1 -w 1 -N 0",
+    "bench -g 2 -b 64 -e 1K -f 2 -n 1 -w 1 -N 0",
+]
+
+
+@pytest.mark.parametrize("words", READ_LITTLE)
+def test_a_command_ends_quietly_when_nobody_reads_on(words: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", "ringcomm", *words.split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    endless = "-N 0" in words  # others may have written all of it before
+    assert process.returncode in ((141,) if endless else (0, 141))
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes"),
+    [
+        ("-b 1M -e 1K", None),
+        ("-b 0 -e 0", None),
+        ("-b 2G", ["2147483648"]),
+        ("-e 64", ["64"]),
+        ("-b 1K -e 4K", ["1024", "4096"]),
+    ],
+)
+def test_simulate_refuses_sizes_that_are_none(
+    words: str, sizes: list[str] | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["simulate", *words.split()]) == (2 if sizes is None else 0)
+    said = capsys.readouterr()
+    if sizes is None:
+        assert re.fullmatch(r"ringcomm simulate: simulate: got -b \S+ and -e \S+, expected .*\n", said.err)
+    else:
+        assert [line.split()[0] for line in said.out.splitlines() if line[:1] == " "][1:] == sizes
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (np.int64(7), "7"),
+        (np.float32(0.5), "0.5"),
+        (np.zeros((2, 3), np.int64), "int64 array of shape (2, 3)"),
+        (np.dtype("int64"), "dtype int64"),
+        (torch.int64, "torch.int64"),
+        (torch.ones(2), "torch.float32 tensor of shape (2,) on cpu"),
+        (torch.device("meta"), "meta"),
+        (Path("a/b"), "PosixPath('a/b')"),
+        (int, "a class, int"),
+        (len, "a function, len"),
+        ({"a": 1}, "a dict of 1"),
+        ([1, np.int64(2)], "[1, 2]"),
+        (1j, "1j"),
+        (object(), "a value of type object"),
+    ],
+)
+def test_errors_show_what_they_got(value: Any, text: str) -> None:
+    assert shown(value) == text
+
+
 def test_info_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(info, "_torch_version", lambda: None)
     assert "torch is not installed" in info._backend().text
+    assert info._gloo() == []
+
+
+@pytest.mark.parametrize(("version", "lines"), [("2.9.1", 1), ("2.13.0+cpu", 1), ("2.14.0a0", 0), ("2.15.0", 0)])
+def test_doctor_names_the_receive_check_of_an_old_gloo(
+    version: str, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(info, "_torch_version", lambda: version)
+    found = [line for line in info.text(info.facts()).splitlines() if "gloo#509" in line]
+    assert len(found) == lines, found
+    assert all(f"torch {version} " in line for line in found)
 
 
 class TwoDevices:

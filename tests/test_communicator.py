@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import socket
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 import ringcomm
-from ringcomm import Communicator, errors
+from ringcomm import _C, Communicator, errors
+from tests.support.program_arrays import raw
 
 
 def four(fn: Any, *args: Any) -> list[Any]:
@@ -105,26 +110,26 @@ def test_list_forms_with_uneven_sizes() -> None:
         rank, world_size = comm.rank, comm.world_size
         mine = torch.full((rank * 3,), float(rank))
         outputs = [torch.empty(r * 3) for r in range(world_size)]
-        comm.all_gather_list(outputs, mine)
+        comm.all_gather_list(mine, outputs)
         assert [x.tolist() for x in outputs] == [[float(r)] * (3 * r) for r in range(world_size)]
 
         inputs = [torch.full((r + 1, 2), float(r)) for r in range(world_size)]
         out = torch.empty(rank + 1, 2)
-        assert comm.reduce_scatter_list(out, inputs) is out
+        assert comm.reduce_scatter_list(inputs, out) is out
         assert bool((out == 4 * rank).all())
 
         sent = [torch.full((p + rank,), rank) for p in range(world_size)]
         received = [torch.empty(p + rank, dtype=torch.int64) for p in range(world_size)]
-        comm.all_to_all_list(received, sent)
+        comm.all_to_all_list(sent, received)
         assert [x.tolist() for x in received] == [[p] * (p + rank) for p in range(world_size)]
 
-        got = comm.gather_list([torch.empty(r * 3) for r in range(world_size)] if rank == 2 else None, mine, 2)
+        got = comm.gather_list(mine, [torch.empty(r * 3) for r in range(world_size)] if rank == 2 else None, 2)
         assert (got is None) == (rank != 2)
         if got is not None:
             assert [x.tolist() for x in got] == [[float(r)] * (3 * r) for r in range(world_size)]
 
         parts = [torch.full((2 * r,), r) for r in range(world_size)] if rank == 1 else None
-        assert comm.scatter_list(torch.empty(2 * rank, dtype=torch.int64), parts, 1).tolist() == [rank] * (2 * rank)
+        assert comm.scatter_list(parts, torch.empty(2 * rank, dtype=torch.int64), 1).tolist() == [rank] * (2 * rank)
 
     four(fn)
 
@@ -134,7 +139,7 @@ def test_list_forms_with_strided_and_own_arrays() -> None:
         block = torch.zeros(5, 4)
         outputs = list(block.unbind(1))  # four columns
         outputs[comm.rank].fill_(comm.rank)
-        comm.all_gather_list(outputs, outputs[comm.rank])
+        comm.all_gather_list(outputs[comm.rank], outputs)
         assert bool((block == torch.arange(4.0)).all())
 
     four(fn)
@@ -361,20 +366,30 @@ def every_method(rank: int, world_size: int) -> dict[str, Any]:
         "reduce avg": lambda c: c.reduce(x(), 0, "avg"),
         "reduce_scatter": lambda c: c.reduce_scatter(x().repeat(world_size), "avg"),
         "reduce_scatter_list": lambda c: c.reduce_scatter_list(
-            torch.empty(rank + 1), [torch.ones(r + 1) for r in range(world_size)]
+            [torch.ones(r + 1) for r in range(world_size)], torch.empty(rank + 1)
         ),
         "all_gather": lambda c: c.all_gather(x()),
         "all_gather_list": lambda c: c.all_gather_list(
-            [torch.empty(r + 1) for r in range(world_size)], torch.full((rank + 1,), 1.0)
+            torch.full((rank + 1,), 1.0), [torch.empty(r + 1) for r in range(world_size)]
         ),
+        "all_gather_list of unknown shapes": lambda c: c.all_gather_list(rows()[: rank + 1]),
+        "scan": lambda c: c.scan(ints()),
+        "scan halves": lambda c: c.scan((x() / 3).half()),
+        "scan numpy strided": lambda c: c.scan(x().view(2, 3).numpy().T, "prod"),
+        "exscan": lambda c: c.exscan(x(), "min"),
+        "exscan out": lambda c: c.exscan(ints(), "bxor", out=ints()),
+        "all_gather_object": lambda c: c.all_gather_object({"rank": rank}),
+        "broadcast_object": lambda c: c.broadcast_object({"rank": rank}, 1),
+        "gather_object": lambda c: c.gather_object("x" * rank, 1),
+        "scatter_object": lambda c: c.scatter_object(list(range(world_size)) if rank == 1 else None, 1),
         "broadcast": lambda c: c.broadcast(x(), 1),
         "gather": lambda c: c.gather(x(), 1),
         "gather_list": lambda c: c.gather_list(
-            [torch.empty(r + 1) for r in range(world_size)] if rank == 1 else None, torch.ones(rank + 1), 1
+            torch.ones(rank + 1), [torch.empty(r + 1) for r in range(world_size)] if rank == 1 else None, 1
         ),
         "scatter": lambda c: c.scatter(x().repeat(world_size) if rank == 1 else None, 1, out=x()),
         "scatter_list": lambda c: c.scatter_list(
-            torch.empty(rank + 1), [torch.ones(r + 1) for r in range(world_size)] if rank == 0 else None
+            [torch.ones(r + 1) for r in range(world_size)] if rank == 0 else None, torch.empty(rank + 1)
         ),
         "all_to_all": lambda c: c.all_to_all(x().repeat(world_size)),
         "all_to_all uneven": lambda c: c.all_to_all(rows(), send_counts=list(range(world_size))),
@@ -426,18 +441,18 @@ def test_two_outputs_that_share_memory_are_refused() -> None:
         mine = torch.ones(2)
         for outputs in ([x[:2], x[:2]], [x[:2], x[1:3]], [x[::2], x[:2]], [x[:3:2], x[2:]]):
             for call in (
-                lambda: comm.all_gather_list(outputs, mine),  # noqa: B023
-                lambda: comm.all_to_all_list(outputs, [mine, mine]),  # noqa: B023
-                lambda: comm.gather_list(outputs, mine, comm.rank),  # noqa: B023
+                lambda: comm.all_gather_list(mine, outputs),  # noqa: B023
+                lambda: comm.all_to_all_list([mine, mine], outputs),  # noqa: B023
+                lambda: comm.gather_list(mine, outputs, comm.rank),  # noqa: B023
                 lambda: comm.all_reduce_coalesced([other, *outputs]),  # noqa: B023
             ):
                 with pytest.raises(errors.InvalidArgumentError, match="two outputs that share memory"):
                     call()
         both = np.zeros((2, 2), np.float32)
-        comm.all_gather_list([both[:, 0], both[:, 1]], np.full(2, comm.rank, np.float32))  # columns share no element
+        comm.all_gather_list(np.full(2, comm.rank, np.float32), [both[:, 0], both[:, 1]])  # columns share no element
         assert both.tolist() == [[0, 1], [0, 1]]
         pairs = np.zeros(3, [("a", "f4"), ("b", "f4")])
-        comm.all_gather_list([pairs["a"], pairs["b"]], np.full(3, 1 + comm.rank, np.float32))
+        comm.all_gather_list(np.full(3, 1 + comm.rank, np.float32), [pairs["a"], pairs["b"]])
         assert pairs.tolist() == [(1, 2)] * 3
         assert bool((x == 1).all())
 
@@ -462,8 +477,8 @@ def test_whole_numbers_of_any_library(whole: Any) -> None:
         assert (comm.reduce(x.clone(), whole(1)) is None) == (rank == 0)
         assert (comm.gather(x, whole(1)) is None) == (rank == 0)
         assert comm.scatter(torch.arange(2.0) if rank == 1 else None, whole(1), out=torch.zeros(1)).tolist() == [rank]
-        assert (comm.gather_list([x.clone(), x.clone()] if rank else None, x, whole(1)) is None) == (rank == 0)
-        comm.scatter_list(x.clone(), [x, x] if rank else None, whole(1))
+        assert (comm.gather_list(x, [x.clone(), x.clone()] if rank else None, whole(1)) is None) == (rank == 0)
+        comm.scatter_list([x, x] if rank else None, x.clone(), whole(1))
         if rank == 0:
             comm.send(x, whole(1), whole(5))
         else:
@@ -590,3 +605,204 @@ def test_a_call_is_done_when_the_callers_array_is_written() -> None:
             work.wait()
 
     four(fn)
+
+
+# ---- prefix reductions, uneven gathers, objects --------------------------------------------------------------------
+
+PREFIXES: dict[str, Callable[[Any, Any], Any]] = {
+    "sum": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+}
+
+
+def prefixes(comm: Communicator) -> None:
+    for op, combine in PREFIXES.items():
+        for dtype in ("int64", "uint8", "bool", "float64"):
+            if not _C.supports(_C.DTYPES[dtype], _C.REDUCE_OPS[op]):
+                continue
+            values = [(np.arange(5) % 3 + rank).astype(dtype) for rank in range(comm.world_size)]
+            wanted = list(accumulate(values, combine))
+            mine, out = values[comm.rank].copy(), np.zeros(5, dtype)
+            assert comm.scan(mine, op) is mine
+            np.testing.assert_array_equal(mine, wanted[comm.rank])
+            assert comm.exscan(values[comm.rank], op, out=out) is out
+            if comm.rank > 0:
+                np.testing.assert_array_equal(out, wanted[comm.rank - 1])
+            else:  # the identity
+                np.testing.assert_array_equal(combine(out, values[0]), values[0])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+def test_scans(ranks: int) -> None:
+    ringcomm.run_ranks(prefixes, ranks, timeout=30)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2", "complex64"])
+def test_the_bits_of_a_scan_depend_on_the_ranks_before_alone(dtype: str) -> None:
+    def fn(comm: Communicator) -> tuple[bytes, bytes]:
+        x = torch.rand(1000, generator=torch.Generator().manual_seed(comm.rank)).to(getattr(torch, dtype))
+        after = comm.exscan(x, out=torch.empty_like(x))
+        return raw(comm.scan(x)).numpy().tobytes(), raw(after).numpy().tobytes()
+
+    most = ringcomm.run_ranks(fn, 6, timeout=30)
+    for world_size in (2, 5, 6):
+        assert ringcomm.run_ranks(fn, world_size, timeout=30) == most[:world_size]
+    assert [after for _, after in most[1:]] == [upto for upto, _ in most[:-1]]
+
+
+def test_a_scan_of_halves_rounds_once() -> None:
+    def fn(comm: Communicator) -> float:
+        return comm.scan(torch.tensor([1.0 if comm.rank == 0 else 2.0**-9], dtype=torch.bfloat16)).item()
+
+    assert ringcomm.run_ranks(fn, 5, timeout=30)[4] == 1 + 2.0**-7  # one of the four terms alone would be lost
+
+
+def test_all_gather_list_learns_the_shapes() -> None:
+    def fn(comm: Communicator) -> None:
+        mine = torch.full((comm.rank, 2), comm.rank, dtype=torch.bfloat16)
+        got = comm.all_gather_list(mine, async_op=comm.rank == 1)
+        for rank, x in enumerate(got.wait() if comm.rank == 1 else got):
+            assert x.dtype == torch.bfloat16
+            assert x.tolist() == [[rank] * 2] * rank
+        assert [x.shape for x in comm.all_gather_list(np.ones((2,) * comm.rank))] == [(2,) * r for r in range(3)]
+        with pytest.raises(errors.MismatchError, match="rank 0 float32, rank 1 float64, rank 2 float32"):
+            comm.all_gather_list(np.ones(1, np.float64 if comm.rank == 1 else np.float32))
+        comm.barrier()
+
+    ringcomm.run_ranks(fn, 3, timeout=30)
+
+
+def test_an_object_that_cannot_be_pickled_is_refused() -> None:
+    def fn(comm: Communicator) -> None:
+        for call in (comm.all_gather_object, comm.broadcast_object, comm.gather_object):
+            with pytest.raises(errors.InvalidArgumentError, match="got function, which cannot be pickled"):
+                call(lambda: 3)
+        with pytest.raises(errors.InvalidArgumentError, match=r"got xs=\[1, 2\], expected a list of 1 objects"):
+            comm.scatter_object([1, 2])
+        assert comm.scatter_object([7]) == 7
+
+    ringcomm.run_ranks(fn, 1, timeout=30)
+
+
+def test_reduce_ops_of_torch() -> None:
+    kinds = torch.distributed.ReduceOp
+
+    def fn(comm: Communicator) -> None:
+        for name in ("sum", "avg", "prod", "min", "max", "band", "bor", "bxor"):
+            kind = kinds.PRODUCT if name == "prod" else getattr(kinds, name.upper())
+            for op in (kind, kinds(kind)):
+                x, y = (torch.tensor([comm.rank + 2, 5]) for _ in range(2))
+                comm.all_reduce(x, op)
+                assert x.tolist() == comm.all_reduce(y, name).tolist()
+        assert comm.all_reduce(torch.ones(1), kinds.PREMUL_SUM, factor=0.25).item() == 0.5
+        assert comm.scan(torch.ones(1), kinds.SUM).item() == comm.rank + 1
+        with pytest.raises(errors.InvalidArgumentError, match="got op 'avg', expected one of sum, prod"):
+            comm.scan(torch.ones(1), kinds.AVG)
+
+    ringcomm.run_ranks(fn, 2, timeout=30)
+
+
+# ---- several calls in flight ---------------------------------------------------------------------------------------
+
+
+def test_wait_all_and_wait_any() -> None:
+    def fn(comm: Communicator) -> None:
+        xs = [torch.full((3,), float(i)) for i in range(4)]
+        works = [comm.all_reduce(x, async_op=True) for x in xs]
+        assert all(mine is x for mine, x in zip(ringcomm.wait_all(works, 20), xs, strict=True))
+        assert [x[0].item() for x in xs] == [0, 2, 4, 6]
+        assert ringcomm.wait_all([]) == []
+        into = torch.zeros(1)
+        if comm.rank == 0:
+            works = [comm.irecv(torch.zeros(1), 1, 5), comm.irecv(into, 1, 6)]
+            with pytest.raises(errors.CollectiveTimeoutError, match=r"wait_any: waited 0\.05 s for one of 2 calls"):
+                ringcomm.wait_any(works, 0.05)
+            comm.barrier()
+            assert ringcomm.wait_any(works, 20) == 1
+            assert works.pop(1).wait() == 1
+            assert into.item() == 6
+            with pytest.raises(errors.CollectiveTimeoutError):
+                ringcomm.wait_all(works, 0.05)
+            comm.barrier()
+            assert works.pop(ringcomm.wait_any(works)).wait() == 1
+        else:
+            comm.barrier()
+            comm.send(torch.full((1,), 6.0), 0, 6)
+            comm.barrier()
+            comm.send(torch.ones(1), 0, 5)
+
+    ringcomm.run_ranks(fn, 2, timeout=30)
+
+
+def test_an_awaited_call_lets_other_tasks_run() -> None:
+    def fn(comm: Communicator) -> int:
+        came = threading.Event()
+
+        async def others() -> int:
+            turns = 0
+            while not came.is_set():
+                turns += 1
+                await asyncio.sleep(0.001)
+            return turns
+
+        async def main() -> int:
+            running = asyncio.create_task(others())
+            x = torch.ones(2)
+            assert await comm.all_reduce(x, async_op=True) is x
+            assert x.tolist() == [2, 2]
+            with comm.coalesce() as group:
+                comm.all_reduce(x)
+            assert await group == [x]
+            came.set()
+            return await running
+
+        if comm.rank == 0:
+            return asyncio.run(main())
+        late.wait(20)  # rank 0 has other tasks that run while it awaits this rank
+        comm.all_reduce(torch.ones(2))
+        comm.all_reduce(torch.ones(2))
+        return 0
+
+    late = threading.Event()
+    threading.Timer(0.3, late.set).start()
+    assert ringcomm.run_ranks(fn, 2, timeout=30)[0] > 3
+
+
+def test_a_buffer_in_flight_cannot_be_resized() -> None:
+    def fn(comm: Communicator) -> None:
+        buffer = bytearray(8)
+        work = comm.all_reduce(buffer, async_op=True)
+        if comm.rank == 0:
+            with pytest.raises(BufferError):
+                buffer.extend(b"more")
+            comm.barrier()
+            work.wait()
+        else:
+            comm.barrier()
+            work.wait()
+
+    ringcomm.run_ranks(fn, 2, timeout=30)
+
+
+def test_a_small_call_in_flight_does_not_wait_for_its_caller() -> None:
+    """The peer gets its result although this rank never waits."""
+
+    def fn(comm: Communicator) -> None:
+        x = np.ones(1)
+        if comm.rank == 0:
+            work = comm.all_reduce(x, async_op=True)
+            assert done.wait(20)
+            work.wait()
+        else:
+            comm.all_reduce(x)
+            done.set()
+        assert x[0] == 2
+
+    for _ in range(20):
+        done = threading.Event()
+        ringcomm.run_ranks(fn, 2, timeout=30)

@@ -140,7 +140,6 @@ def ended_process() -> int:
         (["--pid", "of a process that has ended"], "which there is none of"),
         (["--pid", "of a process without ringcomm"], "has no communicator with a record"),
         (["nowhere.json"], "expected a file of ringcomm.record.dump"),
-        (["--json"], "expected --pid or files of records, got neither"),
     ],
 )
 def test_what_has_no_record_ends_with_one_sentence(

@@ -74,7 +74,8 @@ FORBIDDEN_INCLUDES = {
     "tests/support/emulator": r"cuda\.h|nccl|pybind11|torch|c10|ATen|Python\.h|(core|runtime|cpu|cuda|hierarchy|bind)/",
 }
 FLOORS = (
-    *("errors", "validation", "arrays", "comm", "backend", "observe", "mesh", "data_parallel"),
+    *("_c10d", "errors", "validation", "progress", "arrays", "comm", "backend", "replace", "observe", "mesh"),
+    "data_parallel",
     *("tensor_parallel", "pipeline_parallel", "context", "checkpoint", "tools", "__main__"),
 )
 APART = {"tensor_parallel", "pipeline_parallel", "context"}
@@ -85,10 +86,10 @@ ROOT_NAMES = {"_C", "_c10d", "__version__"}
 # The only primitives beside arrays/ that import torch or NumPy at all, and then inside functions, or for type checkers,
 # unless named in TORCH_AT_IMPORT.
 KNOWS_ARRAYS = {
-    *("backend", "comm.communicator", "comm.hosts", "comm.process_group", "comm.rendezvous"),
+    *("_c10d", "backend", "replace", "comm.communicator", "comm.hosts", "comm.process_group", "comm.rendezvous"),
     *("observe.cuda", "observe.info"),
 }
-TORCH_AT_IMPORT = {"backend"}
+TORCH_AT_IMPORT = {"_c10d", "backend"}
 
 
 MODULES = modules_of(ROOT / "ringcomm")
@@ -203,7 +204,9 @@ def test_importing_ringcomm_imports_nothing_heavy() -> None:
     assert run_python("import sys, ringcomm; ringcomm.init(); print('torch' in sys.modules)") == "False"
 
 
-@pytest.mark.parametrize("order", ["import ringcomm, torch", "import torch, ringcomm"])
+@pytest.mark.parametrize(
+    "order", ["import ringcomm, torch", "import torch, ringcomm", "import ringcomm.backend, torch"]
+)
 def test_the_backend_registers_itself_in_either_order(order: str) -> None:
     program = f"{order}; import torch.distributed as dist; print('ringcomm' in dist.Backend.backend_list)"
     assert run_python(program) == "True"

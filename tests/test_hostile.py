@@ -324,6 +324,7 @@ NO_RUNS: list[dict[str, Any]] = [
     {"timeout": -1},
     {"wire_dtype": "x\0"},
     {"device": []},
+    {"return_exceptions": 1},
     {"fn": 3},
 ]
 

@@ -38,6 +38,11 @@ WRONG: dict[str, dict[str, Make]] = {
     "out": {name: make for name, make in {**WRITTEN, **MISFITS}.items() if name != "None"},
     "some": {**NO_LISTS, "of what is none": lambda: [object()] * 2},
     "list": {**NO_LISTS, "of what is none": lambda: [object()] * 2, "of another length": lambda: [torch.ones(4)] * 3},
+    "list?": {
+        **NO_OPTIONS,
+        "of what is none": lambda: [object()] * 2,
+        "of another length": lambda: [torch.ones(4)] * 3,
+    },
     "option": {**NO_OPTIONS, "number": lambda: 3, "unknown": lambda: "star", "bytes": lambda: b"sum"},
     "flag": {**NO_OPTIONS, "number": lambda: 1, "text": lambda: "no", "None": lambda: None},
     "peer": {**NO_NUMBERS, "too large": lambda: 7, "negative": lambda: -1},
@@ -60,6 +65,8 @@ WRONG: dict[str, dict[str, Make]] = {
         "all there is": lambda: (1 << 64) - 1,
     },
     "dtype": {**NO_OPTIONS, "type": lambda: object, "number": lambda: 3},
+    "object": {"of no pickle": lambda: lambda: 3, "of a local class": lambda: type("Local", (), {})()},
+    "objects": {**NO_LISTS, "of no pickle": lambda: [lambda: 3] * 2, "of another length": lambda: [1] * 3},
     "bytes": {**NO_OPTIONS, "text": lambda: "text", "None": lambda: None},
 }
 
@@ -83,6 +90,7 @@ def _other(comm: Communicator) -> int:
 Right = Callable[[Communicator], dict[str, Any]]
 OPTIONS = {"timeout": "timeout", "stream": "stream", "async_op": "flag"}
 SUMS = {**OPTIONS, "op": "option", "factor": "factor"}
+SCANS = {"x": "summed in place", "op": "option", "out": "out", "timeout": "timeout", "stream": "stream"}
 CALLS: dict[str, tuple[Right, dict[str, str]]] = {  # right arguments, and of what kind each of them is
     "all_reduce": (
         lambda c: {"x": torch.ones(4)},
@@ -91,6 +99,8 @@ CALLS: dict[str, tuple[Right, dict[str, str]]] = {  # right arguments, and of wh
     "reduce": (lambda c: {"x": torch.ones(4), "root": c.rank}, {"x": "summed", "root": "peer", "out": "out", **SUMS}),
     "reduce_scatter": (lambda c: {"x": _all(c)}, {"x": "summed", "out": "out", "algorithm": "option", **SUMS}),
     "all_gather": (lambda c: {"x": FOUR}, {"x": "read", "out": "out", "algorithm": "option", **OPTIONS}),
+    "scan": (lambda c: {"x": torch.ones(4)}, SCANS),
+    "exscan": (lambda c: {"x": torch.ones(4)}, SCANS),
     "broadcast": (
         lambda c: {"x": torch.ones(4)},
         {"x": "read", "root": "peer", "algorithm": "option", **OPTIONS},  # the root's may be read-only
@@ -103,7 +113,7 @@ CALLS: dict[str, tuple[Right, dict[str, str]]] = {  # right arguments, and of wh
     ),
     "barrier": (lambda c: {}, OPTIONS),
     "all_reduce_coalesced": (lambda c: {"xs": _four(c)}, {"xs": "some", "algorithm": "option", **SUMS}),
-    "all_gather_list": (lambda c: {"outputs": _four(c), "x": FOUR}, {"outputs": "list", "x": "read", **OPTIONS}),
+    "all_gather_list": (lambda c: {"x": FOUR, "outputs": _four(c)}, {"x": "read", "outputs": "list?", **OPTIONS}),
     "reduce_scatter_list": (
         lambda c: {"out": torch.ones(4), "inputs": _four(c)},
         {"out": "written", "inputs": "list", **SUMS},
@@ -131,6 +141,13 @@ CALLS: dict[str, tuple[Right, dict[str, str]]] = {  # right arguments, and of wh
     "empty": (lambda c: {"shape": 4}, {"shape": "shape", "dtype": "dtype", "like": "option"}),
     "mem_pool": (lambda c: {"nbytes": 4096}, {"nbytes": "whole"}),
     "exchange": (lambda c: {"payload": b"x"}, {"payload": "bytes"}),
+    "all_gather_object": (lambda c: {"x": 3}, {"x": "object"}),
+    "broadcast_object": (lambda c: {"x": 3, "root": c.rank}, {"x": "object", "root": "peer"}),
+    "gather_object": (lambda c: {"x": 3}, {"x": "object", "root": "peer"}),
+    "scatter_object": (
+        lambda c: {"xs": list(range(c.world_size)), "root": c.rank},
+        {"xs": "objects", "root": "peer"},
+    ),
     "split": (lambda c: {"color": 0}, {"color": "whole", "key": "whole"}),
     "shrink": (lambda c: {}, {"timeout": "timeout"}),
     "subgroup": (lambda c: {"ranks": [0]}, {"ranks": "list"}),

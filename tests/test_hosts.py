@@ -342,27 +342,27 @@ def lists(comm: Communicator) -> None:
     rank, world_size = comm.rank, comm.world_size
     counts = [3 * r for r in range(world_size)]
     ours = [torch.arange(count) + 100 * r for r, count in enumerate(counts)]
-    gathered = comm.all_gather_list([torch.empty_like(x) for x in ours], ours[rank])
+    gathered = comm.all_gather_list(ours[rank], [torch.empty_like(x) for x in ours])
     assert all(torch.equal(got, want) for got, want in zip(gathered, ours, strict=True))
     buffer = torch.zeros(world_size * 64)  # parts that are neighbours in memory on one rank alone
     parts = [buffer[64 * r :][:64] if rank == 0 else torch.zeros(64) for r in range(world_size)]
-    for r, got in enumerate(comm.all_gather_list(parts, data("float32", rank)[:64])):
+    for r, got in enumerate(comm.all_gather_list(data("float32", rank)[:64], parts)):
         check("all_gather_list", got, data("float32", r)[:64])
     inputs = [data("float32", rank)[10 * r :][:count] for r, count in enumerate(counts)]
-    got = comm.reduce_scatter_list(torch.empty(counts[rank]), inputs)
+    got = comm.reduce_scatter_list(inputs, torch.empty(counts[rank]))
     parts = [data("float32", r)[10 * rank :][: counts[rank]] for r in range(world_size)]
     check("reduce_scatter_list", got, reduced_over(tuple(map(tuple, comm.hosts)), parts, "sum"))
     sent = [torch.full((p + 2 * rank,), 10 * rank + p) for p in range(world_size)]
     wanted = [torch.full((rank + 2 * p,), 10 * p + rank) for p in range(world_size)]
-    received = comm.all_to_all_list([torch.empty_like(x) for x in wanted], sent)
+    received = comm.all_to_all_list(sent, [torch.empty_like(x) for x in wanted])
     assert all(torch.equal(got, want) for got, want in zip(received, wanted, strict=True))
     send_counts = [len(x) for x in sent]
     assert torch.equal(comm.all_to_all(torch.cat(sent), send_counts=send_counts), torch.cat(wanted))
     root = world_size - 1
-    at_root = comm.gather_list([torch.empty_like(x) for x in ours] if rank == root else None, ours[rank], root)
+    at_root = comm.gather_list(ours[rank], [torch.empty_like(x) for x in ours] if rank == root else None, root)
     assert at_root is None or all(torch.equal(got, want) for got, want in zip(at_root, ours, strict=True))
     assert torch.equal(
-        comm.scatter_list(torch.empty_like(ours[rank]), ours if rank == root else None, root), ours[rank]
+        comm.scatter_list(ours if rank == root else None, torch.empty_like(ours[rank]), root), ours[rank]
     )
     with comm.coalesce() as group:
         xs = [comm.all_reduce(torch.full((n,), 1.0)) for n in (1, 5000)]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ringcomm
-from ringcomm import Communicator
+from ringcomm import Communicator, errors
 from tests.support.choice import slow
 
 
@@ -31,6 +31,14 @@ class OnlyDlpack:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.device
+
+
+class OnlyArrayInterface:
+    """An array of some other library, which describes itself as NumPy's do."""
+
+    def __init__(self, array: np.ndarray, **changes: Any) -> None:
+        self.array = array
+        self.__array_interface__ = {**array.__array_interface__, **changes}
 
 
 def three(fn: Any) -> list[Any]:
@@ -49,6 +57,26 @@ def test_numpy_arrays() -> None:
         assert isinstance(gathered, np.ndarray)
         assert gathered.shape == (6, 3)
         assert gathered[:, 0].tolist() == [0, 0, 1, 1, 2, 2]
+
+    three(fn)
+
+
+def test_arrays_with_numpys_interface() -> None:
+    def fn(comm: Communicator) -> None:
+        x, columns = np.ones(4), np.ones((4, 3), np.float32)[:, ::2]
+        for each in (x, columns):
+            described = OnlyArrayInterface(each)
+            assert comm.all_reduce(described) is described
+            assert (each == 3).all()
+        frozen = np.ones(2)
+        frozen.flags.writeable = False
+        told = b"12345678"
+        copied = OnlyArrayInterface(x, data=bytearray(32))  # in a buffer: NumPy alone knows where
+        for to_read in (OnlyArrayInterface(frozen), copied, OnlyArrayInterface(np.frombuffer(told, np.uint8))):
+            with pytest.raises(errors.InvalidArgumentError, match="got a read-only array to write to"):
+                comm.all_reduce(to_read)
+            assert comm.all_gather(to_read).size > 0
+        assert told == b"12345678"
 
     three(fn)
 
@@ -240,8 +268,8 @@ def test_much_lent_memory_is_given_back() -> None:
 class LongWay(Communicator):
     """Prepares every call with care."""
 
-    def _run_plain(self, *args: Any, **options: Any) -> None:
-        return None
+    def _run_plain(self, *args: Any, **options: Any) -> Any:
+        return NotImplemented
 
     def _pack_plain(self, *args: Any, **options: Any) -> bool:
         return False
@@ -451,18 +479,18 @@ def _writes(comm: Communicator) -> dict[str, tuple[Callable[[], Any], torch.Tens
         "all_reduce_coalesced async": (lambda: comm.all_reduce_coalesced([x, y], async_op=True).wait(), y, kept),
         "reduce": (lambda: comm.reduce(x, 0), here, kept if first else x),
         "reduce_scatter": (lambda: comm.reduce_scatter(y, out=x), x, y),
-        "reduce_scatter_list": (lambda: comm.reduce_scatter_list(x, parts), x, parts[0]),
+        "reduce_scatter_list": (lambda: comm.reduce_scatter_list(parts, x), x, parts[0]),
         "all_gather": (lambda: comm.all_gather(kept, out=y), y, kept),
         "all_gather async": (lambda: comm.all_gather(kept, out=y, async_op=True).wait(), y, kept),
-        "all_gather_list": (lambda: comm.all_gather_list(parts, kept), parts[1], kept),
+        "all_gather_list": (lambda: comm.all_gather_list(kept, parts), parts[1], kept),
         "all_to_all": (lambda: comm.all_to_all(torch.ones(8), out=y), y, kept),
-        "all_to_all_list": (lambda: comm.all_to_all_list(parts, [kept] * 2), parts[0], kept),
+        "all_to_all_list": (lambda: comm.all_to_all_list([kept] * 2, parts), parts[0], kept),
         "broadcast": (lambda: comm.broadcast(x, 1), here, kept if first else x),
         "broadcast column": (lambda: comm.broadcast(column, 1), wide if first else None, kept if first else wide),
         "gather": (lambda: comm.gather(kept, 0, out=y if first else None), y if first else None, kept),
-        "gather_list": (lambda: comm.gather_list(parts if first else None, kept, 0), parts[0] if first else None, kept),
+        "gather_list": (lambda: comm.gather_list(kept, parts if first else None, 0), parts[0] if first else None, kept),
         "scatter": (lambda: comm.scatter(y, 1, out=x), x, y),
-        "scatter_list": (lambda: comm.scatter_list(x, parts, 1), x, parts[0]),
+        "scatter_list": (lambda: comm.scatter_list(parts, x, 1), x, parts[0]),
         "recv": (lambda: receive(False), x, kept),
         "irecv": (lambda: receive(True), x, kept),
         "sendrecv": (lambda: comm.sendrecv(kept, other, x, other), x, kept),

@@ -249,6 +249,40 @@ def test_a_process_that_does_not_end_is_killed() -> None:
         ringcomm.run_ranks(never_ends, 2, ranks="processes", timeout=60)
 
 
+def goes_on_without(comm: Communicator, how: str) -> tuple[int, int]:
+    if comm.rank == 1:
+        if how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exits":
+            sys.exit(3)
+        raise KeyError("lost")
+    x = torch.ones(1)
+    try:
+        comm.all_reduce(x, timeout=20)
+    except errors.AbortedError:
+        with comm.shrink() as left:
+            return left.rank, int(left.all_reduce(torch.ones(1)).item())
+    return -1, 0
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("how", ["raises", "exits", "is killed"])
+def test_survivors_hand_back_their_results(ranks: str, how: str) -> None:
+    if ranks == "threads" and how == "is killed":
+        pytest.skip("a thread is not killed alone")
+    before = time.monotonic()
+    got = ringcomm.run_ranks(goes_on_without, 3, how, ranks=ranks, timeout=30, return_exceptions=True)
+    assert time.monotonic() - before < 25  # nobody waited for the rank that was lost
+    assert (got[0], got[2]) == ((0, 2), (1, 2))
+    words = {"raises": "lost", "exits": r"rank 1 .* left by sys.exit\(3\)", "is killed": "rank 1 .* SIGKILL"}
+    with pytest.raises(KeyError if how == "raises" else errors.RankFailedError, match=words[how]):
+        raise got[1]
+
+
+def test_without_a_failure_results_come_as_ever() -> None:
+    assert ringcomm.run_ranks(lambda comm: comm.rank, 2, return_exceptions=True) == [0, 1]
+
+
 def test_a_local_function_needs_threads() -> None:
     with pytest.raises(errors.InvalidArgumentError, match="a new process cannot import"):
         ringcomm.run_ranks(lambda comm: None, 2, ranks="processes")

@@ -80,7 +80,7 @@ def test_a_journal_has_each_kind_of_call() -> None:
         else:
             comm.recv(ONES.copy(), 0, tag=5)
         outputs = [np.empty(r + 1, np.float32) for r in range(2)]
-        comm.all_gather_list(outputs, np.ones(comm.rank + 1, np.float32))
+        comm.all_gather_list(np.ones(comm.rank + 1, np.float32), outputs)
         comm.barrier()
         return new_records(comm.rank, before), comm.world_size
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -74,6 +75,16 @@ def test_all_stages_agree_and_keep_what_is_predicted(tmp_path: Path) -> None:
         assert float(measured[11]) == pytest.approx(float(predicted[9]), rel=0.01)  # on the wire; clipping adds a few
     assert float(rows[6][5]) == pytest.approx(float(rows[0][5]) / 3, rel=0.05)  # parameters at stage 3
     assert picture.stat().st_size > 10_000
+
+
+def test_a_log_has_a_line_a_step_with_what_was_counted(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    losses = steps(train("--log", str(log)))
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [*range(1, len(lines) + 1)]
+    assert len(lines) >= len(losses)
+    assert all(line["ringcomm/calls"] > 0 and line["ringcomm/bytes"] > 0 for line in lines)
+    assert all(line["ringcomm/failed"] == 0 for line in lines)
 
 
 def test_a_checkpoint_goes_on_at_another_stage(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ __global__ void answer(Flag* flags) {
 __global__ void nothing(const __grid_constant__ Arguments) {}
 
 // Every block says that it is here and waits for the same block of the other launch.
-__global__ void __launch_bounds__(kThreads, 1) meet(Flag* flags, int me, int* missed) {
+__global__ void __launch_bounds__(kThreads, 1) launch_barrier(Flag* flags, int me, int* missed) {
   if (threadIdx.x != 0) return;
   ringcomm::store_release(flags + 16 * (me * gridDim.x + blockIdx.x), 1);
   if (!await(flags + 16 * ((1 - me) * gridDim.x + blockIdx.x), 1)) atomicAdd(missed, 1);
@@ -192,7 +192,7 @@ double overlap() {
   int* missed = memory<int>(1);
   for (int me = 0; me < 2; ++me) {
     void* args[] = {&flags, &me, &missed};
-    launch(true, reinterpret_cast<const void*>(meet), blocks, kThreads, args, streams[me]);
+    launch(true, reinterpret_cast<const void*>(launch_barrier), blocks, kThreads, args, streams[me]);
   }
   CHECK(cudaDeviceSynchronize());
   return read(missed) == 0 ? 1 : 0;

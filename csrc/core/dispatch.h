@@ -10,23 +10,19 @@ namespace ringcomm {
 // that was compiled for another one.
 [[noreturn]] void not_in_this_build(DType dtype, ReduceOp op);
 
-template <typename T>
-struct TypeTag {
-  using type = T;
-};
-
+// Calls body(Element<T>).
 template <typename F>
 void dispatch_dtype(DType dtype, F&& body) {
   switch (dtype) {
 #define X(e, type, text) \
   case DType::e:         \
-    return body(TypeTag<type>{});
+    return body(Element<type>{});
 #if defined(RINGCOMM_ONLY_DTYPE)
 #define RINGCOMM_PICK_DTYPE(e) DType::e == DType::RINGCOMM_ONLY_DTYPE
 #undef X
 #define X(e, type, text)                                                \
   case DType::e:                                                        \
-    if constexpr (RINGCOMM_PICK_DTYPE(e)) return body(TypeTag<type>{}); \
+    if constexpr (RINGCOMM_PICK_DTYPE(e)) return body(Element<type>{}); \
     break;
 #endif
     RINGCOMM_FOR_EACH_DTYPE(X)
@@ -35,26 +31,25 @@ void dispatch_dtype(DType dtype, F&& body) {
   not_in_this_build(dtype, ReduceOp::kSum);
 }
 
-// Calls body(TypeTag<T>, Combine) for a supported pair.
+// Calls body(Element<T>, ReduceStep) for a supported pair.
 template <typename F>
 void dispatch_reduce(DType dtype, ReduceOp op, F&& body) {
-  dispatch_dtype(dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    constexpr bool kBits = std::is_integral_v<typename Element<T>::Acc>;
+  dispatch_dtype(dtype, [&](auto element) {
+    constexpr bool kBits = std::is_integral_v<typename decltype(element)::Acc>;
     switch (combine_of(op)) {
-#define X(e, Combine)                                                             \
-  case ReduceOp::e:                                                               \
-    if constexpr (kBits || !is_bitwise(ReduceOp::e)) return body(tag, Combine{}); \
+#define X(e)                                                                                          \
+  case ReduceOp::e:                                                                                   \
+    if constexpr (kBits || !is_bitwise(ReduceOp::e)) return body(element, ReduceStep<ReduceOp::e>{}); \
     break;
 #if defined(RINGCOMM_ONLY_OP)
 #undef X
-#define X(e, Combine)                                                                               \
+#define X(e)                                                                                        \
   case ReduceOp::e:                                                                                 \
     if constexpr (ReduceOp::e == ReduceOp::RINGCOMM_ONLY_OP && (kBits || !is_bitwise(ReduceOp::e))) \
-      return body(tag, Combine{});                                                                  \
+      return body(element, ReduceStep<ReduceOp::e>{});                                              \
     break;
 #endif
-      RINGCOMM_FOR_EACH_COMBINE(X)
+      RINGCOMM_FOR_EACH_STEP(X)
 #undef X
       default:
         break;

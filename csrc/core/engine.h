@@ -12,6 +12,7 @@
 
 #include "core/error.h"
 #include "core/op.h"
+#include "core/sync.h"
 #include "core/types.h"
 
 namespace ringcomm {
@@ -182,6 +183,10 @@ class Engine {
   virtual bool runs_this_thread() const = 0;
   // Facts for diagnostics: (name, value) pairs such as ("isa", "avx512").
   virtual std::vector<std::pair<std::string, std::string>> describe() const = 0;
+  // From now on adds the nanoseconds that collectives wait for each peer to `waited`, which has world_size entries; a
+  // wait counts from the moment at which it stops spinning. Before connect. Returns false if the engine does not know
+  // for whom it waits.
+  virtual bool count_waits([[maybe_unused]] std::shared_ptr<Flag> waited) { return false; }
   // Device engines: blocks the host until all work enqueued on `stream` is done; throws at once if an error has ended
   // the communicator.
   virtual void synchronize([[maybe_unused]] std::uintptr_t stream) {}

@@ -21,14 +21,10 @@ struct Span {
   std::size_t count;
 };
 
-// High and low limbs of both sums. The limbs of one value may depend on the order; high * 2^30 + low does not.
-struct FoldSums {
-  std::int64_t limbs[kFoldLimbs] = {};
-};
-
 // Returns the largest magnitude; NaN if a value is NaN; 0 without elements. float32, float64, float16, bfloat16.
 double abs_max(const std::vector<Span>& spans, DType dtype);
-// Returns the sums of (x / 2^exponent)^2 for finite x with |x| < 2^exponent. The same types.
-FoldSums fold_sums(const std::vector<Span>& spans, DType dtype, int exponent);
+// Returns the sums of (x / 2^exponent)^2 for finite x with |x| < 2^exponent, as kFoldLimbs limbs. The same types. The
+// limbs of one value may depend on the order; high * 2^30 + low does not.
+std::vector<std::int64_t> fold_sums(const std::vector<Span>& spans, DType dtype, int exponent);
 
 }  // namespace ringcomm

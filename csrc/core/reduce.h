@@ -34,58 +34,35 @@ RINGCOMM_HD A wrapping_mul(A a, A b) {
   }
 }
 
-struct Sum {
-  template <typename A>
-  RINGCOMM_HD static A apply(A a, A b) {
-    return wrapping_add(a, b);
-  }
-};
-struct Prod {
-  template <typename A>
-  RINGCOMM_HD static A apply(A a, A b) {
-    return wrapping_mul(a, b);
-  }
-};
-struct Min {  // NaN wins, as in torch
-  template <typename A>
-  RINGCOMM_HD static A apply(A a, A b) {
-    return (a < b || a != a) ? a : b;
-  }
-};
-struct Max {
-  template <typename A>
-  RINGCOMM_HD static A apply(A a, A b) {
-    return (a > b || a != a) ? a : b;
-  }
-};
-struct Band {
-  template <typename A>
-  RINGCOMM_HD static A apply(A a, A b) {
-    return static_cast<A>(a & b);
-  }
-};
-struct Bor {
-  template <typename A>
-  RINGCOMM_HD static A apply(A a, A b) {
-    return static_cast<A>(a | b);
-  }
-};
-struct Bxor {
-  template <typename A>
-  RINGCOMM_HD static A apply(A a, A b) {
-    return static_cast<A>(a ^ b);
-  }
-};
+// The combining step of an operator; avg and premul_sum are sums with an extra step at the end or the start.
+template <ReduceOp op>
+struct ReduceStep {
+  static constexpr ReduceOp kOp = op;
 
-// The combining step of each operator: avg and premul_sum are sums with an extra step at the end or the start.
-#define RINGCOMM_FOR_EACH_COMBINE(X) \
-  X(kSum, Sum)                       \
-  X(kProd, Prod)                     \
-  X(kMin, Min)                       \
-  X(kMax, Max)                       \
-  X(kBand, Band)                     \
-  X(kBor, Bor)                       \
-  X(kBxor, Bxor)
+  template <typename A>
+  RINGCOMM_HD static A apply(A a, A b) {
+    if constexpr (op == ReduceOp::kSum) {
+      return wrapping_add(a, b);
+    } else if constexpr (op == ReduceOp::kProd) {
+      return wrapping_mul(a, b);
+    } else if constexpr (op == ReduceOp::kMin) {
+      return (a < b || a != a) ? a : b;  // NaN wins, as in torch
+    } else if constexpr (op == ReduceOp::kMax) {
+      return (a > b || a != a) ? a : b;
+    } else if constexpr (op == ReduceOp::kBand) {
+      return static_cast<A>(a & b);
+    } else if constexpr (op == ReduceOp::kBor) {
+      return static_cast<A>(a | b);
+    } else {
+      static_assert(op == ReduceOp::kBxor, "the operator has no step of its own");
+      return static_cast<A>(a ^ b);
+    }
+  }
+};
+using Sum = ReduceStep<ReduceOp::kSum>;
+
+// The operators that have a step of their own.
+#define RINGCOMM_FOR_EACH_STEP(X) X(kSum) X(kProd) X(kMin) X(kMax) X(kBand) X(kBor) X(kBxor)
 
 RINGCOMM_HD constexpr ReduceOp combine_of(ReduceOp op) {
   return op == ReduceOp::kAvg || op == ReduceOp::kPremulSum ? ReduceOp::kSum : op;

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "core/macros.h"
 
@@ -190,32 +191,27 @@ RINGCOMM_HD Float8E4M3 narrow(float x, Float8E4M3*) {
 #endif
 }
 
-// The type in which elements of T are accumulated, and the conversions to and from it.
+RINGCOMM_HD bool widen(Bool x) { return x.raw != 0; }
+RINGCOMM_HD Bool narrow(bool x, Bool*) { return {static_cast<std::uint8_t>(x)}; }
+
+// The type in which elements of T are accumulated, and the conversions to and from it. Functions that take a type as an
+// argument take an Element of it.
 template <typename T>
 struct Element {
-  using Acc = T;
-  RINGCOMM_HD static Acc load(T x) { return x; }
-  RINGCOMM_HD static T store(Acc x) { return x; }
-};
-template <typename T>
-struct NarrowFloat {
-  using Acc = float;
-  RINGCOMM_HD static Acc load(T x) { return widen(x); }
-  RINGCOMM_HD static T store(Acc x) { return narrow(x, static_cast<T*>(nullptr)); }
-};
-template <>
-struct Element<Float16> : NarrowFloat<Float16> {};
-template <>
-struct Element<BFloat16> : NarrowFloat<BFloat16> {};
-template <>
-struct Element<Float8E4M3> : NarrowFloat<Float8E4M3> {};
-template <>
-struct Element<Float8E5M2> : NarrowFloat<Float8E5M2> {};
-template <>
-struct Element<Bool> {
-  using Acc = bool;
-  RINGCOMM_HD static Acc load(Bool x) { return x.raw != 0; }
-  RINGCOMM_HD static Bool store(Acc x) { return {static_cast<std::uint8_t>(x)}; }
+  using Type = T;
+  using Acc = std::conditional_t<std::is_same_v<T, Bool>, bool, std::conditional_t<std::is_class_v<T>, float, T>>;
+  RINGCOMM_HD static Acc load(T x) {
+    if constexpr (std::is_same_v<T, Acc>)
+      return x;
+    else
+      return widen(x);
+  }
+  RINGCOMM_HD static T store(Acc x) {
+    if constexpr (std::is_same_v<T, Acc>)
+      return x;
+    else
+      return narrow(x, static_cast<T*>(nullptr));
+  }
 };
 
 RINGCOMM_HD constexpr std::size_t element_bytes(DType dtype) {

@@ -8,6 +8,7 @@
 #include "core/parts.h"
 #include "cpu/collectives/p2p.h"
 #include "cpu/collectives/runner.h"
+#include "cpu/collectives/tuning.h"
 #include "cpu/group/heap.h"
 #include "cpu/group/state.h"
 #include "cpu/kernels/loops.h"
@@ -22,15 +23,11 @@ namespace {
 
 // The watch of a thread that waits for a call of its own rank, while another thread executes the call and waits for the
 // peer.
-class ItemWatch final : public Watch {
- public:
-  explicit ItemWatch(const Group& group)
-      : wait_(group, WaitKind::kItem, group.rank(), std::numeric_limits<std::int64_t>::max(), nullptr) {}
-  void look(const std::function<bool()>& has_come) override { wait_.check(has_come); }
-
- private:
-  LongWait wait_;
-};
+Watch watch_item(const Group& group) {
+  const auto wait = std::make_shared<LongWait>(group, WaitKind::kItem, group.rank(),
+                                               std::numeric_limits<std::int64_t>::max(), nullptr);
+  return [wait](const std::function<bool()>& has_come) { wait->check(has_come); };
+}
 
 class CpuEngine final : public Engine {
  public:
@@ -40,9 +37,9 @@ class CpuEngine final : public Engine {
         heap_(group_),
         collectives_(group_, heap_),
         p2p_(std::make_unique<PointToPoint>(group_)),
-        queue_(std::make_unique<WorkQueue>([this](const Call& call) { collectives_.run(call); },
-                                           [this](const char* call) { group_.interrupt(call); }, true,
-                                           [this] { return std::make_unique<ItemWatch>(group_); })) {
+        queue_(std::make_unique<WorkQueue>(
+            [this](const Call& call) { collectives_.run(call); }, [this](const char* call) { group_.interrupt(call); },
+            true, tuning::kSmallCallBytes, [this] { return watch_item(group_); })) {
     group_.set_activity([this] {
       if (absorbed_.load()) return WaitGraph::Activity{};  // any thread may call it
       const std::size_t queued = queue_->queued();
@@ -135,6 +132,10 @@ class CpuEngine final : public Engine {
   void absorbed() override { absorbed_.store(true); }
   bool runs_this_thread() const override { return queue_->runs_this_thread() || p2p_->runs_this_thread(); }
 
+  bool count_waits(std::shared_ptr<Flag> waited) override {
+    group_.count_waits(std::move(waited));
+    return true;
+  }
   std::vector<std::pair<std::string, std::string>> describe() const override {
     return {{"engine", "cpu"},
             {"isa", kernels().isa},

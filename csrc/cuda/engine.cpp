@@ -46,25 +46,24 @@ class CudaEngine final : public Engine {
       context_->abort(concat("rank ", rank(), " went away with calls in flight"), ErrorCode::kAborted);
     close();
     try {
-      const DeviceGuard guard(context_->device(), rank());
-      const RelaxedCapture relaxed(rank());
+      const OnDevice on(context_->device(), rank());
       links_.reset();
       if (scratch_) tolerate(cudaFree(scratch_), "cudaFree of the scratch");
       if (stream_) tolerate(cudaStreamDestroy(stream_), "cudaStreamDestroy");
     } catch (const Error&) {
       // the device is lost, and they with it
     }
-    context_->release_group(idle_);
+    context_->release_peer_memory(idle_);
   }
 
   const char* kind() const override { return "cuda"; }
   int rank() const override { return context_->rank(); }
   int world_size() const override { return context_->world_size(); }
   int device() const override { return context_->device(); }
-  std::string handle() const override { return context_->group().handle(); }
+  std::string handle() const override { return context_->peer_memory().handle(); }
   void connect(const std::vector<std::string>& handles) override {
     context_->connect(handles, [this] { prepare_device(); });
-    local_group_ = context_->shared().local_group(context_->group());
+    local_group_ = context_->shared().local_group(context_->peer_memory());
     local_group_->join(*context_);
     origin_ = {group_number(handles), rank(), world_size(), -1};
   }
@@ -78,7 +77,7 @@ class CudaEngine final : public Engine {
 
   void* allocate(std::size_t nbytes) override;
   void release(void* data) override {
-    if (!forked() && data) context_->group().release(data);
+    if (!forked() && data) context_->peer_memory().release(data);
   }
   std::uintptr_t lend_stream() override {
     return forked() ? 0 : reinterpret_cast<std::uintptr_t>(cuda::lend_stream(context_->device(), rank()));
@@ -144,7 +143,7 @@ class CudaEngine final : public Engine {
   std::mutex allocation_;                     // one collective allocation at a time
   char* scratch_ = nullptr;                   // of gather(): a handle, and those of all ranks
   cudaStream_t stream_ = nullptr;             // the same
-  bool idle_ = false;                         // closed, and no kernel uses the group any more
+  bool idle_ = false;                         // closed, and no kernel uses its memory any more
 };
 
 // ---- checks ---------------------------------------------------------------------------------------------------------
@@ -188,8 +187,8 @@ Batch CudaEngine::batch_of(const Call* calls, int num_calls) const {
 // After a mismatch or a failed launch the ranks cannot continue together.
 std::shared_ptr<PendingCall> CudaEngine::post(Batch batch) {
   try {
-    Group& group = context_->group();
-    if (batch.capture == 0 && group.has_unused_mappings() && is_idle()) group.close_unused_mappings();
+    PeerMemory& memory = context_->peer_memory();
+    if (batch.capture == 0 && memory.has_unused_mappings() && is_idle()) memory.close_unused_mappings();
     auto pending = local_group_->post(*context_, std::move(batch));
     const std::lock_guard<std::mutex> lock(mutex_);
     return latest_call_ = std::move(pending);
@@ -368,7 +367,7 @@ void CudaEngine::prepare_device() {
   } else {
     load(exchange_kernel());
   }
-  if (context_->group().one_process()) return;
+  if (context_->peer_memory().one_process()) return;
   load(transfer_kernel());
   links_->connect();
   cuda::check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate", rank());
@@ -405,24 +404,24 @@ void* CudaEngine::allocate(std::size_t nbytes) {
   check_open("empty");
   const std::lock_guard<std::mutex> lock(allocation_);
   const DeviceGuard guard(context_->device(), rank());
-  Group& group = context_->group();
+  PeerMemory& memory = context_->peer_memory();
   nbytes = larger(nbytes, 1);
-  void* data = group.allocate(nbytes);
-  if (group.one_process()) {
-    if (!data) group.grow(nbytes);
-    return data ? data : group.allocate(nbytes);
+  void* data = memory.allocate(nbytes);
+  if (memory.one_process()) {
+    if (!data) memory.grow(nbytes);
+    return data ? data : memory.allocate(nbytes);
   }
   try {
     std::string need(kArenaHandleBytes, '\0');
     need[0] = data ? 0 : 1;
     const std::vector<std::string> needs = gather(need);
     if (std::any_of(needs.begin(), needs.end(), [](const std::string& n) { return n[0] != 0; }))
-      group.add_arenas(gather(group.create_arena(nbytes)));
+      memory.add_arenas(gather(memory.create_arena(nbytes)));
   } catch (...) {
-    if (data) group.release(data);
+    if (data) memory.release(data);
     throw;
   }
-  return data ? data : group.allocate(nbytes);
+  return data ? data : memory.allocate(nbytes);
 }
 
 std::vector<StreamEventPtr> CudaEngine::last_events() const {
@@ -474,7 +473,7 @@ void CudaEngine::close() {
                       ErrorCode::kAborted);
       idle = await_all(Clock::now() + kLastGrace);
     }
-    idle_ = idle && !context_->captured.load();  // a graph keeps using the group's addresses
+    idle_ = idle && !context_->captured.load();  // a graph keeps using the memory's addresses
     context_->check(Op::kBarrier);               // while the host page is there
   } catch (const Error&) {
     // the communicator has ended: later calls say why
@@ -485,29 +484,29 @@ void CudaEngine::close() {
 }
 
 std::vector<std::pair<std::string, std::string>> CudaEngine::describe() const {
-  const Group& group = context_->group();
-  const Layout& layout = group.layout();
+  const PeerMemory& memory = context_->peer_memory();
+  const Layout& layout = memory.layout();
   const bool connected = local_group_ != nullptr;
   std::string order, reach;
   for (int i = 0; connected && i < world_size(); ++i) {
-    order += concat(i ? " " : "", static_cast<int>(group.ring_order()[i]));
-    reach += concat(i ? " " : "", group.reach(i));
+    order += concat(i ? " " : "", static_cast<int>(memory.ring_order()[i]));
+    reach += concat(i ? " " : "", memory.reach(i));
   }
-  const std::size_t here = connected ? group.local_ranks().size() : 1;
+  const std::size_t here = connected ? memory.local_ranks().size() : 1;
   return {{"engine", "cuda"},
-          {"device", concat(context_->device(), ": ", group.facts().text())},
-          {"ranks", !connected || group.one_process() ? "threads" : "processes"},
+          {"device", concat(context_->device(), ": ", memory.facts().text())},
+          {"ranks", !connected || memory.one_process() ? "threads" : "processes"},
           {"sharing", here == 1 ? std::string("one rank on this device") : concat(here, " ranks on one device")},
           {"channels", std::to_string(layout.channels)},
           {"slot_bytes", std::to_string(layout.slot_bytes)},
           {"segment_bytes", std::to_string(layout.segment_bytes())},
           {"links", reach},
-          {"visible_buffers", std::to_string(group.num_visible_buffers())},
+          {"visible_buffers", std::to_string(memory.num_visible_buffers())},
           {"copy_engine",
            concat(context_->copy_calls.load(), " calls, ", context_->refused_copy_calls.load(), " of them by direct")},
-          {"worst_link", connected ? name(group.worst_path()) : ""},
-          {"processes_on_device", std::to_string(connected ? group.processes_on_device() : 1)},
-          {"mps", group.facts().mps ? "yes" : "no"},
+          {"worst_link", connected ? name(memory.worst_path()) : ""},
+          {"processes_on_device", std::to_string(connected ? memory.processes_on_device() : 1)},
+          {"mps", memory.facts().mps ? "yes" : "no"},
           {"ring_order", order},
           {"order", "canonical"},
           {"tuning", context_->tuning().source()}};

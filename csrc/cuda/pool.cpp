@@ -67,8 +67,7 @@ class Pool {
     std::unique_lock<std::mutex> lock(mutex_);
     if (!usable() || closed_) return nullptr;
     if (device != device_) return say(concat("requests for cuda:", device_, ", got one for cuda:", device));
-    const DeviceGuard guard(device_, rank_);
-    const RelaxedCapture relaxed(rank_);
+    const OnDevice on(device_, rank_);
     if (nbytes <= nbytes_) {
       const std::size_t rounded = round_up(std::max<std::size_t>(nbytes, 1), kPieceAlign);
       for (;;) {

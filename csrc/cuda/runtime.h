@@ -56,6 +56,16 @@ class RelaxedCapture {
   cudaStreamCaptureMode before_ = cudaStreamCaptureModeRelaxed;
 };
 
+// Both: the calling thread uses `device`, and may allocate and query even while other threads capture graphs.
+class OnDevice {
+ public:
+  OnDevice(int device, int rank) : device_(device, rank), relaxed_(rank) {}
+
+ private:
+  const DeviceGuard device_;
+  const RelaxedCapture relaxed_;
+};
+
 struct DeviceFacts {
   std::string name;
   std::string bus_id;  // 0000:3b:00.0

@@ -17,7 +17,7 @@ namespace ringcomm {
 
 namespace {
 
-constexpr std::uint64_t kMagic = 0x72696e6772656331;  // "ringrec1"
+constexpr std::uint64_t kMagic = 0x72696e6772656332;  // "ringrec2"
 constexpr std::uint32_t kDefaultCapacity = 256, kMostCapacity = 1 << 20;
 
 template <std::size_t N>
@@ -32,6 +32,22 @@ std::uint64_t count_of(const Call& call, int world_size) {
   };
   const bool agree = !point_to_point(call.op) && whole(call.input_parts) && whole(call.output_parts);
   return agree ? agreed_count(call, world_size) : call.count;
+}
+
+// The bytes of this rank's message, before the call was checked: the larger of its input and its output.
+std::uint64_t bytes_of(const Call& call, int rank, int world_size) {
+  const bool at_root = call.root == rank;
+  const auto side = [&](const std::vector<Part>& list, bool in_parts) {
+    std::uint64_t count = in_parts ? call.count * static_cast<std::uint64_t>(world_size) : call.count;
+    if (!list.empty()) count = 0;
+    for (const Part& part : list) count += part.count;
+    return count;
+  };
+  const bool parts_in =
+      call.op == Op::kReduceScatter || call.op == Op::kAllToAll || (call.op == Op::kScatter && at_root);
+  const bool parts_out = call.op == Op::kAllGather || call.op == Op::kAllToAll || (call.op == Op::kGather && at_root);
+  const std::uint64_t count = std::max(side(call.input_parts, parts_in), side(call.output_parts, parts_out));
+  return count * element_bytes(call.dtype);
 }
 
 template <typename Enum>
@@ -75,13 +91,14 @@ std::uint32_t FlightRecorder::capacity_asked_for() {
 }
 
 FlightRecorder::FlightRecorder(const Engine& engine, std::uint32_t capacity)
-    : memory_(SharedMemory::create(kRecordName, kEntries + capacity * sizeof(CallRecord))) {
+    : memory_(SharedMemory::create(kRecordName, entries_at(engine.world_size()) + capacity * sizeof(CallRecord))) {
   RecordHead& h = head();
   h.entry_bytes = sizeof(CallRecord);
   h.capacity = capacity;
   h.pid = getpid();
   h.rank = engine.rank();
   h.world_size = engine.world_size();
+  h.entries_at = static_cast<std::uint32_t>(entries_at(h.world_size));
   h.epoch_ns = nanoseconds(CLOCK_REALTIME) - now_ns();
   copy_end(h.engine, sizeof h.engine, engine.kind());
   gethostname(h.host, sizeof h.host - 1);
@@ -99,6 +116,7 @@ std::uint64_t FlightRecorder::begin(const Call& call, bool async) {
   e.end_ns = 0;
   e.step = step_now();
   e.count = count_of(call, head().world_size);
+  e.bytes = bytes_of(call, head().rank, head().world_size);
   e.root = call.root;
   e.tag = call.tag;
   e.op = static_cast<std::uint8_t>(call.op);
@@ -108,6 +126,9 @@ std::uint64_t FlightRecorder::begin(const Call& call, bool async) {
   e.state = static_cast<std::uint8_t>(CallState::kInFlight);
   e.async = async;
   copy_end(e.site, sizeof e.site, call.site ? call.site : "");
+  CallTotals& t = totals(e);
+  fetch_add(&t.calls, 1);
+  fetch_add(&t.bytes, e.bytes);
   store_release(&e.number, number);
   return number;
 }
@@ -117,7 +138,16 @@ void FlightRecorder::end(std::uint64_t number, CallState state) {
   if (load_acquire(&e.number) != number) return;  // overwritten by a newer call
   if (state == CallState::kRefused && e.collective != kMessage)
     claim(&collectives_, e.collective + 1, e.collective);  // the other ranks do not count it
-  if (state != CallState::kEnqueued) e.end_ns = now_ns();
+  CallTotals& t = totals(e);
+  if (state == CallState::kRefused) {
+    fetch_add(&t.calls, static_cast<std::uint64_t>(-1));
+    fetch_add(&t.bytes, static_cast<std::uint64_t>(-1) * e.bytes);
+  }
+  if (state == CallState::kFailed) fetch_add(&t.failed, 1);
+  if (state != CallState::kEnqueued) {
+    e.end_ns = now_ns();
+    if (state != CallState::kRefused) fetch_add(&t.ns, static_cast<std::uint64_t>(e.end_ns - e.begin_ns));
+  }
   e.state = static_cast<std::uint8_t>(state);
 }
 
@@ -147,9 +177,10 @@ void Unplaced::place(const char* site) {
 RecordText RecordText::read(const std::string& bytes) {
   RecordHead h;
   const bool headed =
-      bytes.size() >= FlightRecorder::kEntries && (std::memcpy(&h, bytes.data(), sizeof h), h.magic == kMagic);
-  if (!headed || h.entry_bytes != sizeof(CallRecord) || h.capacity == 0 ||
-      (bytes.size() - FlightRecorder::kEntries) / sizeof(CallRecord) < h.capacity)
+      bytes.size() >= FlightRecorder::kWaits && (std::memcpy(&h, bytes.data(), sizeof h), h.magic == kMagic);
+  if (!headed || h.entry_bytes != sizeof(CallRecord) || h.capacity == 0 || h.world_size < 1 ||
+      h.entries_at != FlightRecorder::entries_at(h.world_size) || h.entries_at > bytes.size() ||
+      (bytes.size() - h.entries_at) / sizeof(CallRecord) < h.capacity)
     fail(ErrorCode::kInvalid, "record: expected the record of a communicator of this version, got ", bytes.size(),
          " bytes of something else; read it with the version of ringcomm that writes it");
   RecordText text;
@@ -165,7 +196,7 @@ RecordText RecordText::read(const std::string& bytes) {
     return static_cast<std::int64_t>(static_cast<std::uint64_t>(ns) + static_cast<std::uint64_t>(h.epoch_ns));
   };
   std::vector<CallRecord> entries(h.capacity);
-  std::memcpy(entries.data(), bytes.data() + FlightRecorder::kEntries, h.capacity * sizeof(CallRecord));
+  std::memcpy(entries.data(), bytes.data() + h.entries_at, h.capacity * sizeof(CallRecord));
   std::sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) { return a.number < b.number; });
   for (const CallRecord& e : entries) {
     if (e.number == 0) continue;
@@ -184,6 +215,21 @@ RecordText RecordText::read(const std::string& bytes) {
                           {"begin_ns", time_of(e.begin_ns)},
                           {"end_ns", e.end_ns ? time_of(e.end_ns) : 0},
                           {"site", text_of(e.site)}});
+  }
+  for (int i = 0; i < kRecordedOps * kRecordedAlgorithms; ++i) {
+    CallTotals t;
+    std::memcpy(&t, bytes.data() + FlightRecorder::kTotals + i * sizeof t, sizeof t);
+    if (t.calls == 0) continue;
+    text.totals.push_back({{"op", name(static_cast<Op>(i / kRecordedAlgorithms))},
+                           {"algorithm", name(static_cast<Algorithm>(i % kRecordedAlgorithms))},
+                           {"calls", static_cast<std::int64_t>(t.calls)},
+                           {"failed", static_cast<std::int64_t>(t.failed)},
+                           {"bytes", static_cast<std::int64_t>(t.bytes)},
+                           {"ns", static_cast<std::int64_t>(t.ns)}});
+  }
+  if (h.waits) {
+    text.waited.resize(static_cast<std::size_t>(h.world_size));
+    std::memcpy(text.waited.data(), bytes.data() + FlightRecorder::kWaits, sizeof(Flag) * text.waited.size());
   }
   return text;
 }

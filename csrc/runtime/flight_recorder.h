@@ -23,25 +23,39 @@ std::uint64_t group_number(const std::vector<std::string>& handles);
 enum class CallState : std::uint8_t { kInFlight, kDone, kFailed, kRefused, kEnqueued };
 const char* name(CallState state);
 
+// The memory file: the head, the totals, the waits, and from `entries_at` on the last calls.
 struct RecordHead {
   std::uint64_t magic;
   std::uint32_t entry_bytes, capacity;
   std::int32_t pid, rank, world_size;
-  std::uint32_t state;    // 0 open, 1 closed, 2 part of another engine that has its own record
-  std::uint64_t group;    // group_number; 0 before it is connected
-  std::int64_t epoch_ns;  // added to a time, gives the time since 1970
-  Flag calls;             // number of calls begun so far
+  std::uint32_t state;       // 0 open, 1 closed, 2 part of another engine that has its own record
+  std::uint32_t entries_at;  // offset in the file
+  std::uint32_t waits;       // 1: the engine counts how long it waits for each peer
+  std::uint64_t group;       // group_number; 0 before it is connected
+  std::int64_t epoch_ns;     // added to a time, gives the time since 1970
+  Flag calls;                // number of calls begun so far
   char engine[16], host[64];
 };
+
+// All calls so far of one op with one algorithm, as the callers asked for it.
+struct CallTotals {
+  Flag calls;   // begun, without those that were refused
+  Flag failed;  // of them
+  Flag bytes;   // this rank's messages: the larger of a call's input and output
+  Flag ns;      // from begin to end; devices: not known
+};
+inline constexpr int kRecordedOps = static_cast<int>(Op::kRecv) + 1;
+inline constexpr int kRecordedAlgorithms = static_cast<int>(Algorithm::kCopyEngine) + 1;
 
 struct CallRecord {
   Flag number;               // number of the call, from 1; 0 while the entry is being written
   std::uint64_t collective;  // number among the collectives, from 0; kMessage for others
   std::int64_t begin_ns, end_ns, step;
   std::uint64_t count;  // the agreed count, see core/check.h; for a message its own
+  std::uint64_t bytes;  // as in CallTotals
   std::int32_t root, tag;
   std::uint8_t op, dtype, reduce_op, algorithm, state, async;
-  char site[66];
+  char site[58];
 };
 static_assert(sizeof(CallRecord) == 128, "an entry is two cache lines");
 
@@ -54,6 +68,9 @@ class FlightRecorder {
 
   FlightRecorder(const Engine& engine, std::uint32_t capacity);
 
+  // Where the engine adds its waits for each peer, in ns; the memory lives as long as the recorder.
+  Flag* waits() const { return reinterpret_cast<Flag*>(memory_.data() + kWaits); }
+  void has_waits() { head().waits = 1; }
   // Sets the group number from the handles, which are the same on all ranks of a communicator.
   void connected(const std::vector<std::string>& handles);
   // Returns the number of the call.
@@ -70,10 +87,18 @@ class FlightRecorder {
  private:
   RecordHead& head() const { return *reinterpret_cast<RecordHead*>(memory_.data()); }
   CallRecord& entry(std::uint64_t number) const {
-    return reinterpret_cast<CallRecord*>(memory_.data() + kEntries)[number % head().capacity];
+    return reinterpret_cast<CallRecord*>(memory_.data() + head().entries_at)[number % head().capacity];
   }
-  static constexpr std::size_t kEntries = 256;  // size of the header
-  static_assert(sizeof(RecordHead) <= kEntries, "the head has its place before the entries");
+  CallTotals& totals(const CallRecord& e) const {
+    return reinterpret_cast<CallTotals*>(memory_.data() + kTotals)[e.op * kRecordedAlgorithms + e.algorithm];
+  }
+  static constexpr std::size_t kTotals = 256;  // offset in the file
+  static constexpr std::size_t kWaits = kTotals + sizeof(CallTotals) * kRecordedOps * kRecordedAlgorithms;
+  static_assert(sizeof(RecordHead) <= kTotals, "the head has its place before the totals");
+  static std::size_t entries_at(int world_size) {
+    const std::size_t end = kWaits + sizeof(Flag) * static_cast<std::size_t>(world_size);
+    return (end + sizeof(CallRecord) - 1) / sizeof(CallRecord) * sizeof(CallRecord);
+  }
   friend struct RecordText;
 
   SharedMemory memory_;
@@ -103,6 +128,8 @@ struct RecordText {
   using Facts = std::map<std::string, Fact>;
   Facts facts;
   std::vector<Facts> calls;
+  std::vector<Facts> totals;         // of the ops and algorithms that were called
+  std::vector<std::int64_t> waited;  // ns for each peer; empty: not known
 
   // Throws kInvalid for anything but a flight recorder's memory of this version.
   static RecordText read(const std::string& bytes);

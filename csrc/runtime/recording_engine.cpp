@@ -78,7 +78,9 @@ class RecordingEngine final : public Engine {
       : forks_(forks_so_far()),
         recorder_(capacity ? std::make_shared<FlightRecorder>(*engine, capacity) : nullptr),
         engine_(std::move(engine)),
-        on_host_(engine_->device() < 0) {}
+        on_host_(engine_->device() < 0) {
+    if (recorder_ && engine_->count_waits({recorder_, recorder_->waits()})) recorder_->has_waits();
+  }
 
   // Returns the recorded engine, which becomes a part of another engine.
   const std::shared_ptr<Engine>& absorb() {

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <exception>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -88,23 +89,20 @@ void record(const Span& span) {
   }
 }
 
-struct Word {
-  const char *name, *category;
-};
-constexpr Word kWords[] = {
+constexpr std::pair<const char*, const char*> kNameAndCategory[] = {
     {"call", "call"},    {"step", "step"},           {"wait credit", "wait"},     {"write slot", "work"},
     {"publish", "work"}, {"wait ticket", "wait"},    {"read slot", "work"},       {"reduce", "work"},
     {"copy", "work"},    {"release", "work"},        {"publish buffers", "step"}, {"in place", "step"},
     {"leave", "step"},   {"send slice", "work"},     {"receive slice", "work"},   {"agree", "wait"},
     {"compute", "work"}, {"start messages", "work"}, {"wait messages", "wait"},
 };
-static_assert(sizeof kWords / sizeof kWords[0] == static_cast<std::size_t>(What::kWaitMessages) + 1,
+static_assert(std::size(kNameAndCategory) == static_cast<std::size_t>(What::kWaitMessages) + 1,
               "every kind of span has a name");
 
 }  // namespace
 
-const char* name(What what) { return kWords[static_cast<std::size_t>(what)].name; }
-const char* category(What what) { return kWords[static_cast<std::size_t>(what)].category; }
+const char* name(What what) { return kNameAndCategory[static_cast<std::size_t>(what)].first; }
+const char* category(What what) { return kNameAndCategory[static_cast<std::size_t>(what)].second; }
 
 // ---- spans ---------------------------------------------------------------------------------------------------------
 
@@ -114,7 +112,7 @@ void CallSpan::begin(const Origin& origin, std::int64_t number, const Call& call
   s.what = What::kCall;
   s.origin = origin;
   s.origin.number = number;
-  s.details.nbytes = static_cast<std::int64_t>(call.count * element_bytes(call.dtype));
+  s.nbytes = static_cast<std::int64_t>(call.count * element_bytes(call.dtype));
   exceptions_ = std::uncaught_exceptions();
   outer_ = std::exchange(here().call, this);
   const char* const site = call.site ? call.site : outer_ ? outer_->span().call.site : site_here();
@@ -141,9 +139,9 @@ void Probe::begin(const Origin* origin, What what, int peer, std::int64_t ticket
   s.session = now;
   s.what = what;
   s.origin = *origin;
-  s.details.peer = peer;
-  s.details.ticket = ticket;
-  s.details.nbytes = nbytes;
+  s.peer = peer;
+  s.ticket = ticket;
+  s.nbytes = nbytes;
   s.begin_ns = now_ns();
 }
 
@@ -154,15 +152,15 @@ void Probe::end() {
 
 void Probe::at_step(int step, int send_chunk, int recv_chunk) {
   if (!span_) return;
-  span_->details.step = step;
-  span_->details.send_chunk = send_chunk;
-  span_->details.recv_chunk = recv_chunk;
+  span_->step = step;
+  span_->send_chunk = send_chunk;
+  span_->recv_chunk = recv_chunk;
 }
 
 void Probe::at_round(int round, int rail) {
   if (!span_) return;
-  span_->details.step = round;
-  span_->details.rail = rail;
+  span_->step = round;
+  span_->rail = rail;
 }
 
 void set_algorithm(const char* algorithm) {

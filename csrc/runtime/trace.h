@@ -53,14 +53,6 @@ struct Origin {
   std::int64_t number = -1;  // of the collective; -1: a message, or the engine does not count
 };
 
-// The details of a span; -1: does not apply.
-struct Details {
-  int peer = -1;
-  std::int64_t ticket = -1, nbytes = -1;
-  int step = -1, send_chunk = -1, recv_chunk = -1;
-  int rail = -1;
-};
-
 struct CallFacts {
   Op op;
   DType dtype;
@@ -79,7 +71,11 @@ struct Span {
   std::uint32_t session;
   std::int64_t begin_ns, end_ns;  // see runtime/clock.h
   Origin origin;
-  Details details;
+  // -1: does not apply.
+  int peer = -1;
+  std::int64_t ticket = -1, nbytes = -1;
+  int step = -1, send_chunk = -1, recv_chunk = -1;
+  int rail = -1;
   CallFacts call;  // only of a kCall span
 };
 

@@ -4,6 +4,7 @@
 #include <chrono>
 
 #include "core/error.h"
+#include "core/on_exit.h"
 #include "runtime/flight_recorder.h"
 #include "runtime/site.h"
 #include "runtime/trace.h"
@@ -12,7 +13,9 @@ namespace ringcomm {
 
 namespace {
 constexpr auto kLookEvery = std::chrono::milliseconds(50);  // how often a wait polls for signals
-}
+constexpr auto kDelay = std::chrono::microseconds(100);     // how long a small call waits for a caller to execute it
+constexpr auto kDozeFor = std::chrono::milliseconds(2);     // after a small call more of them are likely
+}  // namespace
 
 void RequestBase::on_done(std::function<void(std::exception_ptr)> callback) {
   {
@@ -86,8 +89,9 @@ void WorkQueue::let_go() {
   busy_.store(false);
   if (waiting_.load() == 0) return;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
-  }  // a thread between its check and its wait must not miss the notification
+    const std::lock_guard<std::mutex> lock(mutex_);  // a thread between its check and its wait must not miss this
+    if (!items_.empty() && !dozes_) queued_up_.notify_one();
+  }
   changed_.notify_all();
 }
 
@@ -109,13 +113,20 @@ bool WorkQueue::may_execute() const { return looks_ || !interruptible(); }
 void WorkQueue::run(const Call& call) {
   if (busy_.load(std::memory_order_relaxed) || waiting_.load() != 0) refuse_from_inside(call);
   if (waiting_.load() == 0 && may_execute() && take()) {
-    struct Release {
-      WorkQueue& queue;
-      ~Release() { queue.let_go(); }
-    } release{*this};
+    const OnExit release([this] { let_go(); });
     if (waiting_.load() == 0) return execute_(call);
   }
   enqueue(call)->wait(0);
+}
+
+bool WorkQueue::is_small(const Call& call) const {
+  return call.input_parts.empty() && call.output_parts.empty() &&
+         call.count <= small_bytes_ / element_bytes(call.dtype) && small_bytes_ != 0;
+}
+
+void WorkQueue::hurry() {
+  start_at_ = {};
+  queued_up_.notify_one();
 }
 
 std::shared_ptr<WorkQueue::Item> WorkQueue::enqueue(Call call) {
@@ -125,10 +136,15 @@ std::shared_ptr<WorkQueue::Item> WorkQueue::enqueue(Call call) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (stopping_) fail(ErrorCode::kInvalid, name(item->call().op), ": the communicator is closed; create a new one");
+    if (!is_small(item->call()))
+      hurry();
+    else if (items_.empty())
+      start_at_ = Clock::now() + kDelay;
     items_.push_back(item);
     waiting_.fetch_add(1);
     queued_.fetch_add(1);
     if (!thread_.joinable()) thread_ = std::thread([this] { progress(); });
+    if (!dozes_) queued_up_.notify_one();
   }
   changed_.notify_all();
   return item;
@@ -153,9 +169,10 @@ void WorkQueue::run_queued(std::unique_lock<std::mutex>& lock) {
 
 WorkQueue::Waited WorkQueue::await(const Item& item, Clock::time_point end, bool helps) {
   std::unique_lock<std::mutex> lock(mutex_);
+  if (!helps) hurry();
   waiting_.fetch_add(1);
   Waited waited = Waited::kDone;
-  std::unique_ptr<Watch> watch;
+  Watch watch;
   while (!item.done() && waited == Waited::kDone) {
     if (helps && !items_.empty() && take()) {
       watch = nullptr;
@@ -169,7 +186,7 @@ WorkQueue::Waited WorkQueue::await(const Item& item, Clock::time_point end, bool
     if (watch_ && end == Clock::time_point::max()) {
       lock.unlock();
       if (!watch) watch = watch_();
-      watch->look([&] { return item.done(); });
+      watch([&] { return item.done(); });
       lock.lock();
     }
     if (!interruptible()) continue;
@@ -203,11 +220,21 @@ void WorkQueue::wait(Item& item, std::int64_t timeout_ms) {
 void WorkQueue::progress() {
   trace::set_role("collectives");
   std::unique_lock<std::mutex> lock(mutex_);
+  Clock::time_point doze_until{};
   while (!stopping_ || !items_.empty()) {
-    if (!items_.empty() && take())
+    const Clock::time_point now = Clock::now();
+    const bool delays = !stopping_ && now < start_at_;
+    if (!items_.empty() && !delays && take()) {
       run_queued(lock);
+      continue;
+    }
+    if (delays) doze_until = now + kDozeFor;
+    dozes_ = delays || (items_.empty() && now < doze_until);
+    if (dozes_)
+      queued_up_.wait_until(lock, delays ? start_at_ : now + kDelay);
     else
-      changed_.wait(lock, [&] { return (stopping_ && items_.empty()) || (!items_.empty() && !busy_.load()); });
+      queued_up_.wait(lock, [&] { return items_.empty() ? stopping_ : !busy_.load() || Clock::now() < start_at_; });
+    dozes_ = false;
   }
 }
 
@@ -229,6 +256,7 @@ void WorkQueue::stop() {
     const char* why = ": the communicator was closed by a signal's handler before this call began; create a new one";
     item->finish(std::make_exception_ptr(Error(ErrorCode::kAborted, concat(name(item->call().op), why))));
   }
+  queued_up_.notify_one();
   changed_.notify_all();
   if (thread_.joinable()) thread_.join();
 }

@@ -1,5 +1,6 @@
 // Runs one rank's collectives one at a time in the order of their calls: in the caller's thread if the queue is empty,
-// else in the first free thread: the progress thread, or one that waits.
+// else in the first free thread: the progress thread, or one that waits. The progress thread lets a small call wait for
+// a moment, because waking that thread takes longer than the call: a caller that soon waits then executes it itself.
 #pragma once
 
 #include <atomic>
@@ -42,21 +43,22 @@ class RequestBase : public Request {
   std::vector<std::function<void(std::exception_ptr)>> callbacks_;
 };
 
-// Called regularly while a thread waits for a call that another thread executes.
-class Watch {
- public:
-  virtual ~Watch() = default;
-  virtual void look(const std::function<bool()>& has_come) = 0;
-};
+// Called regularly while a thread waits for a call that another thread executes; `has_come` says whether it has ended.
+using Watch = std::function<void(const std::function<bool()>& has_come)>;
 
 class WorkQueue {
  public:
   // `stop` makes the executing call end soon, because a signal handler wants a waiting caller to go on. `looks`:
   // executions poll for signals themselves; where they do not, a thread that handles signals leaves them to another
-  // one. `watch`: makes a Watch for each wait without a time limit of its own; may be null.
+  // one. `small_bytes`: up to this size of one rank's part a call is small. `watch`: makes a Watch for each wait
+  // without a time limit of its own; may be null.
   WorkQueue(std::function<void(const Call&)> execute, std::function<void(const char*)> stop, bool looks,
-            std::function<std::unique_ptr<Watch>()> watch = nullptr)
-      : execute_(std::move(execute)), stop_(std::move(stop)), looks_(looks), watch_(std::move(watch)) {}
+            std::size_t small_bytes = 0, std::function<Watch()> watch = nullptr)
+      : execute_(std::move(execute)),
+        stop_(std::move(stop)),
+        looks_(looks),
+        small_bytes_(small_bytes),
+        watch_(std::move(watch)) {}
   ~WorkQueue() { stop(); }
 
   void run(const Call& call);
@@ -73,6 +75,7 @@ class WorkQueue {
  private:
   class Item;
 
+  bool is_small(const Call& call) const;
   void run_queued(std::unique_lock<std::mutex>& lock);
   using Clock = std::chrono::steady_clock;
   enum class Waited : std::uint8_t { kDone, kLate, kInterrupted };
@@ -85,6 +88,8 @@ class WorkQueue {
   Waited await(const Item& item, Clock::time_point end, bool helps);
   void wait(Item& item, std::int64_t timeout_ms);
   void progress();
+  // Makes the progress thread execute what is queued without a delay. The lock is held.
+  void hurry();
   bool take();
   void let_go();
   void refuse_from_inside(const Call& call) const;
@@ -92,14 +97,18 @@ class WorkQueue {
   const std::function<void(const Call&)> execute_;
   const std::function<void(const char*)> stop_;
   const bool looks_;
-  const std::function<std::unique_ptr<Watch>()> watch_;
+  const std::size_t small_bytes_;
+  const std::function<Watch()> watch_;
   std::atomic<bool> busy_{false};          // a thread is executing
   std::atomic<std::thread::id> runner_{};  // that thread
   SignalHandling signals_;
   std::atomic<int> waiting_{0};  // queued items, and threads blocked on the condition
   std::atomic<std::size_t> queued_{0};
   std::mutex mutex_;
-  std::condition_variable changed_;
+  std::condition_variable changed_;    // for threads that wait for an item
+  std::condition_variable queued_up_;  // for the progress thread
+  bool dozes_ = false;                 // the progress thread looks at the queue soon without being woken
+  Clock::time_point start_at_{};       // before that time the progress thread leaves queued items to those that wait
   std::deque<std::shared_ptr<Item>> items_;
   std::thread thread_;
   bool stopping_ = false;

@@ -26,7 +26,7 @@ class Device:
 
     def serves(self, other: Device) -> bool:
         """Whether an engine on this device can use memory of the other device."""
-        return self == other or (EMULATED and self.kind == "cuda" and other.kind == "cpu")
+        return self is other or self == other or (EMULATED and self.kind == "cuda" and other.kind == "cpu")
 
 
 CPU = Device("cpu")
@@ -54,7 +54,7 @@ def choose(engine: str | None, device: Any, call: str, place: int = 0) -> tuple[
             "one out"
         )
     if kind != "cuda" or _C.why_no_cuda():  # the engine reports the reason
-        return engine, Device(kind, index or 0)
+        return engine, CPU if kind == "cpu" else Device(kind, index or 0)
     present = count()
     if index is None:
         index = place % max(1, present)

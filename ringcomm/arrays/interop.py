@@ -1,8 +1,9 @@
 """Reads arrays of other libraries as address, count, element type and device. It accepts arrays of torch, NumPy,
-CuPy and DLPack, `__cuda_array_interface__` and the buffer protocol."""
+CuPy and DLPack, `__cuda_array_interface__`, `__array_interface__` and the buffer protocol."""
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -21,9 +22,10 @@ from ringcomm.arrays.libraries import (
 )
 from ringcomm.errors import DeviceError, DtypeError, InvalidArgumentError, RingcommError, ShapeError, one_line
 
-__all__ = ["Array", "Dtype", "as_array", "dtype_in", "library_of", "wire_type"]
+__all__ = ["Array", "Dtype", "as_array", "dtype_in", "identity", "library_of", "wire_type"]
 
 _DLPACK_CPU, _DLPACK_CUDA = (1, 3), (2, 13)  # kDLCPU and kDLCUDAHost; kDLCUDA and kDLCUDAManaged
+_FIRST_PAGE = 4096  # bytes, to which no program has access
 _REAL_OF = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 # Operations that may be applied to the two halves of a complex number separately.
 _LINEAR = ("sum", "avg", "premul_sum")
@@ -47,6 +49,22 @@ def wire_type(dtype: Dtype, reduce_op: str | None, call: str, rank: int) -> tupl
         f"{call}: rank {rank} got {dtype.name}, {reduce_op} is defined for {', '.join(sorted(served))}; "
         "convert the array"
     )
+
+
+def identity(op: str, dtype: Dtype) -> float:
+    """Returns the value that a reduction leaves any other value as it is with."""
+    if op in ("sum", "prod", "bor", "bxor"):
+        return 1 if op == "prod" else 0
+    if dtype.name == "bool":
+        return op != "max"
+    if "float" in dtype.name:
+        largest = 448.0 if dtype.name == "float8_e4m3fn" else math.inf  # that type has no infinity
+        return largest if op == "min" else -largest
+    bits = 8 * dtype.nbytes
+    smallest, largest = (0, (1 << bits) - 1) if dtype.name[0] == "u" else (-1 << bits - 1, (1 << bits - 1) - 1)
+    if op == "band":
+        return largest if smallest == 0 else -1
+    return largest if op == "min" else smallest
 
 
 # ---- recognising an array ----------------------------------------------------------------------------------------
@@ -84,12 +102,14 @@ def _as_array(x: Any, call: str, rank: int, served: Device | None) -> Array:
         return _from_cuda_interface(x, call, rank, served)
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return _from_dlpack(x, call, rank, served)
+    if hasattr(x, "__array_interface__"):
+        return _from_array_interface(x, call, rank, served)
     try:
         view = memoryview(x)
     except TypeError:
         raise InvalidArgumentError(
             f"{call}: rank {rank} got {type(x).__name__}, expected a torch tensor, a NumPy or CuPy array, a buffer or "
-            "anything with __dlpack__ or __cuda_array_interface__; convert it first"
+            "anything with __dlpack__, __cuda_array_interface__ or __array_interface__; convert it first"
         ) from None
     import numpy as np
 
@@ -148,6 +168,22 @@ def _from_dlpack(x: Any, call: str, rank: int, served: Device | None) -> Array:
     import torch
 
     return _from_torch(torch, torch.from_dlpack(x), call, rank, served)
+
+
+def _from_array_interface(x: Any, call: str, rank: int, served: Device | None) -> Array:
+    """Reads memory of the host that NumPy's interface describes; without an address it may be a copy, to read only."""
+    import numpy as np
+
+    data = np.asarray(x)
+    array = _from_numpy(x, data, call, rank, served)
+    if array.count and array.address < _FIRST_PAGE:
+        raise InvalidArgumentError(
+            f"{call}: rank {rank} got {type(x).__name__} whose __array_interface__ names address {array.address}, "
+            "expected that of memory; pass an array that has memory"
+        )
+    described = x.__array_interface__.get("data")
+    array.writable = array.writable and isinstance(described, tuple) and described[0] == array.address
+    return array
 
 
 def _from_cuda_interface(x: Any, call: str, rank: int, served: Device | None) -> Array:

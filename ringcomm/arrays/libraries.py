@@ -87,9 +87,9 @@ class Array:
         fresh.library.assign(fresh.data, self.data)
         return fresh
 
-    def empty(self, shape: Sequence[int]) -> Array:
-        """Returns new contiguous memory of this element type, library and device."""
-        data = self.library.empty(tuple(shape), self.data)
+    def empty(self, shape: Sequence[int], dtype: str | None = None) -> Array:
+        """Returns new contiguous memory of this library and device, and of this element type or another one."""
+        data = self.library.empty(tuple(shape), self.data, dtype)
         return Array(data, data, self.library)
 
     def may_overlap_itself(self) -> bool:
@@ -167,10 +167,10 @@ class Numpy:
         array.device = CPU
 
     @staticmethod
-    def empty(shape: tuple[int, ...], like: Any) -> Any:
+    def empty(shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
         import numpy as np
 
-        return np.empty(shape, like.dtype)
+        return np.empty(shape, dtype or like.dtype)
 
     @staticmethod
     def assign(target: Any, values: Any) -> None:
@@ -216,12 +216,15 @@ class Torch(Numpy):
         array.device = torch_device(data)
 
     @staticmethod
-    def empty(shape: tuple[int, ...], like: Any) -> Any:
-        return like.new_empty(shape)
+    def empty(shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
+        return like.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype) if dtype else None)
 
     @staticmethod
     def assign(target: Any, values: Any) -> None:
-        target.copy_(values)
+        if isinstance(values, (int, float)):
+            target.fill_(values)
+        else:
+            target.copy_(values)
 
     @staticmethod
     def note_write(data: Any) -> None:
@@ -268,9 +271,9 @@ class Cupy(Numpy):
         array.device = Device("cuda", data.device.id)
 
     @staticmethod
-    def empty(shape: tuple[int, ...], like: Any) -> Any:
+    def empty(shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
         with like.device:
-            return sys.modules["cupy"].empty(shape, like.dtype)
+            return sys.modules["cupy"].empty(shape, dtype or like.dtype)
 
     @staticmethod
     def assign(target: Any, values: Any) -> None:

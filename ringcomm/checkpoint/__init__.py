@@ -35,6 +35,7 @@ from ringcomm.checkpoint.state import Saving
 from ringcomm.checkpoint.world import World
 from ringcomm.data_parallel.arguments import DTYPE, MODULE, OPTIMIZER
 from ringcomm.errors import UnsupportedError
+from ringcomm.progress import Progress
 from ringcomm.validation import PATH, expects
 
 
@@ -65,6 +66,11 @@ def save(
     """
     flat, path = flat_of(model, "save"), Path(path)
     world = World(flat.ranks, "save")
+    with Progress(f"save {path}", shows=world.rank == 0):
+        _save(flat, optimizer, extra, world, path)
+
+
+def _save(flat: Any, optimizer: Any, extra: dict[str, Any], world: World, path: Path) -> None:
     saving = Saving(flat, optimizer, extra, world)
     facts = world.run_together(saving.facts)
     folder = world.run_together(lambda: beside(path) if world.rank == 0 else None)[0]
@@ -96,11 +102,12 @@ def load(
     """
     flat = flat_of(model, "load")
     world = World(flat.ranks, "load")
-    loading = Loading(flat, optimizer, world)
-    everyone = world.run_together(loading.facts)
-    world.run_together(lambda: loading.read(Path(path), everyone))
-    with torch.no_grad():
-        loading.commit()
+    with Progress(f"load {os.fspath(path)}", shows=world.rank == 0):
+        loading = Loading(flat, optimizer, world)
+        everyone = world.run_together(loading.facts)
+        world.run_together(lambda: loading.read(Path(path), everyone))
+        with torch.no_grad():
+            loading.commit()
     return loading.extra
 
 

@@ -17,7 +17,7 @@ from ringcomm import _C
 from ringcomm.arrays.devices import CPU, EMULATED, Device
 from ringcomm.arrays.interop import Array, Dtype, as_array, wire_type
 from ringcomm.arrays.libraries import stream_number, usual_stream
-from ringcomm.errors import DtypeError, InvalidArgumentError, ShapeError, shown
+from ringcomm.errors import DtypeError, InvalidArgumentError, RingcommError, ShapeError, shown
 from ringcomm.validation import as_int
 
 _Key = TypeVar("_Key", bound=str)
@@ -72,50 +72,93 @@ def milliseconds(timeout: float | timedelta | None, call: str, rank: int) -> int
     return max(1, math.ceil(seconds * 1e3))
 
 
+def named_reduction(op: Any, factor: Any) -> tuple[Any, Any]:
+    """Returns the name of a ReduceOp of torch.distributed, and the factor that it may hold; anything else as it is."""
+    kind = getattr(sys.modules.get("torch.distributed"), "ReduceOp", None)
+    if kind is None or not isinstance(op, kind):
+        return op, factor
+    name = getattr(op, "op", op).name.lower()
+    if name == "premul_sum" and factor is None:
+        factor = getattr(op, "factor", None)
+    return {"product": "prod"}.get(name, name), factor
+
+
+class Rank:
+    """One rank of a communicator: whose call it is."""
+
+    rank: int
+    world_size: int
+    device: Device | None = None
+    """The device on which arrays must lie; None: any device that a process group accepts."""
+
+    def explained(self, error: RingcommError) -> RingcommError:
+        """Returns the error of a call with its cause."""
+        return error
+
+    def has_no_stream(self, op: str, stream: Any) -> InvalidArgumentError:
+        """Returns the error for a stream where there are none."""
+        return InvalidArgumentError(
+            f"{op}: rank {self.rank} got stream={shown(stream)}, this communicator serves {self.device or 'any'}, "
+            "where calls have no stream; leave it out"
+        )
+
+
 class CollectiveArgs:
-    """One rank's arguments of one collective; they are ready for an engine once all arrays are set."""
+    """One rank's arguments of one collective; they are ready for an engine once all arrays are set.
+
+    ``input`` and ``output`` are an array or, where the message has a part for each rank, its pieces. ``writes`` has
+    (the caller's array, the contiguous memory that the engine writes) for each array that the call writes. ``first`` is
+    the first array of a call without a stream of its own: the call runs on the stream of its library.
+    """
 
     __slots__ = (
-        *("algorithm", "count", "device", "factor", "first", "input", "input_parts", "op", "output", "output_parts"),
-        *("rank", "reduce_op", "result", "root", "stream", "stream_given", "tag", "timeout_ms", "wire", "world_size"),
-        *("writebacks", "written"),
+        *("algorithm", "count", "engine", "first", "input", "op", "output", "reduction", "root", "stream", "tag"),
+        *("timeout_ms", "wire", "writes"),
     )
 
-    def __init__(self, op: str, rank: int, world_size: int, device: Device | None, stream: Any = None) -> None:
+    def __init__(self, op: str, engine: Rank, timeout: Timeout = None, stream: Any = None) -> None:
         self.op = op
-        self.rank = rank
-        self.world_size = world_size
-        self.device = device
+        self.engine = engine
         self.first: Array | None = None
-        self.stream_given = stream is not None
-        self.stream = 0 if stream is None else self._stream(stream)
-        self.reduce_op: str | None = None
+        self.stream = None if stream is None else self._given(stream)
+        self.timeout_ms = milliseconds(timeout, op, engine.rank)
+        self.reduction: tuple[str, float] | None = None
         self.algorithm = "auto"
-        self.factor = 1.0
         self.root = 0
         self.tag = 0
-        self.timeout_ms = 0
-        self.input: Array | None = None
-        self.output: Array | None = None
-        self.input_parts: list[Piece] | None = None
-        self.output_parts: list[Piece] | None = None
+        self.input: Array | list[Piece] | None = None
+        self.output: Array | list[Piece] | None = None
         self.count = 0
         self.wire = (_C.DTYPES["uint8"], 1)
-        self.writebacks: list[tuple[Array, Array]] = []
-        self.written: list[Array] = []
-        self.result: Any = None
+        self.writes: list[tuple[Array, Array]] = []
+
+    @property
+    def rank(self) -> int:
+        """The rank that makes the call."""
+        return self.engine.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.engine.world_size
+
+    @property
+    def written(self) -> list[Array]:
+        """The caller's arrays that the call writes."""
+        return [array for array, _ in self.writes]
 
     # ---- options -------------------------------------------------------------------------------------------------
 
     def reduces(self, op: str, factor: float | None) -> None:
-        """Sets the reduction operation."""
-        self.reduce_op = self.one_of("op", op, _C.REDUCE_OPS)
+        """Sets the reduction operation: a name, or a ReduceOp of torch.distributed."""
+        op, factor = named_reduction(op, factor)
+        op = self.one_of("op", op, _C.REDUCE_OPS)
         if (factor is not None) != (op == "premul_sum"):
             raise InvalidArgumentError(
                 f"{self.op}: rank {self.rank} got op {shown(op)} with factor {shown(factor)}; pass a factor with "
                 "premul_sum, and with it alone"
             )
-        self.factor = 1.0 if factor is None else self.number("factor", factor)
+        self.reduction = op, 1.0 if factor is None else self.number("factor", factor)
 
     def one_of(self, what: str, value: _Key, known: dict[str, int]) -> _Key:
         """Returns ``value`` after checking that it is one of the names in ``known``."""
@@ -178,7 +221,8 @@ class CollectiveArgs:
     @property
     def on_device(self) -> bool:
         """Whether the call runs on a stream of a device."""
-        return self.device is not None and self.device.kind == "cuda"
+        device = self.engine.device
+        return device is not None and device.kind == "cuda"
 
     @property
     def on_host(self) -> bool:
@@ -186,27 +230,30 @@ class CollectiveArgs:
         return all(array.device.kind == "cpu" for array in self.written)
 
     @property
+    def has_own_stream(self) -> bool:
+        """Whether the caller named the stream."""
+        return self.stream is not None and self.first is None
+
+    @property
     def waits(self) -> bool:
         """Whether the host waits for the call: host code that uses emulated devices' memory is not ordered by
         streams."""
-        return EMULATED and self.on_device and not (self.stream_given and not self.writebacks)
+        if not EMULATED or not self.on_device:
+            return False
+        return not self.has_own_stream or any(array is not memory for array, memory in self.writes)
 
-    def _stream(self, stream: Any) -> int:
+    def _given(self, stream: Any) -> int:
         if not self.on_device:
-            raise InvalidArgumentError(
-                f"{self.op}: rank {self.rank} got stream={shown(stream)}, this communicator serves "
-                f"{self.device or 'any'}, where calls have no stream; leave it out"
-            )
+            raise self.engine.has_no_stream(self.op, stream)
         return stream_number(stream, self.op, self.rank)
 
     def _enqueue(self, array: Array) -> None:
         """Orders the call after the work on an array that it uses. Unless a stream was given, the call runs on the
         stream on which the first array's library works."""
-        if self.first is None:
+        if self.stream is None:
             self.first = array
-            if not self.stream_given:
-                self.stream = array.library.stream(array.data)
-        if self.stream_given:
+            self.stream = array.library.stream(array.data)
+        if self.has_own_stream:
             array.library.keep(array.data, self.stream)
         if array.made_on is not None and array.made_on != self.stream:
             with self.on_stream(array):
@@ -214,24 +261,25 @@ class CollectiveArgs:
 
     def on_stream(self, array: Array) -> AbstractContextManager[Any]:
         """Inside the block, the array's library works on the call's stream."""
-        return array.library.on(self.stream, array.data) if self.stream_given else nullcontext()
+        return array.library.on(self.stream or 0, array.data) if self.has_own_stream else nullcontext()
 
     def waiting_stream(self, stream: Any) -> int:
         """Returns the stream that waits for the call: ``stream``, or the one on which the call would run if it were
         made now."""
         if stream is not None:
-            return self._stream(stream)
-        if self.stream_given:
-            return self.stream
+            return self._given(stream)
         if self.first is not None:
             return self.first.library.stream(self.first.data)
-        return 0 if EMULATED else usual_stream(self.device or CPU)
+        if self.stream is not None:
+            return self.stream
+        return 0 if EMULATED else usual_stream(self.engine.device or CPU)
 
     # ---- arrays --------------------------------------------------------------------------------------------------
 
     def array(self, x: Any) -> Array:
         """Returns ``x`` as an Array, without a copy."""
-        array = as_array(x, self.op, self.rank, self.device)
+        engine = self.engine
+        array = as_array(x, self.op, engine.rank, engine.device)
         if self.on_device:
             self._enqueue(array)
         return array
@@ -241,10 +289,10 @@ class CollectiveArgs:
         with self.on_stream(array):
             return array.copy()
 
-    def fresh(self, like: Array, shape: Sequence[int]) -> Array:
-        """Returns new contiguous memory."""
+    def fresh(self, like: Array, shape: Sequence[int], dtype: str | None = None) -> Array:
+        """Returns new contiguous memory of the element type of ``like``, or of another one."""
         with self.on_stream(like):
-            return like.empty(shape)
+            return like.empty(shape, dtype)
 
     def read(self, x: Any) -> Array:
         """Returns ``x`` as contiguous memory to read."""
@@ -254,12 +302,12 @@ class CollectiveArgs:
     def write(self, x: Any) -> Array:
         """Returns ``x`` as contiguous memory of which every element is written."""
         array = self._writable(x)
-        return array if array.contiguous else self._write_back(array, self.fresh(array, array.shape))
+        return self._writing(array, array if array.contiguous else self.fresh(array, array.shape))
 
     def update(self, x: Any) -> Array:
         """Returns ``x`` as contiguous memory to read and write."""
         array = self._writable(x)
-        return array if array.contiguous else self._write_back(array, self.copy(array))
+        return self._writing(array, array if array.contiguous else self.copy(array))
 
     def _writable(self, x: Any) -> Array:
         array = self.array(x)
@@ -272,20 +320,17 @@ class CollectiveArgs:
                 f"{self.op}: rank {self.rank} got an output of shape {array.shape} with strides {array.strides}, whose "
                 "elements share memory; pass a contiguous copy"
             )
-        self.written.append(array)
         return array
 
-    def _write_back(self, array: Array, temporary: Array) -> Array:
-        self.writebacks.append((array, temporary))
-        return temporary
+    def _writing(self, array: Array, memory: Array) -> Array:
+        self.writes.append((array, memory))
+        return memory
 
     def output_like(self, x: Array, out: Any, *shapes: tuple[int, ...]) -> Array:
         """Returns ``out`` after checking that it has one of ``shapes`` and the type of ``x``; if it is None, new
         memory of the first shape."""
         if out is None:
-            fresh = self.fresh(x, shapes[0])
-            self.result = fresh.data
-            return fresh
+            return self.fresh(x, shapes[0])
         array = self.write(out)
         self.same_dtype(x.dtype, array)
         if array.shape not in shapes:
@@ -294,7 +339,6 @@ class CollectiveArgs:
                 f"{self.op}: rank {self.rank} got out of shape {array.shape}, expected {expected}; pass out of that "
                 "shape, or none"
             )
-        self.result = out
         return array
 
     def same_dtype(self, dtype: Dtype, *arrays: Array) -> None:
@@ -361,13 +405,13 @@ class CollectiveArgs:
 
     def note_writes(self) -> None:
         """Tells the libraries of the outputs, just before the call begins, that it writes to them."""
-        for array in self.written:
+        for array, _ in self.writes:
             array.library.note_write(array.data)
 
     def validate(self, count: int, dtype: Dtype) -> CollectiveArgs:
         """Makes the last check: whether the operation supports the element type. ``count`` is in the caller's
         elements."""
-        self.wire = wire_type(dtype, self.reduce_op, self.op, self.rank)
+        self.wire = wire_type(dtype, None if self.reduction is None else self.reduction[0], self.op, self.engine.rank)
         self.count = count
         return self
 
@@ -375,39 +419,44 @@ class CollectiveArgs:
     def engine_op(self) -> str:
         """The op that runs this call. Uneven parts from or to one rank run as an all_to_all in which the other parts
         are empty, because only all_to_all exchanges counts between the ranks."""
-        return "all_to_all" if self.op in ("gather_list", "scatter_list") else self.op.removesuffix("_list")
+        uneven = self.op in ("gather_list", "scatter_list", "scan", "exscan")
+        return "all_to_all" if uneven else self.op.removesuffix("_list")
 
     def to_native(self) -> tuple[Any, ...]:
         """Returns the call in the form that the native engine takes."""
         code, each = self.wire
+        reduce_op, factor = self.reduction or ("sum", 1.0)
+        source, target = self.input, self.output
         return (
             _C.OPS[self.engine_op],
             code,
-            _C.REDUCE_OPS[self.reduce_op or "sum"],
+            _C.REDUCE_OPS[reduce_op],
             _C.ALGORITHMS[self.algorithm],
             self.root,
             self.tag,
-            self.input.address if self.input is not None else 0,
-            self.output.address if self.output is not None else 0,
+            source.address if isinstance(source, Array) else 0,
+            target.address if isinstance(target, Array) else 0,
             self.count * each,
-            self.factor,
+            factor,
             self.timeout_ms,
-            None if self.input_parts is None else [(part.address, part.count * each) for part in self.input_parts],
-            None if self.output_parts is None else [(part.address, part.count * each) for part in self.output_parts],
-            self.stream,
+            [(part.address, part.count * each) for part in source] if isinstance(source, list) else None,
+            [(part.address, part.count * each) for part in target] if isinstance(target, list) else None,
+            self.waiting_stream(None) if self.stream is None and self.on_device else self.stream or 0,
         )
 
-    def finish(self, source: int) -> Any:
-        """Writes temporaries back; returns the call's result, for a recv its source."""
-        for array, temporary in self.writebacks:
-            with self.on_stream(array):
-                array.library.assign(array.data, temporary.data)
-        return source if self.op == "recv" else self.result
+    def finish(self, source: int, result: Any) -> Any:
+        """Writes temporaries back; returns the source of a recv, else ``result``."""
+        for array, memory in self.writes:
+            if memory is not array:
+                with self.on_stream(array):
+                    array.library.assign(array.data, memory.data)
+        return source if self.op == "recv" else result
 
-    def finish_on(self, stream: int, source: int) -> Any:
+    def finish_on(self, stream: int, source: int, result: Any) -> Any:
         """Runs ``finish`` on ``stream``, which already waits for the call."""
-        for array, temporary in self.writebacks:
-            array.library.keep(temporary.data, stream)
-            with array.library.on(stream, array.data):
-                array.library.assign(array.data, temporary.data)
-        return source if self.op == "recv" else self.result
+        for array, memory in self.writes:
+            if memory is not array:
+                array.library.keep(memory.data, stream)
+                with array.library.on(stream, array.data):
+                    array.library.assign(array.data, memory.data)
+        return source if self.op == "recv" else result

@@ -1,11 +1,11 @@
 """A communicator: collectives on arrays, and the lifetime of a group of ranks.
 
-All methods share these rules. Arrays are torch tensors, NumPy and CuPy arrays, buffers or anything with ``__dlpack__``
-or ``__cuda_array_interface__``, on the communicator's device. An array that is not contiguous goes through a contiguous
-copy and is written back. Writing to a torch tensor raises its version counter, as torch's in-place operations do, so
-that a backward pass which needs the old values raises an error. Every rank makes the same calls in the same order with
-the same counts and element types. ``timeout`` is in seconds (or a timedelta); None means the communicator's. With
-``async_op=True`` a method returns a Work at once, whose ``wait()`` returns the result.
+All methods share these rules. Arrays are torch tensors, NumPy and CuPy arrays, buffers or anything with ``__dlpack__``,
+``__cuda_array_interface__`` or ``__array_interface__``, on the communicator's device. An array that is not contiguous
+goes through a contiguous copy and is written back. Writing to a torch tensor raises its version counter, as torch's
+in-place operations do, so that a backward pass which needs the old values raises an error. Every rank makes the same
+calls in the same order with the same counts and element types. ``timeout`` is in seconds (or a timedelta); None means
+the communicator's. With ``async_op=True`` a method returns a Work at once, whose ``wait()`` returns the result.
 
 On a device a method returns once the call is enqueued on a stream: ``stream`` (a stream of torch or CuPy, or its
 address), else the stream on which the library of the first array currently works. ``barrier`` and ``synchronize`` wait,
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import struct
 import threading
 from collections import deque
@@ -29,11 +30,11 @@ from types import TracebackType
 from typing import Any
 
 from ringcomm import _C
-from ringcomm.arrays.interop import Array, dtype_in
+from ringcomm.arrays.interop import Array, dtype_in, identity
 from ringcomm.comm import profiling
-from ringcomm.comm.args import CollectiveArgs, Pairs, Piece, Timeout, milliseconds, rows
+from ringcomm.comm.args import CollectiveArgs, Pairs, Piece, Timeout, milliseconds, named_reduction, rows
 from ringcomm.comm.engine import MOST_BYTES, Engine
-from ringcomm.comm.work import DeviceWork, Group, PlainWork, Request, Work
+from ringcomm.comm.work import Group, Work
 from ringcomm.errors import (
     ClosedError,
     DtypeError,
@@ -41,12 +42,15 @@ from ringcomm.errors import (
     MismatchError,
     ShapeError,
     UnsupportedError,
+    one_line,
     rank_list,
     shown,
 )
 from ringcomm.validation import as_int
 
 _CASTABLE = ("float32", "float64", "float16", "bfloat16")
+_NARROW = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")  # floats that are added in float32
+_SCANS = {op: _C.REDUCE_OPS[op] for op in ("sum", "prod", "min", "max", "band", "bor", "bxor")}
 
 
 class Communicator:
@@ -69,7 +73,7 @@ class Communicator:
         self.world_size = engine.world_size
         self._closed = False
         self._group: Group | None = None
-        self._in_flight: deque[tuple[Request, CollectiveArgs | Work]] = deque()
+        self._in_flight: deque[Work] = deque()
         self._in_flight_lock = threading.RLock()  # the garbage collector may run a finalizer in between
         profiling.look()
 
@@ -126,42 +130,36 @@ class Communicator:
     # ---- how a call begins and ends ------------------------------------------------------------------------------
 
     def _begin(self, op: str, timeout: Timeout = None, stream: Any = None) -> CollectiveArgs:
-        if self._closed:
+        engine = self._engine  # another thread may close it meanwhile
+        if engine is None:
             raise ClosedError(
                 f"{op}: rank {self.rank} expected an open communicator, got one that was closed; create a new one"
             )
-        call = CollectiveArgs(op, self.rank, self.world_size, self._device, stream)
-        call.timeout_ms = milliseconds(timeout, op, self.rank)
-        return call
+        return CollectiveArgs(op, engine, timeout, stream)
 
-    def _launch(self, call: CollectiveArgs, async_op: bool) -> Any:
+    def _launch(self, call: CollectiveArgs, result: Any, async_op: bool) -> Any:
         waits = not call.flag("async_op", async_op) and self._group is None
         call.note_writes()
         if waits:
-            return call.finish(self._open.run(call))
-        return self._work(self._open.submit(call), call)
+            return call.finish(self._open.run(call), result)
+        return self._keep(Work(self._open.submit(call), call.engine, call.op, result, call))
 
-    def _work(self, request: Request, call: CollectiveArgs) -> Work:
-        """Returns the handle of a call that has begun."""
-        self._keep(request, call)
-        work = (DeviceWork if call.on_device and not call.waits else Work)(request, call)
+    def _keep(self, work: Work) -> Work:
+        """Keeps the arrays of a call that has begun alive until it is done, even if the caller drops its Work."""
         if self._group is not None:
             self._group.works.append(work)
-        return work
-
-    def _keep(self, request: Request, arrays: CollectiveArgs | Work) -> None:
-        """Keeps the arrays of a call alive until it is done, even if the caller drops its Work."""
         ended = []  # dropped without the lock: an array's finalizer may call something here
         with self._in_flight_lock:
             flight = self._in_flight
             # Asks for two calls at most for each new one, because to ask for all is expensive.
-            if flight and not flight[0][0].done:
+            if flight and not flight[0].ended:
                 flight.rotate(-1)  # a receive that waits must not hide the calls after it
             elif flight:
                 ended.append(flight.popleft())
-                if flight and flight[0][0].done:
+                if flight and flight[0].ended:
                     ended.append(flight.popleft())
-            flight.append((request, arrays))
+            flight.append(work)
+        return work
 
     @contextmanager
     def coalesce(self) -> Iterator[Group]:
@@ -196,26 +194,26 @@ class Communicator:
         root: int | None = 0,
         tag: int = 0,
     ) -> Any:
-        """Fast path: makes a call that needs no preparation. Returns the source of a recv, else -1; its Work with
-        ``async_op``; None if nothing was done."""
-        usual = timeout is None and stream is None and factor is None and self._group is None
-        if not usual or type(algorithm) is not str or algorithm != "auto":
-            return None
-        engine: Any = self._engine  # another thread may close it meanwhile
-        # Both are None once the communicator is closed.
-        make = self._run_plain_native if async_op is False else self._submit_plain_native if async_op is True else None
+        """Fast path: makes a call whose arguments need no preparation, and returns what its method returns. Returns
+        NotImplemented if nothing was done."""
+        usual = timeout is None and stream is None and factor is None
+        if not usual or type(algorithm) is not str or algorithm != "auto" or type(async_op) is not bool:
+            return NotImplemented
+        starts = async_op or self._group is not None
+        make = self._submit_plain_native if starts else self._run_plain_native  # None once the communicator is closed
+        engine = self._engine
         if make is None or engine is None:
-            return None
-        if async_op:
+            return NotImplemented
+        if starts:
             profiling.look()
         if profiling.profiler._is_profiler_enabled:
-            return None  # the slow path records the names of calls
+            return NotImplemented  # the slow path records the names of calls
         made = make(op, reduce_op, root, tag, x, out)
-        if not async_op or made is None:
-            return made
-        work = PlainWork(made, engine, op, x, out)
-        self._keep(made, work)
-        return work
+        if made is None:
+            return NotImplemented
+        if starts:
+            return self._keep(Work(made, engine, op, root if op == "recv" else out, None, out if x is None else x))
+        return out if made < 0 else made
 
     # ---- reductions ----------------------------------------------------------------------------------------------
 
@@ -234,7 +232,7 @@ class Communicator:
         """Reduces ``x`` over all ranks elementwise; every rank gets the result, in ``x`` or in ``out``.
 
         Args:
-            op: sum, avg, prod, min, max, premul_sum, band, bor, bxor.
+            op: sum, avg, prod, min, max, premul_sum, band, bor, bxor; or a ReduceOp of torch.distributed.
             factor: with premul_sum: this rank's values are multiplied by it before the sum.
             algorithm: auto, ring, direct, oneshot. ``auto`` never changes the bits.
         Shapes:  any; the same number of elements on every rank.
@@ -247,10 +245,10 @@ class Communicator:
         """
         target = x if out is None else out
         made = self._run_plain("all_reduce", x, target, timeout, stream, async_op, algorithm, op, factor)
-        if made is not None:
-            return made if async_op else target
+        if made is not NotImplemented:
+            return made
         call = self._begin("all_reduce", timeout, stream)
-        return self._launch(self._prepare_all_reduce(call, x, op, out, factor, algorithm), async_op)
+        return self._launch(self._prepare_all_reduce(call, x, op, out, factor, algorithm), target, async_op)
 
     def _prepare_all_reduce(
         self, call: CollectiveArgs, x: Any, op: str, out: Any, factor: float | None, algorithm: str
@@ -259,7 +257,6 @@ class Communicator:
         call.algorithm = call.one_of("algorithm", algorithm, _C.ALGORITHMS)
         if out is None:
             call.input = call.output = call.update(x)
-            call.result = x
         else:
             source = call.read(x)
             call.output = call.output_like(source, out, source.shape)
@@ -291,13 +288,13 @@ class Communicator:
         at_root = self.rank == call.root
         if at_root and out is None:
             call.input = call.output = call.update(x)
-            call.result = x
         else:
             call.input = call.read(x)
             if at_root:
                 call.output = call.output_like(call.input, out, call.input.shape)
                 call.input = call.separate(call.input, call.output)
-        return self._launch(call.validate(call.input.count, call.input.dtype), async_op)
+        result = None if not at_root else x if out is None else out
+        return self._launch(call.validate(call.input.count, call.input.dtype), result, async_op)
 
     def reduce_scatter(
         self,
@@ -320,8 +317,8 @@ class Communicator:
         Returns: ``out``, or a new array.
         """
         made = self._run_plain("reduce_scatter", x, out, timeout, stream, async_op, algorithm, op, factor)
-        if made is not None:
-            return made if async_op else out
+        if made is not NotImplemented:
+            return made
         call = self._begin("reduce_scatter", timeout, stream)
         call.reduces(op, factor)
         call.algorithm = call.one_of("algorithm", algorithm, _C.ALGORITHMS)
@@ -330,7 +327,80 @@ class Communicator:
         shapes = [part] if source.shape[0] != self.world_size else [part, source.shape[1:]]
         call.output = call.output_like(source, out, *shapes)
         call.input = call.separate(source, call.output, self.rank * call.output.count)
-        return self._launch(call.validate(call.output.count, source.dtype), async_op)
+        result = call.output.data if out is None else out
+        return self._launch(call.validate(call.output.count, source.dtype), result, async_op)
+
+    def scan(self, x: Any, op: str = "sum", *, out: Any = None, timeout: Timeout = None, stream: Any = None) -> Any:
+        """Reduces ``x`` over this rank and all ranks before it elementwise, in ``x`` or in ``out``: MPI's Scan, the
+        inclusive prefix reduction.
+
+        Args:
+            op: sum, prod, min, max, band, bor, bxor; or a ReduceOp of torch.distributed.
+        Shapes:  any; the same number of elements on every rank.
+        Dtypes:  as in all_reduce.
+        Order:   for each rank a fixed tree over the ranks before it, the same for every number of ranks and every
+                 engine. 16- and 8-bit floats are added in float32 and rounded once.
+        Cost:    ceil(log2 W) rounds, in each of which a rank sends and receives its bytes once (16- and 8-bit floats
+                 as float32), and memory for two copies. A round needs the one before, so there is no ``async_op``, and
+                 `coalesce` does not defer it.
+        Returns: ``x``, or ``out``.
+        """
+        return self._scan("scan", x, op, out, timeout, stream)
+
+    def exscan(self, x: Any, op: str = "sum", *, out: Any = None, timeout: Timeout = None, stream: Any = None) -> Any:
+        """Reduces ``x`` over all ranks before this one elementwise, in ``x`` or in ``out``: MPI's Exscan, the exclusive
+        prefix reduction.
+
+        Rank r gets the bits that `scan` gives rank r-1. Rank 0 gets the operation's identity: zeros for sum, bor and
+        bxor, ones for prod, all bits set for band, the type's largest value (infinity) for min, its smallest for max.
+
+        Args, shapes, dtypes, order: as in `scan`.
+        Cost:    one round more than `scan`.
+        Returns: ``x``, or ``out``.
+        """
+        return self._scan("exscan", x, op, out, timeout, stream)
+
+    def _scan(self, name: str, x: Any, op: str, out: Any, timeout: Timeout, stream: Any) -> Any:
+        """Recursive doubling: after the round of distance d a rank holds the reduction over itself and the 2d - 1 ranks
+        before it."""
+        call = self._begin(name, timeout, stream)
+        op = call.one_of("op", named_reduction(op, None)[0], _SCANS)
+        call.reduces(op, None)
+        if out is None:
+            source = target = call.update(x)
+        else:
+            source = call.read(x)
+            target = call.output_like(source, out, source.shape)
+        call.validate(target.count, target.dtype)
+        call.note_writes()
+        engine = self._open
+        mine = call.fresh(source, source.shape, "float32" if source.dtype.name in _NARROW else None)
+        theirs = call.fresh(mine, mine.shape)
+        engine.pack(call, [(Piece.of(source), Piece.of(mine))], 1.0)
+        distance = 1
+        while distance < self.world_size:
+            self._shift(call, mine, theirs, distance)
+            if self.rank >= distance:
+                engine.combine(call, theirs, mine)
+            distance *= 2
+        if name == "exscan":
+            self._shift(call, mine, theirs, 1)
+            mine = theirs
+        if name == "exscan" and self.rank == 0:
+            with call.on_stream(target):
+                target.library.assign(target.data, identity(op, target.dtype))
+        else:
+            engine.pack(call, [(Piece.of(mine), Piece.of(target))], 1.0)
+        return call.finish(-1, x if out is None else out)
+
+    def _shift(self, call: CollectiveArgs, source: Array, target: Array, distance: int) -> None:
+        """Sends an array to the rank ``distance`` after this one, and receives that of the rank as far before it."""
+        ranks = range(self.world_size)
+        turn = CollectiveArgs(call.op, call.engine)
+        turn.first, turn.stream, turn.timeout_ms = call.first, call.stream, call.timeout_ms
+        turn.input = [Piece(source, 0, source.count if r == self.rank + distance else 0) for r in ranks]
+        turn.output = [Piece(target, 0, target.count if r == self.rank - distance else 0) for r in ranks]
+        self._open.run(turn.validate(0, source.dtype))
 
     # ---- movement ------------------------------------------------------------------------------------------------
 
@@ -354,14 +424,15 @@ class Communicator:
         Returns: ``out``, or a new array.
         """
         made = self._run_plain("all_gather", x, out, timeout, stream, async_op, algorithm)
-        if made is not None:
-            return made if async_op else out
+        if made is not NotImplemented:
+            return made
         call = self._begin("all_gather", timeout, stream)
         call.algorithm = call.one_of("algorithm", algorithm, _C.ALGORITHMS)
         source = call.read(x)
         call.output = call.output_like(source, out, *call.gathered(source))
         call.input = call.separate(source, call.output, self.rank * source.count)
-        return self._launch(call.validate(source.count, source.dtype), async_op)
+        result = call.output.data if out is None else out
+        return self._launch(call.validate(source.count, source.dtype), result, async_op)
 
     def broadcast(
         self,
@@ -380,8 +451,8 @@ class Communicator:
         Returns: ``x``.
         """
         made = self._run_plain("broadcast", x, x, timeout, stream, async_op, algorithm, root=root)
-        if made is not None:
-            return made if async_op else x
+        if made is not NotImplemented:
+            return made
         call = self._begin("broadcast", timeout, stream)
         call.root = call.peer("root", root)
         call.algorithm = call.one_of("algorithm", algorithm, _C.ALGORITHMS)
@@ -390,8 +461,7 @@ class Communicator:
             call.output = call.input
         else:
             call.output = call.write(x)
-        call.result = x
-        return self._launch(call.validate(call.output.count, call.output.dtype), async_op)
+        return self._launch(call.validate(call.output.count, call.output.dtype), x, async_op)
 
     def gather(
         self,
@@ -412,10 +482,12 @@ class Communicator:
         call = self._begin("gather", timeout, stream)
         call.root = call.peer("root", root)
         call.input = call.read(x)
+        result = None
         if self.rank == call.root:
             call.output = call.output_like(call.input, out, *call.gathered(call.input))
             call.input = call.separate(call.input, call.output, None)
-        return self._launch(call.validate(call.input.count, call.input.dtype), async_op)
+            result = call.output.data if out is None else out
+        return self._launch(call.validate(call.input.count, call.input.dtype), result, async_op)
 
     def scatter(
         self,
@@ -450,8 +522,8 @@ class Communicator:
             )
         else:
             call.output = call.write(out)
-            call.result = out
-        return self._launch(call.validate(call.output.count, call.output.dtype), async_op)
+        result = call.output.data if out is None else out
+        return self._launch(call.validate(call.output.count, call.output.dtype), result, async_op)
 
     def all_to_all(
         self,
@@ -478,18 +550,20 @@ class Communicator:
         Returns: ``out``, or a new array.
         """
         even = send_counts is None and recv_counts is None
-        made = self._run_plain("all_to_all", x, out, timeout, stream, async_op, algorithm) if even else None
-        if made is not None:
-            return made if async_op else out
+        made = self._run_plain("all_to_all", x, out, timeout, stream, async_op, algorithm) if even else NotImplemented
+        if made is not NotImplemented:
+            return made
         call = self._begin("all_to_all", timeout, stream)
         call.algorithm = call.one_of("algorithm", algorithm, _C.ALGORITHMS)
         source = call.read(x)
         if even:
-            part = math.prod(call.divisible(source))
-            call.output = call.output_like(source, out, source.shape)
-            call.input = call.separate(source, call.output)
-            return self._launch(call.validate(part, source.dtype), async_op)
-        return self._launch(self._prepare_uneven(call, source, out, send_counts, recv_counts), async_op)
+            count = math.prod(call.divisible(source))
+            output = call.output_like(source, out, source.shape)
+            call.input, call.output = call.separate(source, output), output
+        else:
+            output = self._prepare_uneven(call, source, out, send_counts, recv_counts)
+            count = 0
+        return self._launch(call.validate(count, source.dtype), output.data if out is None else out, async_op)
 
     def _prepare_uneven(
         self,
@@ -498,7 +572,7 @@ class Communicator:
         out: Any,
         send_counts: Sequence[int] | None,
         recv_counts: Sequence[int] | None,
-    ) -> CollectiveArgs:
+    ) -> Array:
         if send_counts is None:
             send_counts = [call.divisible(source)[0]] * self.world_size
         send_counts = self._checked_counts(call, "send_counts", send_counts)
@@ -510,11 +584,10 @@ class Communicator:
         if recv_counts is None:
             recv_counts = self._swap_counts(send_counts, call.timeout_ms)
         recv_counts = self._checked_counts(call, "recv_counts", recv_counts)
-        call.output = call.output_like(source, out, (sum(recv_counts), *source.shape[1:]))
-        call.input = call.separate(source, call.output, None)
-        call.input_parts = rows(call.input, send_counts)
-        call.output_parts = rows(call.output, recv_counts)
-        return call.validate(0, source.dtype)
+        output = call.output_like(source, out, (sum(recv_counts), *source.shape[1:]))
+        call.input = rows(call.separate(source, output, None), send_counts)
+        call.output = rows(output, recv_counts)
+        return output
 
     def _checked_counts(self, call: CollectiveArgs, what: str, counts: Sequence[int]) -> list[int]:
         listed = isinstance(counts, (list, tuple, range)) and len(counts) == self.world_size
@@ -532,11 +605,8 @@ class Communicator:
             return [row.unpack(each)[self.rank] for each in self._open.exchange(row.pack(*counts))]
         import numpy as np
 
-        call = self._begin("all_to_all", timeout_ms / 1e3 or None)
-        call.input = call.read(np.array(counts, np.int64))
-        call.output = call.output_like(call.input, None, (self.world_size,))
-        call.finish(self._open.run(call.validate(1, call.input.dtype)))
-        return [int(n) for n in call.output.data]
+        swapped = self.all_to_all(np.array(counts, np.int64), timeout=timeout_ms / 1e3 or None)
+        return [int(count) for count in swapped]
 
     # ---- point to point ------------------------------------------------------------------------------------------
 
@@ -546,27 +616,24 @@ class Communicator:
         Shapes:  any; the receiver must pass the same number of elements.
         Dtypes:  all.
         """
-        if self._run_plain("send", x, None, timeout, stream, root=dst, tag=tag) is not None:
-            return None
-        return self._launch_send(x, dst, tag, timeout, stream, async_op=False)
+        return self._send(x, dst, tag, timeout, stream, async_op=False)
 
     def isend(self, x: Any, dst: int, tag: int = 0, *, timeout: Timeout = None, stream: Any = None) -> Work:
         """Like ``send``, but returns a Work at once; ``x`` must not change before the Work is done."""
-        return self._launch_send(x, dst, tag, timeout, stream, async_op=True)
+        return self._send(x, dst, tag, timeout, stream, async_op=True)
 
     def recv(self, x: Any, src: int | None = None, tag: int = 0, *, timeout: Timeout = None, stream: Any = None) -> int:
         """Receives into ``x`` from rank ``src``; if it is None, from the first rank that sends.
 
         Returns: the sender's rank.
         """
-        source = self._run_plain("recv", None, x, timeout, stream, root=src, tag=tag)
-        return self._launch_recv(x, src, tag, timeout, stream, async_op=False) if source is None else source
+        return self._recv(x, src, tag, timeout, stream, async_op=False)
 
     def irecv(
         self, x: Any, src: int | None = None, tag: int = 0, *, timeout: Timeout = None, stream: Any = None
     ) -> Work:
         """Like ``recv``, but returns a Work at once; its ``wait()`` returns the sender's rank."""
-        return self._launch_recv(x, src, tag, timeout, stream, async_op=True)
+        return self._recv(x, src, tag, timeout, stream, async_op=True)
 
     def sendrecv(
         self,
@@ -604,23 +671,29 @@ class Communicator:
                 f"sendrecv: rank {self.rank} got src=None, expected a rank, because a communicator of several hosts "
                 "cannot wait for a message of any rank; name the source"
             )
-        source, target = sending.input, receiving.written[0]
-        if source is not None and source.reaches_into(target):
+        source = sending.input
+        if isinstance(source, Array) and source.reaches_into(receiving.written[0]):
             sending.input = sending.copy(source)
         sending.op, receiving.op = "send", "recv"
         receiving.note_writes()
         if not async_op and self._group is None:
-            return receiving.finish(self._open.run_pair(sending, receiving))
-        requests = self._open.submit_pair(sending, receiving)
+            return receiving.finish(self._open.run_pair(sending, receiving), None)
         group = Group()
-        group.works.extend(map(self._work, requests, (sending, receiving)))
+        for call, request in zip((sending, receiving), self._open.submit_pair(sending, receiving), strict=True):
+            group.works.append(self._keep(Work(request, call.engine, call.op, None, call)))
         return group
 
-    def _launch_send(self, x: Any, dst: int, tag: int, timeout: Timeout, stream: Any, async_op: bool) -> Any:
-        return self._launch(self._prepare_send(self._begin("send", timeout, stream), x, dst, tag), async_op)
+    def _send(self, x: Any, dst: int, tag: int, timeout: Timeout, stream: Any, async_op: bool) -> Any:
+        made = self._run_plain("send", x, None, timeout, stream, async_op, root=dst, tag=tag)
+        if made is not NotImplemented:
+            return made
+        return self._launch(self._prepare_send(self._begin("send", timeout, stream), x, dst, tag), None, async_op)
 
-    def _launch_recv(self, x: Any, src: int | None, tag: int, timeout: Timeout, stream: Any, async_op: bool) -> Any:
-        return self._launch(self._prepare_recv(self._begin("recv", timeout, stream), x, src, tag), async_op)
+    def _recv(self, x: Any, src: int | None, tag: int, timeout: Timeout, stream: Any, async_op: bool) -> Any:
+        made = self._run_plain("recv", None, x, timeout, stream, async_op, root=src, tag=tag)
+        if made is not NotImplemented:
+            return made
+        return self._launch(self._prepare_recv(self._begin("recv", timeout, stream), x, src, tag), None, async_op)
 
     def _prepare_send(self, call: CollectiveArgs, x: Any, dst: int, tag: int) -> CollectiveArgs:
         call.root = self._other("dst", dst, call)
@@ -653,15 +726,13 @@ class Communicator:
 
         Raises:  on a device, the errors of earlier calls.
         """
-        if self._run_plain("barrier", None, None, timeout, stream, async_op) is not None:
-            return None
+        made = self._run_plain("barrier", None, None, timeout, stream, async_op)
+        if made is not NotImplemented:
+            return made
         call = self._begin("barrier", timeout, stream)
-        if not call.on_device:
-            return self._launch(call, async_op)
-        call.stream = call.waiting_stream(None)
-        if call.flag("async_op", async_op) or self._group is not None:
-            return self._launch(call, async_op)
-        self._launch(call, async_op=True).synchronize()
+        if not call.on_device or call.flag("async_op", async_op) or self._group is not None:
+            return self._launch(call, None, async_op)
+        self._launch(call, None, async_op=True).synchronize()
         return None
 
     # ---- lists of arrays: nothing is packed, each array is read and written where it lies --------------------------
@@ -689,39 +760,64 @@ class Communicator:
             call = self._begin("all_reduce", timeout, stream)
             call.flag("async_op", async_op)
             calls.append(self._prepare_all_reduce(call, x, op, None, factor, algorithm))
-            together.written += call.written
+            together.writes += call.writes
         together.separate_outputs()
         if not async_op and self._group is None:
             together.note_writes()
             for _, alike in groupby(calls, key=lambda call: (call.wire, call.stream)):
                 self._open.run_list(list(alike))
-            return [call.finish(-1) for call in calls]
+            return [call.finish(-1, x) for call, x in zip(calls, xs, strict=True)]
+        works = [self._launch(call, x, async_op) for call, x in zip(calls, xs, strict=True)]
         if not async_op:
-            return [self._launch(call, async_op=False) for call in calls]
+            return works
         group = Group()
-        group.works.extend(self._launch(call, async_op=True) for call in calls)
+        group.works.extend(works)
         return group
 
     def all_gather_list(
-        self, outputs: Sequence[Any], x: Any, *, timeout: Timeout = None, stream: Any = None, async_op: bool = False
+        self,
+        x: Any,
+        outputs: Sequence[Any] | None = None,
+        *,
+        timeout: Timeout = None,
+        stream: Any = None,
+        async_op: bool = False,
     ) -> Any:
-        """Copies ``x`` of rank r to ``outputs[r]`` on every rank.
+        """Gathers ``x`` of all ranks on every rank, where each rank's array may have a shape of its own.
 
-        Shapes:  ``outputs[r]`` has as many elements as ``x`` of rank r; every rank passes the same sizes.
-        Returns: ``list(outputs)``.
+        Args:
+            outputs: ``outputs[r]`` takes ``x`` of rank r; every rank passes the same sizes. None: the ranks exchange
+                their shapes first, for which the host waits, and the results are new arrays. Either all ranks pass
+                outputs or none does.
+        Shapes:  ``outputs[r]`` has as many elements as ``x`` of rank r.
+        Dtypes:  all; one for all ranks.
+        Returns: a list of the outputs, or of new arrays of the ranks' shapes.
         """
         call = self._begin("all_gather_list", timeout, stream)
+        call.flag("async_op", async_op)
         source = call.read(x)
+        if outputs is None:
+            outputs = [call.fresh(source, shape).data for shape in self._shapes(call, source)]
         parts = self._written(call, outputs, source)
         call.same_count(f"x, for outputs[{self.rank}]", parts[self.rank].count, source.count)
-        call.input = call.separate_pieces(source, parts)
-        call.result = list(outputs)
-        return self._finish_list(call, source, output_parts=parts, async_op=async_op)
+        call.input, call.output = call.separate_pieces(source, parts), parts
+        return self._launch(call.validate(source.count, source.dtype), list(outputs), async_op)
+
+    def _shapes(self, call: CollectiveArgs, array: Array) -> list[list[int]]:
+        """Returns the shape of every rank's array, after checking that all have the same element type."""
+        everybody = [json.loads(each) for each in self.exchange(json.dumps([array.dtype.name, array.shape]).encode())]
+        names = [name for name, _ in everybody]
+        if len(set(names)) > 1:
+            listed = ", ".join(f"rank {rank} {name}" for rank, name in enumerate(names))
+            raise MismatchError(
+                f"{call.op}: rank {self.rank} expected one dtype on all ranks, got {listed}; convert the arrays first"
+            )
+        return [shape for _, shape in everybody]
 
     def reduce_scatter_list(
         self,
-        out: Any,
         inputs: Sequence[Any],
+        out: Any,
         op: str = "sum",
         *,
         factor: float | None = None,
@@ -737,16 +833,15 @@ class Communicator:
         """
         call = self._begin("reduce_scatter_list", timeout, stream)
         call.reduces(op, factor)
-        call.output = call.write(out)
-        parts = self._read(call, inputs, call.output)
-        call.same_count(f"out, for inputs[{self.rank}]", parts[self.rank].count, call.output.count)
-        call.result = out
-        return self._finish_list(call, call.output, input_parts=parts, async_op=async_op)
+        call.output = target = call.write(out)
+        call.input = parts = self._read(call, inputs, target)
+        call.same_count(f"out, for inputs[{self.rank}]", parts[self.rank].count, target.count)
+        return self._launch(call.validate(target.count, target.dtype), out, async_op)
 
     def all_to_all_list(
         self,
-        outputs: Sequence[Any],
         inputs: Sequence[Any],
+        outputs: Sequence[Any],
         *,
         timeout: Timeout = None,
         stream: Any = None,
@@ -760,17 +855,16 @@ class Communicator:
         call = self._begin("all_to_all_list", timeout, stream)
         inputs = call.list_of("inputs", inputs, self.world_size)
         first = call.read(inputs[0])
-        written = self._written(call, outputs, first)
-        read = [self._apart(call, call.read(x), written) for x in inputs]
+        call.output = written = self._written(call, outputs, first)
+        call.input = read = [self._apart(call, call.read(x), written) for x in inputs]
         call.same_dtype(first.dtype, *(piece.array for piece in read))
         call.same_count(f"outputs[{self.rank}]", read[self.rank].count, written[self.rank].count)
-        call.result = list(outputs)
-        return self._finish_list(call, first, input_parts=read, output_parts=written, count=0, async_op=async_op)
+        return self._launch(call.validate(0, first.dtype), list(outputs), async_op)
 
     def gather_list(
         self,
-        outputs: Sequence[Any] | None,
         x: Any,
+        outputs: Sequence[Any] | None,
         root: int = 0,
         *,
         timeout: Timeout = None,
@@ -786,18 +880,20 @@ class Communicator:
         call.root = call.peer("root", root)
         source = call.read(x)
         written = [Piece(source, 0, 0)] * self.world_size
+        result = None
         if self.rank == call.root:
             written = self._written(call, outputs, source)
             call.same_count(f"x, for outputs[{self.rank}]", written[self.rank].count, source.count)
             source = call.separate_pieces(source, written)
-            call.result = list(outputs or ())
-        read = [Piece(source, 0, source.count if p == call.root else 0) for p in range(self.world_size)]
-        return self._finish_list(call, source, input_parts=read, output_parts=written, count=0, async_op=async_op)
+            result = list(outputs or ())
+        call.input = [Piece(source, 0, source.count if p == call.root else 0) for p in range(self.world_size)]
+        call.output = written
+        return self._launch(call.validate(0, source.dtype), result, async_op)
 
     def scatter_list(
         self,
-        out: Any,
         inputs: Sequence[Any] | None,
+        out: Any,
         root: int = 0,
         *,
         timeout: Timeout = None,
@@ -812,26 +908,12 @@ class Communicator:
         call = self._begin("scatter_list", timeout, stream)
         call.root = call.peer("root", root)
         target = call.write(out)
-        call.result = out
-        read = [Piece(target, 0, 0)] * self.world_size
+        call.input = [Piece(target, 0, 0)] * self.world_size
         if self.rank == call.root:
-            read = self._read(call, inputs, target)
+            call.input = read = self._read(call, inputs, target)
             call.same_count(f"out, for inputs[{self.rank}]", read[self.rank].count, target.count)
-        written = [Piece(target, 0, target.count if p == call.root else 0) for p in range(self.world_size)]
-        return self._finish_list(call, target, input_parts=read, output_parts=written, count=0, async_op=async_op)
-
-    def _finish_list(
-        self,
-        call: CollectiveArgs,
-        like: Array,
-        *,
-        input_parts: list[Piece] | None = None,
-        output_parts: list[Piece] | None = None,
-        count: int | None = None,
-        async_op: bool,
-    ) -> Any:
-        call.input_parts, call.output_parts = input_parts, output_parts
-        return self._launch(call.validate(like.count if count is None else count, like.dtype), async_op)
+        call.output = [Piece(target, 0, target.count if p == call.root else 0) for p in range(self.world_size)]
+        return self._launch(call.validate(0, target.dtype), out, async_op)
 
     def _written(self, call: CollectiveArgs, outputs: Sequence[Any] | None, like: Array) -> list[Piece]:
         arrays = [call.write(x) for x in call.list_of("outputs", outputs, self.world_size)]
@@ -864,13 +946,12 @@ class Communicator:
         Cost:    one pass over the bytes: one kernel on a device.
         Returns: ``bucket``.
         """
-        if self._pack_plain(tensors, bucket, scale, stream, False):
-            return bucket
-        call = self._begin("pack", None, stream)
-        target = call.update(bucket)
-        sources = [call.read(x) for x in call.list_of("tensors", tensors)]
-        pairs = [(Piece.of(source), piece) for source, piece in zip(sources, _cut(call, target, sources), strict=True)]
-        self._move(call, pairs, scale)
+        if not self._pack_plain(tensors, bucket, scale, stream, False):
+            call = self._begin("pack", None, stream)
+            target = call.update(bucket)
+            sources = [call.read(x) for x in call.list_of("tensors", tensors)]
+            pairs = zip(map(Piece.of, sources), _cut(call, target, sources), strict=True)
+            self._pack(call, list(pairs), scale)
         return bucket
 
     def unpack(self, bucket: Any, tensors: Sequence[Any], scale: float = 1.0, *, stream: Any = None) -> list[Any]:
@@ -880,13 +961,12 @@ class Communicator:
         Shapes, dtypes, cost: as in `pack`.
         Returns: ``list(tensors)``.
         """
-        if self._pack_plain(tensors, bucket, scale, stream, True):
-            return list(tensors)
-        call = self._begin("unpack", None, stream)
-        source = call.read(bucket)
-        targets = [call.write(x) for x in call.list_of("tensors", tensors)]
-        pairs = [(piece, Piece.of(target)) for target, piece in zip(targets, _cut(call, source, targets), strict=True)]
-        self._move(call, pairs, scale)
+        if not self._pack_plain(tensors, bucket, scale, stream, True):
+            call = self._begin("unpack", None, stream)
+            source = call.read(bucket)
+            targets = [call.write(x) for x in call.list_of("tensors", tensors)]
+            pairs = zip(_cut(call, source, targets), map(Piece.of, targets), strict=True)
+            self._pack(call, list(pairs), scale)
         return list(tensors)
 
     def _pack_plain(self, tensors: Sequence[Any], bucket: Any, scale: float, stream: Any, unpacks: bool) -> bool:
@@ -894,7 +974,7 @@ class Communicator:
         pack = self._pack_plain_native  # None once the communicator is closed
         return stream is None and pack is not None and pack(tensors, bucket, scale, unpacks)
 
-    def _move(self, call: CollectiveArgs, pairs: Pairs, scale: float) -> None:
+    def _pack(self, call: CollectiveArgs, pairs: Pairs, scale: float) -> None:
         call.number("scale", scale)
         if not pairs:
             return
@@ -909,7 +989,7 @@ class Communicator:
             )
         call.note_writes()
         self._open.pack(call, [_apart(call, *pair) for pair in pairs], scale)
-        call.finish(-1)
+        call.finish(-1, None)
 
     # ---- waiting, and small messages ------------------------------------------------------------------------------
 
@@ -932,6 +1012,62 @@ class Communicator:
                 f"exchange: rank {self.rank} got {type(payload).__name__}, expected bytes; encode it first"
             )
         return self._open.exchange(payload)
+
+    # Every rank's bytes go to every rank, since objects are small and their sizes unknown to the others.
+
+    def all_gather_object(self, x: Any) -> list[Any]:
+        """Gathers an object of every rank, by rank, on every rank; a collective.
+
+        Objects travel pickled, through host memory on any device. Loading a pickle runs code that its sender chose, so
+        use this only among ranks that trust each other; for arrays `all_gather` is faster and runs no code.
+
+        Cost:    that of `exchange`: every rank receives W times the bytes of the largest object.
+        Raises:  InvalidArgumentError: the object cannot be pickled; nothing was sent.
+        """
+        return [pickle.loads(each) for each in self._exchange_objects("all_gather_object", x)]
+
+    def broadcast_object(self, x: Any = None, root: int = 0) -> Any:
+        """Returns the root's object on every rank; a collective. See `all_gather_object` for trust, cost and errors.
+
+        Args:
+            x: the object at the root; ignored elsewhere.
+        """
+        root = self._begin("broadcast_object").peer("root", root)
+        payloads = self._exchange_objects("broadcast_object", x if self.rank == root else None)
+        return x if self.rank == root else pickle.loads(payloads[root])
+
+    def gather_object(self, x: Any, root: int = 0) -> list[Any] | None:
+        """Gathers an object of every rank, by rank, at the root; a collective. See `all_gather_object` for trust, cost
+        and errors.
+
+        Returns: the list at the root, None elsewhere.
+        """
+        root = self._begin("gather_object").peer("root", root)
+        payloads = self._exchange_objects("gather_object", x)
+        return [pickle.loads(each) for each in payloads] if self.rank == root else None
+
+    def scatter_object(self, xs: Sequence[Any] | None = None, root: int = 0) -> Any:
+        """Returns the r-th of the root's objects on rank r; a collective. See `all_gather_object` for trust, cost and
+        errors.
+
+        Args:
+            xs: one object for each rank at the root; ignored elsewhere.
+        """
+        call = self._begin("scatter_object")
+        root = call.peer("root", root)
+        mine: list[bytes] | None = None
+        if self.rank == root:
+            if not isinstance(xs, (list, tuple)) or len(xs) != self.world_size:
+                raise InvalidArgumentError(
+                    f"scatter_object: rank {self.rank} got xs={shown(xs)}, expected a list of {self.world_size} "
+                    "objects; pass one for each rank"
+                )
+            mine = [_pickled(call, x) for x in xs]
+        payloads = self._exchange_objects("scatter_object", mine)
+        return pickle.loads(pickle.loads(payloads[root])[self.rank])
+
+    def _exchange_objects(self, op: str, x: Any) -> list[bytes]:
+        return self._open.exchange(_pickled(self._begin(op), x))
 
     # ---- memory --------------------------------------------------------------------------------------------------
 
@@ -1143,6 +1279,16 @@ class Communicator:
         state = "closed" if self._closed else "aborted" if self.aborted else "open"
         where = self.device if self.engine == "cuda" else self.engine
         return f"<ringcomm.{type(self).__name__} rank {self.rank} of {self.world_size}, {where}, {state}>"
+
+
+def _pickled(call: CollectiveArgs, x: Any) -> bytes:
+    try:
+        return pickle.dumps(x)
+    except Exception as error:  # raised by the object's own code
+        raise InvalidArgumentError(
+            f"{call.op}: rank {call.rank} got {type(x).__name__}, which cannot be pickled ({type(error).__name__}: "
+            f"{one_line(error)}); pass an object that can"
+        ) from error
 
 
 def _cut(call: CollectiveArgs, bucket: Array, tensors: Sequence[Array]) -> list[Piece]:

@@ -19,9 +19,9 @@ from ringcomm.arrays import libraries
 from ringcomm.arrays.devices import CPU, EMULATED, Device
 from ringcomm.arrays.interop import Array, library_of, wire_type
 from ringcomm.comm import profiling
-from ringcomm.comm.args import CollectiveArgs, Pairs
+from ringcomm.comm.args import CollectiveArgs, Pairs, Rank
 from ringcomm.comm.hosts import Hosts, Network, Span
-from ringcomm.comm.work import Request, wait_for
+from ringcomm.comm.work import Request
 from ringcomm.errors import (
     AbortedError,
     CollectiveTimeoutError,
@@ -48,16 +48,12 @@ _PLACE = struct.Struct("<?qq")  # (has a color, color, key)
 MOST_BYTES = 1 << 62  # largest array: far above real sizes, and small enough to prevent overflow
 
 
-class Engine(ABC):
+class Engine(Rank, ABC):
     """One rank's end of a communicator's transport. An operation that an engine does not support raises
     UnsupportedError."""
 
     name: str
     """"cpu", "cuda", or a process group, such as "torch.distributed:gloo"."""
-    rank: int
-    world_size: int
-    device: Device | None = None
-    """The device on which arrays must lie; None: any device that the process group accepts."""
     lends_memory = False
     """Whether `empty` returns memory that the peers read and write in place."""
     aborted = False
@@ -127,6 +123,10 @@ class Engine(ABC):
     @abstractmethod
     def pack(self, call: CollectiveArgs, pairs: Pairs, scale: float) -> None:
         """Copies pairs of pieces that were already checked."""
+
+    @abstractmethod
+    def combine(self, call: CollectiveArgs, first: Array, second: Array) -> None:
+        """Writes ``first`` combined with ``second``, by the call's reduction, to ``second``."""
 
     @abstractmethod
     def exchange(self, payload: bytes) -> list[bytes]:
@@ -331,8 +331,9 @@ class NativeEngine(Engine):
 
     @property
     def submit_plain(self) -> Any:  # type: ignore[override]
-        """`Engine.submit_plain` on a device. On the cpu every call is prepared."""
-        return None if self._beside is self.native else partial(self.explaining, self.native.submit_plain)
+        """`Engine.submit_plain`; on the cpu the native method itself."""
+        submit = self.native.submit_plain
+        return submit if self._beside is self.native else partial(self.explaining, submit)
 
     @property
     def pack_plain(self) -> Any:  # type: ignore[override]
@@ -349,8 +350,7 @@ class NativeEngine(Engine):
     def submit(self, call: CollectiveArgs) -> Request:
         """Starts a call."""
         with profiling.named(call.op):
-            request = self.explaining(self.native.submit, *call.to_native())
-        return request if self._beside is self.native else DeviceRequest(request, self)
+            return self.explaining(self.native.submit, *call.to_native())
 
     def run_list(self, calls: Sequence[CollectiveArgs]) -> None:
         """Runs calls that differ only in their arrays; a device engine runs many of them in one launch."""
@@ -361,7 +361,7 @@ class NativeEngine(Engine):
     def run_pair(self, sending: CollectiveArgs, receiving: CollectiveArgs) -> int:
         """Runs a send and a receive, of which neither waits for the other; returns the source of the receive."""
         if self._beside is self.native or receiving.root < 0:
-            return super().run_pair(sending, receiving)
+            return self.explaining(super().run_pair, sending, receiving)
         self.run_list([sending, receiving])  # one launch: on one stream the second would wait for the first
         return receiving.root
 
@@ -369,7 +369,15 @@ class NativeEngine(Engine):
         """Copies pairs of pieces that were already checked."""
         (before, each), (after, _) = (self._wire(pairs[0][end].array, call) for end in (0, 1))
         pieces = [(source.address, target.address, source.count * each) for source, target in pairs]
-        self.native.pack(pieces, before, after, scale, call.stream)
+        self.native.pack(pieces, before, after, scale, call.stream or 0)
+        self._wait_for(call)
+
+    def combine(self, call: CollectiveArgs, first: Array, second: Array) -> None:
+        """Writes ``first`` combined with ``second``, by the call's reduction, to ``second``."""
+        op, _ = call.reduction or ("sum", 1.0)
+        code, each = wire_type(second.dtype, op, call.op, self.rank)
+        count, reduce_op = second.count * each, _C.REDUCE_OPS[op]
+        self.native.combine(first.address, second.address, second.address, count, code, reduce_op, 1, call.stream or 0)
         self._wait_for(call)
 
     def _wire(self, array: Array, call: CollectiveArgs) -> tuple[int, int]:
@@ -377,7 +385,7 @@ class NativeEngine(Engine):
 
     def _wait_for(self, call: CollectiveArgs) -> None:
         if call.waits:
-            self.synchronize(call.stream)
+            self.synchronize(call.stream or 0)
 
     def synchronize(self, stream: int) -> None:
         """Waits for the work enqueued on a stream."""
@@ -502,31 +510,3 @@ def _retire(native: _C.Engine, unused: list[int], address: int) -> None:
     """Records unreferenced device memory. It must not wait for the device, because it runs where the last reference
     is dropped, possibly during a graph capture. ``native`` is kept alive until now."""
     unused.append(address)
-
-
-class DeviceRequest:
-    """A call in flight on a device."""
-
-    __slots__ = ("_engine", "_request")
-
-    def __init__(self, request: Any, engine: NativeEngine) -> None:
-        self._request = request
-        self._engine = engine
-
-    @property
-    def done(self) -> bool:
-        """Whether the call has ended."""
-        return bool(self._request.done)
-
-    @property
-    def source(self) -> int:
-        """Source rank of a completed recv."""
-        return int(self._request.source)
-
-    def wait(self, timeout_ms: int = 0) -> None:
-        """Blocks the host until the call has ended."""
-        wait_for(self._request, self._engine, self._request.wait, timeout_ms)
-
-    def join(self, stream: int) -> None:
-        """Makes a stream wait for the call."""
-        wait_for(self._request, self._engine, self._request.join, stream)

@@ -272,13 +272,25 @@ def client_store(port: int) -> Any:
     return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 
 
-def _extension() -> Any:
+REINSTALL = (
+    "install a newer ringcomm, or build it beside this torch with `pip install --no-build-isolation --force-reinstall "
+    "--no-deps --no-binary ringcomm ringcomm`"
+)
+
+
+def extension(call: str) -> Any:
+    """Returns the module `_c10d`, which is built against torch.
+
+    Raises:  UnsupportedError: there is none for the installed torch.
+    """
+    import torch
+
     try:
         from ringcomm import _c10d
     except ImportError as error:
         raise UnsupportedError(
-            f"init: ranks on several hosts need the extension ringcomm._c10d, which is not installed: {error}; "
-            "reinstall with `pip install --no-build-isolation --force-reinstall --no-deps ringcomm` beside torch"
+            f"{call}: expected the extension ringcomm._c10d for the installed torch {torch.__version__}, got: {error}; "
+            f"{REINSTALL}"
         ) from error
     return _c10d
 
@@ -293,7 +305,7 @@ def _gloo(store: Any, rank: int, world_size: int, limit_ms: int) -> Any:
             f"init: rank {rank} expected to reach all {world_size} ranks over gloo, got: {str(error).splitlines()[0]}; "
             "check that every host reaches every other, and name the interface in GLOO_SOCKET_IFNAME"
         ) from error
-    return _extension().transport_over(group, "gloo")
+    return extension("init").transport_over(group, "gloo")
 
 
 def _over_group(group: Any, rank: int, world_size: int, device: Device) -> Any:
@@ -310,10 +322,10 @@ def _over_group(group: Any, rank: int, world_size: int, device: Device) -> Any:
             f"init: rank {rank} asked for a process group as the network between hosts with arrays on {device}, which "
             "serves the cpu alone; leave network out"
         )
-    extension = _extension()
+    module = extension("init")
     uses = _USES.setdefault(group, count())  # all ranks of a group make their transports over it in the same order
-    first_tag = _FIRST_TAG + next(uses) * extension.TAGS  # outside the tags that the group's owner uses
-    return extension.transport_over(group._get_backend(torch.device("cpu")), dist.get_backend(group), first_tag)
+    first_tag = _FIRST_TAG + next(uses) * module.TAGS  # outside the tags that the group's owner uses
+    return module.transport_over(group._get_backend(torch.device("cpu")), dist.get_backend(group), first_tag)
 
 
 class Span:

@@ -23,6 +23,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.engine import NativeEngine
 from ringcomm.comm.hosts import Hosts, Network, check_network, client_store, memory_store, server_store
 from ringcomm.errors import AbortedError, InvalidArgumentError, RankFailedError, RankLostError, one_line, shown
+from ringcomm.progress import Progress
 from ringcomm.validation import as_int
 
 _UNGUARDED = (
@@ -46,6 +47,7 @@ class _Job:
     places: list[Place]
     hosts: Hosts | None
     wire_dtype: str | None
+    returns_errors: bool
 
     def engine(self, rank: int, store: Any) -> NativeEngine:
         """Returns a rank's engine, not connected; ``store`` is used if there are several hosts."""
@@ -64,6 +66,7 @@ def run_ranks(
     device: Any = None,
     hosts: Sequence[int] | None = None,
     wire_dtype: str | None = None,
+    return_exceptions: bool = False,
 ) -> list[Any]:
     """Calls ``fn(comm, *args)`` on ``world_size`` ranks of this machine and waits for all.
 
@@ -77,6 +80,8 @@ def run_ranks(
         hosts: for example [2, 2]: treats the first two ranks and the next two as separate hosts, which reach each other
             over the loopback interface; for tests, and to study several hosts. None: one host.
         wire_dtype: as in `init`.
+        return_exceptions: True: a rank that fails has its exception in the place of its result, and the others run to
+            their end. Their calls with it raise AbortedError or RankLostError; they may go on with `shrink`.
     Returns: the results, by rank.
     Raises:  the first exception of a rank; the other ranks are aborted, and processes that do not end are killed.
              RankFailedError: a process died without an exception, or a rank called sys.exit. RankLostError: a rank
@@ -92,12 +97,16 @@ def run_ranks(
     world_size = number
     if not callable(fn):
         raise InvalidArgumentError(f"run_ranks: got fn={shown(fn)}, expected a function; pass one")
+    if return_exceptions is not True and return_exceptions is not False:
+        raise InvalidArgumentError(
+            f"run_ranks: got return_exceptions={shown(return_exceptions)}, expected True or False; pass one of these"
+        )
     wire_dtype = check_network(None, wire_dtype, "run_ranks")
     limit_ms = milliseconds(timeout, "run_ranks", 0)
     places = [choose(engine, device, "run_ranks", rank) for rank in range(world_size)]
     launch = _run_threads if ranks == "threads" else _run_processes
     pretended = None if hosts is None else Hosts.pretended(hosts, world_size, "run_ranks")
-    return launch(_Job(fn, args, limit_ms, places, pretended, wire_dtype))
+    return launch(_Job(fn, args, limit_ms, places, pretended, wire_dtype, return_exceptions))
 
 
 # ---- threads -----------------------------------------------------------------------------------------------------
@@ -110,18 +119,30 @@ class _Outcome:
         self.results: list[Any] = [None] * world_size
         self.failures: list[tuple[int, BaseException]] = []
 
-    def raise_first(self) -> None:
-        """Raises the first exception that was not caused by another rank."""
-        own = [error for _, error in self.failures if not isinstance(error, AbortedError)]
-        first = own or [error for _, error in self.failures]
-        if first and isinstance(first[0], SystemExit):  # would end the caller's program silently, with status 0
-            rank = next(rank for rank, error in self.failures if error is first[0])
-            code = shown(first[0].code)
-            raise RankFailedError(
-                f"run_ranks: rank {rank} expected to return a result, left by sys.exit({code}); let the function return"
-            ) from first[0]
-        if first:
-            raise first[0]
+    def end(self, returns_errors: bool) -> list[Any]:
+        """Returns the results, with the exceptions in their places if they are wanted; else raises the first exception
+        that was not caused by another rank."""
+        failures = [(rank, _instead_of_exit(rank, error)) for rank, error in self.failures]
+        if returns_errors:
+            for rank, error in failures:
+                self.results[rank] = error
+            return self.results
+        own = [error for _, error in failures if not isinstance(error, AbortedError)]
+        for error in own or [error for _, error in failures]:
+            raise error
+        return self.results
+
+
+def _instead_of_exit(rank: int, error: BaseException) -> BaseException:
+    """Returns the error, or one for a SystemExit, which would end the caller's program silently, with status 0."""
+    if not isinstance(error, SystemExit):
+        return error
+    failed = RankFailedError(
+        f"run_ranks: rank {rank} expected to return a result, left by sys.exit({shown(error.code)}); let the function "
+        "return"
+    )
+    failed.__cause__ = error
+    return failed
 
 
 def choose_kernels() -> None:
@@ -153,8 +174,13 @@ def _run_threads(job: _Job) -> list[Any]:
             engine.close_descendants()
         except BaseException as error:
             outcome.failures.append((rank, error))
+            reason = f"rank {rank} raised {type(error).__name__}: {error}"
+            if job.returns_errors:
+                engine.abort(reason)
+                engine.close()  # so that `shrink` of the others does not wait for this rank
+                return
             for each in engines:  # other ranks may wait in communicators that this rank is not in
-                each.abort(f"rank {rank} raised {type(error).__name__}: {error}")
+                each.abort(reason)
 
     threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank {r}", daemon=True) for r in range(world_size)]
     for thread in threads:
@@ -171,8 +197,7 @@ def _run_threads(job: _Job) -> list[Any]:
         raise
     for comm in comms:
         comm.close()
-    outcome.raise_first()
-    return outcome.results
+    return outcome.end(job.returns_errors)
 
 
 # ---- processes: in the child --------------------------------------------------------------------------------------
@@ -231,8 +256,9 @@ def _travels(value: Any) -> bool:
 class _Processes:
     """The parent's side: one pipe and one process per rank."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, returns_errors: bool) -> None:
         self.outcome = _Outcome(world_size)
+        self.returns_errors = returns_errors
         self.handles: dict[int, bytes] = {}
         self.pipes: dict[Connection, int] = {}
         self.open: dict[Connection, int] = {}
@@ -241,9 +267,11 @@ class _Processes:
         self.news: tuple[str, bool] | None = None  # the reason for the other ranks to abort, until it was sent
         self.news_at = 0.0
         self.store: Any = None
+        self.starting = Progress("run_ranks: ranks that have started", world_size)
 
     def start(self, job: _Job) -> None:
         """Starts every rank."""
+        self.starting.start()
         self.store = None if job.hosts is None else server_store()  # lives as long as the ranks
         port = self.store.port if self.store is not None else 0
         context = multiprocessing.get_context("spawn")
@@ -264,8 +292,7 @@ class _Processes:
             for pipe in wait(list(self.open), None if self.deadline is None else 0.1):
                 self.receive(pipe)
             self.tell()
-        self.outcome.raise_first()
-        return self.outcome.results
+        return self.outcome.end(self.returns_errors)
 
     def receive(self, pipe: Any) -> None:
         """Handles one message of a rank, or its death."""
@@ -290,7 +317,9 @@ class _Processes:
             return
         if kind == "handle":
             self.handles[rank] = value
+            self.starting.done = len(self.handles)
             if len(self.handles) == len(self.processes):
+                self.starting.end()
                 for each in self.open:
                     each.send([self.handles[r] for r in range(len(self.processes))])
         elif kind == "result":
@@ -311,13 +340,16 @@ class _Processes:
 
     def fail(self, pipe: Connection, rank: int, error: BaseException, died: bool = False) -> None:
         """Records a failure and tells the other ranks to abort."""
+        self.starting.end()
         del self.open[pipe]
         self.outcome.failures.append((rank, error))
+        connected = len(self.handles) == len(self.processes)
+        if self.returns_errors and connected:
+            return  # the engines tell the other ranks
         if self.deadline is None:
             self.deadline = time.monotonic() + _GRACE_S
             who = f"rank {rank} (process {self.processes[rank].pid})"
             self.news = (f"{who} failed with {type(error).__name__}: {error}", died)
-            connected = len(self.handles) == len(self.processes)
             self.news_at = time.monotonic() + (_NEWS_S if died and connected else 0)
             self.tell()
 
@@ -333,6 +365,7 @@ class _Processes:
 
     def end(self) -> None:
         """Ends all processes."""
+        self.starting.end()
         for process, pipe in zip(self.processes, self.pipes, strict=True):
             if pipe in self.open:
                 process.kill()
@@ -394,7 +427,7 @@ def _run_processes(job: _Job) -> list[Any]:
             "arguments that can be pickled, or ranks='threads'"
         )
     _check_main(job.fn)
-    ranks = _Processes(len(job.places))
+    ranks = _Processes(len(job.places), job.returns_errors)
     try:
         ranks.start(job)
         return ranks.run()

@@ -15,6 +15,16 @@ from ringcomm.comm.args import CollectiveArgs, Pairs, Piece
 from ringcomm.comm.engine import Engine
 from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, RingcommError, UnsupportedError
 
+_COMBINES = {
+    "sum": "add",
+    "prod": "mul",
+    "min": "minimum",
+    "max": "maximum",
+    "band": "bitwise_and",
+    "bor": "bitwise_or",
+    "bxor": "bitwise_xor",
+}
+"""torch's functions of two tensors, by reduction."""
 Started = tuple[list[Any], Callable[[], None]]
 """The process group's handles of a call, and the functions to run when they are done."""
 
@@ -54,9 +64,10 @@ class TorchRequest:
 
     def _hand_over(self) -> None:
         """Orders later work of libraries other than torch on the results after the work that torch has enqueued."""
-        outputs = [self._call.output, *(piece.array for piece in self._call.output_parts or ())]
+        output = self._call.output
+        outputs = [piece.array for piece in output] if isinstance(output, list) else [output] if output else []
         for array in outputs:
-            if array is not None and array.device.kind == "cuda":
+            if array.device.kind == "cuda":
                 array.library.follow(usual_stream(array.device), array.data)
 
 
@@ -64,9 +75,9 @@ def nothing() -> None:
     """Does nothing; most calls have nothing left to do."""
 
 
-def piece_of(array: Array | None) -> Piece:
+def piece_of(array: Array | list[Piece] | None) -> Piece:
     """Returns a piece that covers an array, which the call must have."""
-    assert array is not None
+    assert isinstance(array, Array)
     return Piece.of(array)
 
 
@@ -80,9 +91,11 @@ def flat(piece: Piece) -> Any:
     return data.reshape(-1)[piece.offset : piece.offset + piece.count]
 
 
-def _chunks(call: CollectiveArgs, array: Array, empty: Any) -> list[Any]:
+def _chunks(call: CollectiveArgs, array: Array | list[Piece] | None, empty: Any) -> list[Any] | None:
     """Splits an array into one piece per rank; returns ``empty`` for each rank if there is nothing to split."""
-    return list(flat(Piece.of(array)).chunk(call.world_size)) if call.count else [empty] * call.world_size
+    if array is None:
+        return None
+    return list(flat(piece_of(array)).chunk(call.world_size)) if call.count else [empty] * call.world_size
 
 
 class ProcessGroupEngine(Engine):
@@ -172,21 +185,29 @@ class ProcessGroupEngine(Engine):
                 x = x.to(torch.float64 if torch.float64 in (x.dtype, y.dtype) else torch.float32) * scale
             y.copy_(x)
 
+    def combine(self, call: CollectiveArgs, first: Array, second: Array) -> None:
+        """Writes ``first`` combined with ``second``, by the call's reduction, to ``second``."""
+        import torch
+
+        op, _ = call.reduction or ("sum", 1.0)
+        target = flat(Piece.of(second))
+        getattr(torch, _COMBINES[op])(flat(Piece.of(first)), target, out=target)
+
     def _reduction(self, call: CollectiveArgs) -> tuple[Any, float]:
         """Returns the group's reduce op and the divisor of its result, because Gloo has no average."""
         import torch.distributed as dist
 
-        if call.reduce_op == "premul_sum":
+        op, _ = call.reduction or ("sum", 1.0)
+        if op == "premul_sum":
             return dist.ReduceOp.SUM, 1
-        if call.reduce_op == "avg" and "gloo" in self.name:
+        if op == "avg" and "gloo" in self.name:
             return dist.ReduceOp.SUM, self.world_size
-        name = "PRODUCT" if call.reduce_op == "prod" else str(call.reduce_op).upper()
-        return getattr(dist.ReduceOp, name), 1
+        return getattr(dist.ReduceOp, "PRODUCT" if op == "prod" else op.upper()), 1
 
     def _source(self, call: CollectiveArgs, piece: Piece) -> Any:
         """Returns a piece to reduce; for premul_sum a copy of it times the factor."""
-        tensor = flat(piece)
-        return tensor * call.factor if call.reduce_op == "premul_sum" else tensor
+        op, factor = call.reduction or ("sum", 1.0)
+        return flat(piece) * factor if op == "premul_sum" else flat(piece)
 
     def _divide(self, tensor: Any, divisor: float) -> None:
         if divisor != 1:
@@ -225,13 +246,13 @@ class ProcessGroupEngine(Engine):
 
         op, divisor = self._reduction(call)
         target = flat(piece_of(call.output))
-        if call.input_parts is None:
+        if not isinstance(call.input, list):
             source = self._source(call, piece_of(call.input))
             scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before torch 2.13
             work = scatter(target, source, op, group=self.pg, async_op=True)
             return [work], lambda: self._divide(target, divisor)
         works, finishes = [], []  # uneven parts: one reduction for each
-        for root, piece in enumerate(call.input_parts):
+        for root, piece in enumerate(call.input):
             scratch = self._source(call, piece).clone()
             works.append(dist.reduce(scratch, group_dst=root, op=op, group=self.pg, async_op=True))
             if root == self.rank:
@@ -247,12 +268,12 @@ class ProcessGroupEngine(Engine):
         import torch.distributed as dist
 
         source = flat(piece_of(call.input))
-        if call.output_parts is None:
+        if not isinstance(call.output, list):
             target = flat(piece_of(call.output))
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
             return [gather(target, source.clone(), group=self.pg, async_op=True)], nothing
         works = []  # uneven parts: one broadcast from each rank
-        for root, piece in enumerate(call.output_parts):
+        for root, piece in enumerate(call.output):
             part = flat(piece)
             if root == self.rank and part.data_ptr() != source.data_ptr():
                 part.copy_(source)
@@ -269,36 +290,28 @@ class ProcessGroupEngine(Engine):
         import torch.distributed as dist
 
         source = flat(piece_of(call.input))
-        parts = None
-        if call.output is not None:
-            parts = (
-                list(flat(Piece.of(call.output)).chunk(self.world_size)) if call.count else [source] * self.world_size
-            )
+        parts = _chunks(call, call.output, source)
         return [dist.gather(source, parts, group_dst=call.root, group=self.pg, async_op=True)], nothing
 
     def _scatter(self, call: CollectiveArgs) -> Started:
         import torch.distributed as dist
 
         target = flat(piece_of(call.output))
-        parts = None
-        if call.input is not None:
-            parts = (
-                list(flat(Piece.of(call.input)).chunk(self.world_size)) if call.count else [target] * self.world_size
-            )
+        parts = _chunks(call, call.input, target)
         return [dist.scatter(target, parts, group_src=call.root, group=self.pg, async_op=True)], nothing
 
     def _all_to_all(self, call: CollectiveArgs) -> Started:
         import torch
         import torch.distributed as dist
 
-        if call.input_parts is None or call.output_parts is None:
+        if not isinstance(call.input, list) or not isinstance(call.output, list):
             target, source = flat(piece_of(call.output)), flat(piece_of(call.input)).clone()
             return [dist.all_to_all_single(target, source, group=self.pg, async_op=True)], nothing
-        sent, received = [p.count for p in call.input_parts], [p.count for p in call.output_parts]
-        source = torch.cat([flat(piece) for piece in call.input_parts])
+        sent, received = [p.count for p in call.input], [p.count for p in call.output]
+        source = torch.cat([flat(piece) for piece in call.input])
         target = source.new_empty(sum(received))
         work = dist.all_to_all_single(target, source, received, sent, group=self.pg, async_op=True)
-        pieces = call.output_parts
+        pieces = call.output
 
         def finish() -> None:
             for piece, part in zip(pieces, target.split(received), strict=True):

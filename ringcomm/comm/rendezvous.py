@@ -19,7 +19,8 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.engine import NativeEngine
 from ringcomm.comm.hosts import Hosts, Network, check_network, identity
 from ringcomm.comm.store import add_checksum, generation, strip_checksum
-from ringcomm.errors import CollectiveTimeoutError, EngineError, InvalidArgumentError, shown
+from ringcomm.errors import CollectiveTimeoutError, EngineError, InvalidArgumentError, rank_list, shown
+from ringcomm.progress import Progress
 from ringcomm.validation import as_int
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _LIMIT_S = 1800.0
+_LOOK_S = 2.0  # how often rank 0 looks which ranks are missing
 _MOST_RANKS = 1 << 20  # in a world, because every rank reads a key of every other rank
 _shared: weakref.WeakKeyDictionary[Any, dict[torch.device, Communicator]] = weakref.WeakKeyDictionary()  # by group
 
@@ -246,18 +248,18 @@ def _exchange(
         keys = [f"{prefix}/{peer}" for peer in range(world_size)]
         store.set(keys[rank], add_checksum(handle, world_size))
         deadline = time.monotonic() + limit.total_seconds()
-        for peer, key in enumerate(
-            keys
-        ):  # in order: with different world sizes, some wait for ranks that were never started
-            _await(store, keys, key, rank, limit, deadline)
-            its, value = strip_checksum(bytes(store.get(key)), "init", rank, peer)
-            if its != world_size:
-                _both_know(store, key, keys[rank])
-                raise InvalidArgumentError(
-                    f"init: rank {peer} was started with world_size {its}, this rank ({rank}) with {world_size}; start "
-                    "every rank with the same world size"
-                )
-            handles.append(value)
+        with Progress("init: waiting", shows=rank == 0, limit_s=limit.total_seconds()) as waiting:
+            # In order: with different world sizes, some wait for ranks that were never started.
+            for peer, key in enumerate(keys):
+                _await(store, keys, key, rank, limit, deadline, waiting)
+                its, value = strip_checksum(bytes(store.get(key)), "init", rank, peer)
+                if its != world_size:
+                    _both_know(store, key, keys[rank])
+                    raise InvalidArgumentError(
+                        f"init: rank {peer} was started with world_size {its}, this rank ({rank}) with {world_size}; "
+                        "start every rank with the same world size"
+                    )
+                handles.append(value)
     except (InvalidArgumentError, CollectiveTimeoutError):
         raise
     except RuntimeError as error:
@@ -268,7 +270,12 @@ def _exchange(
     return prefix, handles
 
 
-def _await(store: Any, keys: list[str], key: str, rank: int, limit: timedelta, deadline: float) -> None:
+def _await(
+    store: Any, keys: list[str], key: str, rank: int, limit: timedelta, deadline: float, waiting: Progress
+) -> None:
+    """Waits for a key until the deadline. Rank 0 says which ranks it waits for."""
+    if rank == 0:
+        _look_for(store, keys, key, deadline, waiting)
     left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
     try:
         store.wait([key], left)
@@ -280,6 +287,20 @@ def _await(store: Any, keys: list[str], key: str, rank: int, limit: timedelta, d
             f"init: rank {rank} expected all {len(keys)} ranks within {limit.total_seconds():g} s, got none of ranks "
             f"{missing}; check that they started, with world size {len(keys)}, and reach the store"
         ) from error
+
+
+def _look_for(store: Any, keys: list[str], key: str, deadline: float, waiting: Progress) -> None:
+    """Returns once the key is there, or the deadline has passed. Looks again and again, because torch logs two warnings
+    for every wait that ends without it."""
+    pause, noted = 0.001, time.monotonic()
+    while not store.check([key]) and time.monotonic() < deadline:
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+        if time.monotonic() - noted > _LOOK_S:
+            missing = [peer for peer, each in enumerate(keys) if not store.check([each])]
+            if missing:
+                waiting.note(f"init: waiting for {rank_list(missing)}")
+            noted = time.monotonic()
 
 
 def _both_know(store: Any, theirs: str, mine: str) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
 from ringcomm import _C
-from ringcomm.arrays.devices import Device
 from ringcomm.arrays.libraries import stream_number, usual_stream
-from ringcomm.comm.args import milliseconds
-from ringcomm.errors import RingcommError
+from ringcomm.comm.args import CollectiveArgs, Rank, milliseconds
+from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, RingcommError, shown
 
 
 class Request(Protocol):
@@ -25,51 +26,35 @@ class Request(Protocol):
     def wait(self, timeout_ms: int = 0) -> None: ...
 
 
-class Finisher(Protocol):
-    """The prepared call, with the work left to do when the engine is done."""
-
-    op: str
-    rank: int
-    root: int
-
-    @property
-    def on_host(self) -> bool: ...
-    def finish(self, source: int) -> Any: ...
-    def finish_on(self, stream: int, source: int) -> Any: ...
-    def waiting_stream(self, stream: Any) -> int: ...
-
-
-class Explainer(Protocol):
-    """An engine on a device, which knows the causes of its errors."""
-
-    rank: int
-    device: Device
-
-    def explained(self, error: RingcommError) -> RingcommError: ...
-
-
-def wait_for(request: Any, engine: Explainer, method: Callable[[int], None], argument: int) -> None:
-    """Calls a method of a native request. Its error is raised with the cause, unless only this wait has timed out and
-    the call is still in flight."""
-    try:
-        method(argument)
-    except RingcommError as error:
-        raise (engine.explained(error) if request.done else error) from None
-
-
 _ending = threading.RLock()  # so that of threads that ask for one call, the first writes to the caller's arrays
 
 
 class Work:
-    """One asynchronous call. It keeps its arrays alive until it is done; their values are valid after ``wait``."""
+    """One asynchronous call. It keeps its arrays alive until it is done; their values are valid after ``wait``.
 
-    __slots__ = ("_call", "_rank", "_request", "_result")
+    On a device the call is on a stream: ``wait`` orders later work after it without blocking the host, ``synchronize``
+    blocks the host and raises the call's error. Elsewhere both block until the call is done.
+    """
 
-    def __init__(self, request: Any, call: Finisher) -> None:
+    __slots__ = ("_call", "_engine", "_joined", "_op", "_request", "_result", "_x")
+
+    def __init__(
+        self, request: Any, engine: Rank, op: str, result: Any, call: CollectiveArgs | None = None, x: Any = None
+    ) -> None:
+        """A call on plain arrays has no ``call``, because nothing is left to do when the engine is done; ``x`` is an
+        array of it, whose library tells the current stream."""
         self._request = request
-        self._call: Finisher | None = call
-        self._rank = call.rank
-        self._result: Any = None
+        self._engine = engine
+        self._op = op
+        self._result = result
+        self._call = call
+        self._x = x
+        self._joined = call is None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the engine is done with the call, whatever is left to do here."""
+        return bool(self._request.done)
 
     @property
     def done(self) -> bool:
@@ -86,105 +71,81 @@ class Work:
         """Same as ``done``, under torch's name."""
         return self.done
 
-    def wait(self, timeout: float | timedelta | None = None) -> Any:
-        """Blocks until the call is done.
+    def wait(self, timeout: float | timedelta | None = None, stream: Any = None) -> Any:
+        """Blocks until the call is done; on a device it makes ``stream`` wait instead, so that work enqueued there from
+        now on sees the result.
 
         Args:
-            timeout: seconds (or a timedelta); None: the call's own limit. If it passes, the call stays in flight.
+            timeout: seconds (or a timedelta), for which the host waits on a device too; None: the call's own limit. If
+                it passes, the call stays in flight.
+            stream: as in the call; None: the stream on which the array's library currently works.
         Returns: what the synchronous call returns.
         Raises:  CollectiveTimeoutError, AbortedError, MismatchError: the call's own error, or the timeout here.
         """
-        return self.synchronize(timeout)
+        if timeout is not None:
+            return self.synchronize(timeout)
+        waiting = self._waiting_stream(stream)
+        if waiting is None:
+            return self._end()
+        self._ask(self._request.join, waiting)
+        call = self._call
+        if call is not None and not self._joined:
+            self._joined = True
+            self._result = call.finish_on(waiting, call.root, self._result)
+        return self._result
 
     def synchronize(self, timeout: float | timedelta | None = None) -> Any:
-        """Blocks the host until the call is done; otherwise same as ``wait``."""
-        return self._end(milliseconds(timeout, "wait", self._rank))
+        """Blocks the host until the call is done, also on a device; otherwise same as ``wait``."""
+        return self._end(milliseconds(timeout, "wait", self._engine.rank))
+
+    def _waiting_stream(self, stream: Any) -> int | None:
+        """Returns the stream that waits for the call. None: the host waits, because there are no streams, the call has
+        ended, or it is a recv whose sender is unknown before it has sent."""
+        engine, call = self._engine, self._call
+        device = engine.device
+        if device is None or device.kind != "cuda":
+            if stream is not None:
+                raise engine.has_no_stream("wait", stream)
+            return None
+        if call is not None:
+            return None if call.waits or (call.op == "recv" and call.root < 0) else call.waiting_stream(stream)
+        if self._x is None or (self._op == "recv" and self._result is None):
+            return None
+        if stream is not None:
+            return stream_number(stream, self._op, engine.rank)
+        known = _C.work_stream(self._x, device.index)
+        return usual_stream(device) if known is None else known
+
+    def _ask(self, method: Callable[[int], None], argument: int) -> None:
+        """Calls a method of the request. Its error is raised with the cause, unless only this wait has timed out and
+        the call is still in flight."""
+        try:
+            method(argument)
+        except RingcommError as error:
+            explained = self._engine.explained(error) if self._request.done else error
+            if explained is error:
+                raise
+            raise explained from None
 
     def _end(self, timeout_ms: int = 0) -> Any:
         """Waits for the engine, and the first time finishes the call."""
-        self._request.wait(timeout_ms)
+        self._ask(self._request.wait, timeout_ms)
+        self._x = None
         if self._call is not None:
             with _ending:
-                call = self._call
-                if call is not None:
-                    self._result = call.finish(self._request.source)
-                    self._call = None
+                call, self._call = self._call, None
+                if call is not None and not self._joined:
+                    self._result = call.finish(self._request.source, self._result)
+        elif self._op == "recv" and self._result is None:
+            self._result = self._request.source
         return self._result
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        """``await work`` in a coroutine of asyncio: like ``synchronize``, but other tasks run meanwhile."""
+        return _finished(self).__await__()
 
     def __repr__(self) -> str:
         return f"<Work {'done' if self._request.done else 'in flight'}>"
-
-
-class DeviceWork(Work):
-    """One asynchronous call on a stream of a device. ``wait`` orders later work after the call without blocking the
-    host; ``synchronize`` blocks the host, and raises the call's error."""
-
-    __slots__ = ("_finished",)
-
-    def __init__(self, request: Any, call: Finisher) -> None:
-        super().__init__(request, call)
-        self._finished = False
-
-    def wait(self, timeout: float | timedelta | None = None, stream: Any = None) -> Any:
-        """Makes ``stream`` wait for the call: work enqueued there from now on sees its result.
-
-        Args:
-            timeout: seconds (or a timedelta); if given, this blocks the host as ``synchronize`` does.
-            stream: as in the call; None: the stream on which the array's library currently works.
-        Returns: what the synchronous call returns.
-        """
-        call = self._call
-        if timeout is not None or call is None or (call.op == "recv" and call.root < 0):
-            return self.synchronize(timeout)  # the sender is unknown before it has sent
-        waiting = call.waiting_stream(stream)
-        self._request.join(waiting)
-        if not self._finished:
-            self._finished = True
-            self._result = call.finish_on(waiting, call.root)
-        return self._result
-
-    def synchronize(self, timeout: float | timedelta | None = None) -> Any:
-        """Blocks the host until the call is done; raises its error."""
-        return self._end(milliseconds(timeout, "wait", self._rank))
-
-    def _end(self, timeout_ms: int = 0) -> Any:
-        if self._finished:
-            self._call = None  # drops the arrays; only the request is left to wait for
-        return super()._end(timeout_ms)
-
-
-class PlainWork(Work):
-    """One asynchronous call on plain arrays, on a device's current stream. It is like DeviceWork, but nothing is left
-    to do when the engine is done. Such calls are the most frequent ones, so each makes this Python object alone."""
-
-    __slots__ = ("_arrays", "_engine", "_op")
-
-    def __init__(self, request: _C.Request, engine: Explainer, op: str, x: Any, out: Any) -> None:
-        self._request = request
-        self._call, self._rank = None, engine.rank
-        self._engine = engine
-        self._op = op
-        self._arrays: tuple[Any, Any] | None = (x, out)
-        self._result = out
-
-    def wait(self, timeout: float | timedelta | None = None, stream: Any = None) -> Any:
-        """Makes ``stream`` wait for the call; see `DeviceWork.wait`."""
-        arrays, engine = self._arrays, self._engine
-        if timeout is not None or arrays is None:
-            return self.synchronize(timeout)
-        if stream is not None:
-            waiting = stream_number(stream, self._op, engine.rank)
-        else:
-            known = _C.work_stream(arrays[0], engine.device.index)
-            waiting = usual_stream(engine.device) if known is None else known
-        wait_for(self._request, engine, self._request.join, waiting)
-        return self._result
-
-    def synchronize(self, timeout: float | timedelta | None = None) -> Any:
-        """Blocks the host until the call is done; raises its error."""
-        wait_for(self._request, self._engine, self._request.wait, milliseconds(timeout, "wait", self._rank))
-        self._arrays = None
-        return self._result
 
 
 class Group:
@@ -199,12 +160,85 @@ class Group:
         return all(work.done for work in self.works)
 
     def wait(self, timeout: float | timedelta | None = None) -> list[Any]:
-        """Waits for every call, in order, up to ``timeout`` seconds for each. Returns their results."""
-        return [work.wait(timeout) for work in self.works]
+        """Waits for every call, up to ``timeout`` seconds for all together. Returns their results; see `wait_all`."""
+        return wait_all(self.works, timeout)
 
     def synchronize(self, timeout: float | timedelta | None = None) -> list[Any]:
         """Same as ``wait``, but blocks the host, even for calls on a device."""
         return [work.synchronize(timeout) for work in self.works]
 
+    def __await__(self) -> Generator[Any, None, list[Any]]:
+        """``await group`` in a coroutine of asyncio: like ``synchronize``, but other tasks run meanwhile."""
+        return _finished(self).__await__()
+
     def __len__(self) -> int:
         return len(self.works)
+
+
+_LONGEST_NAP_S = 1e-3  # between two looks at calls in flight
+
+
+async def _finished(work: Work | Group) -> Any:
+    """Looks at calls until they are done. No thread waits for them: threads are few, and a call that waits for a later
+    one would keep them all."""
+    import asyncio
+
+    nap = 0.0
+    while not work.done:
+        await asyncio.sleep(nap)
+        nap = min(2 * nap + 2e-5, _LONGEST_NAP_S)
+    return work.synchronize()
+
+
+def wait_all(works: Sequence[Work | Group], timeout: float | timedelta | None = None) -> list[Any]:
+    """Waits for all of some asynchronous calls, of any communicators: MPI's Waitall.
+
+    Args:
+        works: Works, or Groups of them.
+        timeout: seconds (or a timedelta) for all together; None: each call's own limit.
+    Returns: what each ``wait`` returns, in the order of ``works``.
+    Raises:  the first error in that order; the calls after it may still be in flight. CollectiveTimeoutError: the
+             timeout, also with calls in flight.
+    """
+    works = _checked("wait_all", works)
+    limit_ms = milliseconds(timeout, "wait_all", 0)
+    if not limit_ms:
+        return [work.wait() for work in works]
+    end = time.monotonic() + limit_ms / 1e3
+    return [work.wait(max(end - time.monotonic(), 1e-3)) for work in works]
+
+
+def wait_any(works: Sequence[Work | Group], timeout: float | timedelta | None = None) -> int:
+    """Waits until one of some asynchronous calls is done, of any communicators: MPI's Waitany.
+
+    ``works.pop(wait_any(works)).wait()`` is the result of the next call that ends.
+
+    Args:
+        works: Works, or Groups of them; at least one.
+        timeout: seconds (or a timedelta); None: no other limit than the calls' own.
+    Returns: the index of the first one in ``works`` that is done. Its ``wait`` returns its result, or raises its error.
+    Raises:  CollectiveTimeoutError: none was done in time; all stay in flight.
+    """
+    works = _checked("wait_any", works)
+    limit_ms = milliseconds(timeout, "wait_any", 0)
+    if not works:
+        raise InvalidArgumentError("wait_any: got no work, expected at least one; pass those in flight")
+    end = time.monotonic() + limit_ms / 1e3 if limit_ms else math.inf
+    nap = 0.0
+    while True:
+        for index, work in enumerate(works):
+            if work.done:
+                return index
+        if time.monotonic() > end:
+            raise CollectiveTimeoutError(
+                f"wait_any: waited {limit_ms / 1e3:g} s for one of {len(works)} calls, expected one to end, got none; "
+                "they are still in flight: wait longer, or abort their communicators"
+            )
+        time.sleep(nap)
+        nap = min(2 * nap + 2e-5, _LONGEST_NAP_S)
+
+
+def _checked(call: str, works: Sequence[Work | Group]) -> list[Work | Group]:
+    if not isinstance(works, (list, tuple)) or not all(isinstance(work, (Work, Group)) for work in works):
+        raise InvalidArgumentError(f"{call}: got {shown(works)}, expected a list of Works; pass those in flight")
+    return list(works)

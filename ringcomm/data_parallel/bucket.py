@@ -570,5 +570,5 @@ class Bucket:
         return {
             "parameters": (self.weight if self.stage == LAST_STAGE else self.unsharded).nbytes,
             "master": self.master.nbytes if self.separate else 0,
-            "gradients": self.gradient.nbytes if self.trainable else 0,
+            "gradients": self.gradient.buffer.nbytes if self.trainable else 0,
         }

@@ -6,8 +6,8 @@
     optimizer     s P (adamw 8)       all       1/W   1/W   1/W
     master        4 P in 16 bits      all       1/W   1/W   1/W
 
-Activations, alignment, buffers and a step's temporary memory are not included; `ringcomm.memory` plans them for a
-model.
+Activations, alignment, buffers and a step's temporary memory
+are not included; `ringcomm.memory` plans them for a model.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--world", nargs="+", type=_positive, default=[1, 8, 64], metavar="W", help="numbers of ranks")
     parser.add_argument("--precision", choices=COMPUTE_BYTES, default="bf16", help="of forward and backward")
     parser.add_argument("--optimizer", choices=STATE_BYTES, default="adamw")
-    transformer = parser.add_argument_group("in place of a number: a transformer, 12 layers width^2 + vocabulary width")
+    transformer = parser.add_argument_group(
+        "a transformer in place of a number", "12 layers width^2 + vocabulary width parameters"
+    )
     for name in ("layers", "width", "vocabulary"):
         transformer.add_argument(f"--{name}", type=_positive)
     return parser
@@ -96,10 +98,13 @@ def main(argv: Sequence[str]) -> int:
     numel = transformer_numel(*shape) if args.parameters is None else args.parameters
     print(f"{numel:,} parameters, {args.precision}, {args.optimizer}; GiB on each rank")
     kinds = list(bytes_per_rank(numel, 1, 0, args.precision, args.optimizer))
-    print("".join(f"{title:>12}" for title in ("ranks", "stage", *kinds, "sum")))
+    titles = ("ranks", "stage", *kinds, "sum")
+    widths = [max(8 if i > 1 else 5, len(title)) for i, title in enumerate(titles)]
+    print(" ".join(f"{title:>{width}}" for title, width in zip(titles, widths, strict=True)))
     for world_size in args.world:
         for stage in range(4):
             found = bytes_per_rank(numel, world_size, stage, args.precision, args.optimizer)
-            figures = [*found.values(), sum(found.values())]
-            print(f"{world_size:>12}{stage:>12}" + "".join(f"{nbytes / 2**30:>12.2f}" for nbytes in figures))
+            figures = [f"{nbytes / 2**30:.2f}" for nbytes in (*found.values(), sum(found.values()))]
+            cells = (str(world_size), str(stage), *figures)
+            print(" ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
     return 0

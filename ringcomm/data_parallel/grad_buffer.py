@@ -273,11 +273,6 @@ class GradBuffer:
         return self.layout.segments[i].name
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that stay allocated."""
-        return self.buffer.nbytes
-
-    @property
     def has_local(self) -> bool:
         """Whether there are local sums that were not reduced yet."""
         return any(level is not None for level in self.local.levels)

@@ -288,10 +288,6 @@ class DataParallelGroup:
 
     # ---- agreement -----------------------------------------------------------------------------------------------
 
-    def exchange(self, payload: bytes) -> list[bytes]:
-        """Returns the bytes of every rank that shares the shards."""
-        return self.comm.exchange(payload)
-
     def agree(self, call: str, facts: Sequence[str], advice: str = "") -> None:
         """Raises if the ranks differ in ``facts``, and names the first difference.
 

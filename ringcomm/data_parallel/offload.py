@@ -79,8 +79,3 @@ class HostGradients:
     def of(self, bucket: Bucket) -> torch.Tensor | None:
         """Returns a bucket's gradient in host memory; None: the bucket is not offloaded."""
         return self._copies.get(bucket)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory."""
-        return sum(copy.nbytes for copy in self._copies.values())

@@ -372,11 +372,6 @@ class ShardedOptimizer:
         return self.flats[0]
 
     @property
-    def buckets(self) -> list[Bucket]:
-        """The buckets that contain parameters of the optimizer."""
-        return list(self.parts)
-
-    @property
     def places(self) -> list[list[tuple[Bucket, int]]]:
         """By group, the wrapped models' parameters."""
         places = ([*map(_place_of, params)] for params in self.outside)
@@ -404,7 +399,7 @@ class ShardedOptimizer:
                 self.parts.setdefault(place.bucket, BucketPart(place.flat, set(), set())).segments.add(place.index)
         if any(bucket.stage for bucket in self.parts):
             _warn_once(self.optimizer)
-        self.host.place(self.buckets)
+        self.host.place(list(self.parts))
         self.entries = [
             self._entry(bucket, group, start, end, segments)
             for bucket in self.parts
@@ -549,7 +544,7 @@ class ShardedOptimizer:
                 self._keep(place, state)
         for p in [p for p in self.state if id(p) in self._sharded]:  # of a model that was wrapped since
             self._keep(self._sharded[id(p)], self.state.pop(p))
-        self._expose_state()
+        self.expose_state()
         self.close()
 
     def _keep(self, place: tuple[Bucket, int], state: State) -> None:
@@ -661,7 +656,8 @@ class ShardedOptimizer:
                 if state:
                     self.state[entry.param] = state
 
-    def _expose_state(self) -> None:
+    def expose_state(self) -> None:
+        """Sets `optimizer.state` to what users see between two steps."""
         self.optimizer.state = self._seen if self._sharded else self.state
 
     def adopt_state(self) -> None:
@@ -682,7 +678,7 @@ class ShardedOptimizer:
                     self._keep(place, _in_master_type(place[0], value))
             for part in self.parts.values():
                 part.unsharded = part.unsharded if part.unsharded or part.stepped else None
-        self._expose_state()
+        self.expose_state()
 
     def before_state_dict(self) -> None:
         """Puts in the unsharded state, from which torch makes the usual state dict; a collective."""
@@ -706,9 +702,6 @@ class ShardedOptimizer:
         known = self._known()
         found.update({key: value for key, value in self.state.items() if id(key) not in known})
         return found
-
-    def after_state_dict(self) -> None:
-        self._expose_state()
 
     def before_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Checks the state of sharded parameters, and withholds it from torch, which would cast it to the model's
@@ -813,7 +806,7 @@ class ShardedOptimizer:
         for entry in self.entries:
             if not entry.is_own:
                 entry.param.grad = None
-        self._expose_state()
+        self.expose_state()
 
     def _forget_unsharded_gradients(self) -> None:
         """Drops cached unsharded gradients, because a step may change the gradients that it gets."""
@@ -998,7 +991,7 @@ def _hook(optimizer: torch.optim.Optimizer, sharded: ShardedOptimizer) -> list[A
         before,
         after,
         optimizer.register_state_dict_pre_hook(lambda _: sharded.before_state_dict()),
-        optimizer.register_state_dict_post_hook(lambda _, state: sharded.after_state_dict(), prepend=True),
+        optimizer.register_state_dict_post_hook(lambda _, state: sharded.expose_state(), prepend=True),
         optimizer.register_load_state_dict_pre_hook(lambda _, state: sharded.before_load(state)),
         optimizer.register_load_state_dict_post_hook(lambda _: sharded.after_load(), prepend=True),
     ]

@@ -223,7 +223,7 @@ def merged(
     merged: dict[int, State] = {}
     present: set[int] = set()
     having: dict[str, set[int]] = {}
-    for payload in ranks.exchange(buffer.getvalue()):
+    for payload in ranks.comm.exchange(buffer.getvalue()):
         theirs_keys, theirs, theirs_known, theirs_holders = _unpacked(payload, device)
         keys.update(theirs_keys)
         for i, state in theirs.items():

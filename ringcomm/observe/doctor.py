@@ -1,30 +1,34 @@
-"""`ringcomm doctor --pid` and `ringcomm doctor FILE`: shows the ranks of a job side by side, even while it hangs."""
+"""`ringcomm doctor`: this machine and installation; with `--pid` or files the ranks of a job side by side, even while
+it hangs."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.observe import record
+from ringcomm.observe import info, record
 
 if TYPE_CHECKING:
     from ringcomm.observe.record import View
 
 
-def main(command: str, argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Runs the command. Returns: its exit status; 2 for processes and files that have no record."""
     try:
-        a = _parser(command).parse_args(list(argv))
+        a = _parser().parse_args(list(argv))
     except SystemExit as ended:
         return int(ended.code or 0)
+    if not a.pid and not a.files:
+        return info.main(as_json=a.json)
     try:
         views = record.merge(_records(a.pid, a.files))
     except InvalidArgumentError as error:
-        print(f"ringcomm {command}: {error}", file=sys.stderr)
+        print(f"ringcomm doctor: {error}", file=sys.stderr)
         return 2
     if a.json:
         print(json.dumps([view.plain(a.calls) for view in views], indent=1))
@@ -33,10 +37,11 @@ def main(command: str, argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser(command: str) -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"ringcomm {command}",
-        description="Without arguments: what was built, what is usable on this machine, and what is not and why. With "
+        prog="ringcomm doctor",
+        description="Without processes and files: what was built, what is usable on this machine, and what is not and "
+        "why, as a text to paste into the report of a bug. With "
         "processes or files: which rank of their communicators is in which call, and what they called last.",
     )
     parser.add_argument("--pid", type=int, action="append", default=[], help="a rank's process on this machine; again "
@@ -48,8 +53,6 @@ def _parser(command: str) -> argparse.ArgumentParser:
 
 
 def _records(pids: Sequence[int], files: Sequence[str]) -> list[record.Record]:
-    if not pids and not files:
-        raise InvalidArgumentError("expected --pid or files of records, got neither; name a rank's process")
     found = record.load(files)
     for pid in pids:
         own = record.records(pid)
@@ -71,7 +74,7 @@ def _show(views: Sequence[View], calls: int) -> None:
     from ringcomm.errors import rank_list
     from ringcomm.observe.record import seconds
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = Console(highlight=False, width=shutil.get_terminal_size((160, 24)).columns)
     called = [view for view in views if view.lines(1)]
     for view in called or views:
         console.print(Text(view.title, style="bold"))

@@ -3,11 +3,17 @@ is not."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
+import re
 import resource
+import shutil
+import textwrap
+from dataclasses import asdict
 
 from ringcomm.observe import cuda
 from ringcomm.observe.cuda import Fact
@@ -60,23 +66,30 @@ def _backend() -> Fact:
     torch_version = _torch_version()
     if torch_version is None:
         return Fact("torch", name, False, "torch is not installed; pip install torch, then ringcomm again")
-    if importlib.util.find_spec("ringcomm._c10d") is None:
-        return Fact(
-            "torch",
-            name,
-            False,
-            f"not built; reinstall ringcomm beside torch {torch_version}: pip install --no-build-isolation ringcomm",
-        )
+    from ringcomm.comm.hosts import REINSTALL
+
     try:
         import torch  # noqa: F401  its libraries must be there first
 
         from ringcomm import _c10d
     except ImportError as error:
-        return Fact("torch", name, False, f"does not load beside torch {torch_version}: {error}")
+        return Fact("torch", name, False, f"does not load beside torch {torch_version}: {error}; {REINSTALL}")
     built_for = _c10d.built_for
-    fits = built_for.split("+")[0] == torch_version.split("+")[0]
+    fits = built_for.split(".")[:2] == torch_version.split(".")[:2]  # a patch release changes no interface
     text = f"built for torch {built_for}, torch {torch_version} is installed"
-    return Fact("torch", name, fits, text if fits else text + "; reinstall ringcomm with --no-build-isolation")
+    return Fact("torch", name, fits, text if fits else f"{text}; {REINSTALL}")
+
+
+def _gloo() -> list[Fact]:
+    """Returns a warning about a torch whose Gloo has the receive check of before pytorch/gloo#509, else nothing."""
+    version = _torch_version()
+    if version is None or tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= (2, 14):
+        return []
+    text = (
+        f"torch {version} checks received sizes wrongly (pytorch/gloo#509), so whoever can connect to a rank can write "
+        "into its memory; use torch 2.14 or newer, or a trusted network"
+    )
+    return [Fact("torch", "gloo between hosts", None, text)]
 
 
 def _memory_limit() -> str:
@@ -119,7 +132,37 @@ def _shared_memory() -> Fact:
 
 def _machine() -> list[Fact]:
     usable, present = len(os.sched_getaffinity(0)), os.cpu_count()
-    return [Fact("machine", "cores", None, f"{usable} usable of {present}"), _shared_memory()]
+    return [
+        Fact("machine", "system", None, f"{platform.platform()}, {_distribution()}"),
+        Fact("machine", "processor", None, processor()),
+        Fact("machine", "cores", None, f"{usable} usable of {present}"),
+        _shared_memory(),
+        *(Fact("machine", name, None, value) for name, value in sorted(os.environ.items()) if _matters(name)),
+    ]
+
+
+def _distribution() -> str:
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        return "of an unknown distribution"
+
+
+def processor() -> str:
+    """Returns the processor's name as the system has it."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return " ".join(line.partition(":")[2].split())
+    return platform.processor() or platform.machine()
+
+
+def _matters(variable: str) -> bool:
+    """Whether an environment variable may change what ringcomm does."""
+    return variable.startswith(("RINGCOMM_", "NCCL_", "GLOO_")) or variable in (
+        "CUDA_VISIBLE_DEVICES",
+        "OMP_NUM_THREADS",
+    )
 
 
 _PACKAGES = {"pynvml": "nvidia-ml-py"}  # packages whose names differ from their modules'
@@ -146,23 +189,30 @@ def facts() -> list[Fact]:
     Returns: facts in the order of their sections. Creates no communicator and leaves nothing behind.
     """
     devices = cuda.driver()
-    return [*_build(), *_engines(), *devices, _backend(), *cuda.libraries(), *_machine(), *_extras()]
+    return [*_build(), *_engines(), *devices, _backend(), *_gloo(), *cuda.libraries(), *_machine(), *_extras()]
 
 
 def text(found: list[Fact]) -> str:
-    """Returns the facts as plain lines, one section after another."""
+    """Returns the facts as plain lines, one section after another, for a terminal of any width."""
+    columns = shutil.get_terminal_size((1 << 20, 24)).columns
+    indent = 33 if columns >= 100 else 6
     lines, section = [], ""
     for fact in found:
         if fact.section != section:
             section = fact.section
             lines.append(section)
         mark = {None: " ", True: "+", False: "-"}[fact.usable]
-        lines.append(f"  {mark} {fact.name:<28s} {fact.text}")
+        name = f"{fact.name:<28s}" if indent > 6 else f"{fact.name}:"
+        line = f"  {mark} {name} {fact.text}"
+        lines += textwrap.wrap(line, columns, subsequent_indent=" " * indent, replace_whitespace=False)
     return "\n".join([*lines, "", "+ usable   - not usable"])
 
 
-def main() -> int:
-    """Runs the command. Returns: 0 if the CPU engine is usable, else 1."""
+def main(as_json: bool = False) -> int:
+    """Prints the facts. Returns: 0 if the CPU engine is usable, else 1."""
     found = facts()
-    print(text(found))
+    if as_json:
+        print(json.dumps([asdict(fact) for fact in found], indent=1))
+    else:
+        print(f"```\n{text(found)}\n```\nTo report a bug, paste this, what you ran, what it printed.")
     return int(not any(fact.usable for fact in found if fact.name == "cpu"))

@@ -139,9 +139,36 @@ def records(pid: int | None = None) -> list[Record]:
 
 def _records(pid: int, wanted: set[int] | None) -> list[Record]:
     """Returns the records of the groups in ``wanted``; None: of all."""
+    if wanted is not None and not _may_have_some(pid):
+        return []
+    taken, process, own = _taken(pid)
+    found = [_read(each, process, wanted) for each in taken]
+    # Others were inherited from its parent by a fork.
+    return [each for each in found if each is not None and each.pid == own]
+
+
+def totals(pid: int) -> list[tuple[dict[str, Any], list[dict[str, Any]], list[int]]]:
+    """Returns, for each rank of a process in each communicator, (facts, the totals of its calls by op and algorithm,
+    the ns that it waited for each peer); raises as `records`."""
+    found = []
+    taken, _, own = _taken(pid)
+    for each in taken:
+        facts, _, sums, waited = _C.read_record(each)
+        if facts["state"] != _PART and facts["pid"] == own:
+            found.append((facts, sums, waited))
+    return found
+
+
+def _may_have_some(pid: int) -> bool:
+    """Whether a process has a record; most have none, and are not read further."""
+    with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+        return next(_memory_files(pid), None) is not None
+    return True  # _taken says why not
+
+
+def _taken(pid: int) -> tuple[list[bytes], str, int]:
+    """Returns (the contents of a process's memory files, "running" or "stopped", its own number in its namespace)."""
     try:
-        if wanted is not None and next(_memory_files(pid), None) is None:
-            return []  # true of most processes, which are not read further
         status = _status(pid)
         if status["State"][0] in "ZX":
             raise InvalidArgumentError(f"record: process {pid} has ended; its records ended with it: read its files")
@@ -153,10 +180,7 @@ def _records(pid: int, wanted: set[int] | None) -> list[Record]:
             f"record: process {pid} belongs to another user, or is protected: expected one of this user; ask as it"
         ) from None
     stopped = status["State"][0] in "Tt"
-    own = int(status.get("NSpid", str(pid)).split()[-1])  # the process's own pid in its namespace
-    found = [_read(each, "stopped" if stopped else "running", wanted) for each in taken]
-    # Others were inherited from its parent by a fork.
-    return [each for each in found if each is not None and each.pid == own]
+    return taken, "stopped" if stopped else "running", int(status.get("NSpid", str(pid)).split()[-1])
 
 
 def find(*groups: int) -> list[Record]:
@@ -219,7 +243,7 @@ def _memory(path: str, seen: set[int]) -> bytes | None:
 def _read(memory: bytes, process: str, wanted: set[int] | None) -> Record | None:
     """Returns a decoded record; None for an engine that is a part of another one, and for groups that are not
     wanted."""
-    facts, calls = _C.read_record(memory)
+    facts, calls, _, _ = _C.read_record(memory)
     state = facts.pop("state")
     if state == _PART or (wanted is not None and facts["group"] not in wanted):
         return None

@@ -36,6 +36,8 @@ def main(argv: Sequence[str]) -> int:
         if a.out is not None:
             draw(rows, a.out, f"{schedule.name}, {a.ranks} ranks, {a.microbatches} micro-batches")
             print(f"wrote {a.out}")
+    except BrokenPipeError:
+        raise
     except (RingcommError, OSError) as error:
         print(f"ringcomm schedule: {error}", file=sys.stderr)
         return 2

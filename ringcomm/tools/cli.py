@@ -1,81 +1,84 @@
-"""The console script `ringcomm`."""
+"""The console script `ringcomm`, which is `python -m ringcomm`, too."""
 
 from __future__ import annotations
 
+import importlib
+import os
+import shutil
+import signal
 import sys
+import textwrap
 from collections.abc import Sequence
 
-USAGE = """usage: ringcomm COMMAND [ARGUMENTS]
-
-commands:
-  bench     bandwidth and latency of the collectives, as nccl-tests measures them
-  doctor    what was built, what is usable on this machine, and what is not and why (or: info); with --pid or
-            files: which rank of a job that hangs is in which call
-  memory    bytes on each rank at every ZeRO stage, from a number of parameters
-  schedule  a pipeline schedule as a table or a picture, its idle share, and what each rank holds
-  simulate  collectives and training steps on clusters of any number of hosts, by a model of their links
-  trace     timelines of several ranks as one
-  tune      the fastest algorithm for each size on this machine's GPUs, as a file for RINGCOMM_TUNING
-
-ringcomm COMMAND --help describes a command.
-"""
+COMMANDS = {  # name: (module, what it does)
+    "bench": ("ringcomm.tools.bench.cli", "bandwidth and latency of the collectives, as nccl-tests measures them"),
+    "doctor": (
+        "ringcomm.observe.doctor",
+        "what was built, what is usable on this machine, and what is not and why (or: info); with --pid or files: "
+        "which rank of a job that hangs is in which call",
+    ),
+    "memory": ("ringcomm.data_parallel.budget", "bytes on each rank at every ZeRO stage, from a number of parameters"),
+    "run": ("ringcomm.tools.run", "a Python program, with ringcomm in the place of Gloo and NCCL"),
+    "schedule": (
+        "ringcomm.pipeline_parallel.show",
+        "a pipeline schedule as a table or a picture, its idle share, and what each rank holds",
+    ),
+    "simulate": (
+        "ringcomm.tools.simulate.cli",
+        "collectives and training steps on clusters of any number of hosts, by a model of their links",
+    ),
+    "trace": ("ringcomm.observe.trace", "timelines of several ranks as one"),
+    "tune": (
+        "ringcomm.tools.tune",
+        "the fastest algorithm for each size on this machine's GPUs, as a file for RINGCOMM_TUNING",
+    ),
+}
+_OTHER_NAMES = {"info": "doctor"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """
     Runs one command.
 
-    Returns: its exit status; 2 for an unknown command.
+    Returns: its exit status; 2 for an unknown command; 141 if the reader of the output, such as `head`, has ended.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its exit
+        return 128 + signal.SIGPIPE
+
+
+def usage() -> str:
+    """Returns what `ringcomm --help` prints, as wide as the terminal."""
+    width = min(100, shutil.get_terminal_size((100, 24)).columns)
+    lines = ["usage: ringcomm COMMAND [ARGUMENTS]", "", "commands:"]
+    for name, (_, what) in COMMANDS.items():
+        lines += textwrap.wrap(what, width, initial_indent=f"  {name:<10s}", subsequent_indent=" " * 12)
+    return "\n".join([*lines, "", "ringcomm help COMMAND describes a command.", ""])
+
+
+def _run(words: list[str]) -> int:
     command = words[0] if words else "--help"
-    if command in ("-h", "--help"):
-        print(USAGE, end="")
+    if command == "help" and len(words) > 1:
+        command, words = words[1], [words[1], "--help"]
+    if command in ("-h", "--help", "help"):
+        print(usage(), end="")
         return 0 if words else 2
     if command == "--version":
         from ringcomm import __version__
 
         print(f"ringcomm {__version__}")
         return 0
-    if command == "bench":
-        from ringcomm.tools.bench.cli import main as bench
-
-        return bench(words[1:])
-    if command == "tune":
-        from ringcomm.tools.tune import main as tune
-
-        return tune(words[1:])
-    if command == "memory":
-        from ringcomm.data_parallel.budget import main as memory
-
-        return memory(words[1:])
-    if command == "schedule":
-        from ringcomm.pipeline_parallel.show import main as schedule
-
-        return schedule(words[1:])
-    if command == "simulate":
-        from ringcomm.tools.simulate.cli import main as simulate
-
-        return simulate(words[1:])
-    if command == "trace":
-        from ringcomm.observe.trace import main as trace
-
-        return trace(words[1:])
-    if command in ("doctor", "info"):
-        return _doctor(command, words[1:])
+    name = _OTHER_NAMES.get(command, command)
+    if name in COMMANDS:
+        status: int = importlib.import_module(COMMANDS[name][0]).main(words[1:])
+        return status
     print(
-        f"ringcomm: got the command {command!r}, expected bench, doctor, memory, schedule, simulate, trace or tune; "
-        "ringcomm --help describes them",
+        f"ringcomm: got the command {command!r}, expected {', '.join(COMMANDS)} or help; see ringcomm help",
         file=sys.stderr,
     )
     return 2
-
-
-def _doctor(command: str, words: list[str]) -> int:
-    if not words:
-        from ringcomm.observe.info import main as info
-
-        return info()
-    from ringcomm.observe.doctor import main as doctor
-
-    return doctor(command, words)

@@ -21,6 +21,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ringcomm.errors import InvalidArgumentError, RingcommError, UnsupportedError
+from ringcomm.progress import Progress
 from ringcomm.tools.bench.options import parse_size, sizes_between
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def fits(candidate: Candidate, nbytes: int) -> bool:
     return candidate.algorithm != "oneshot" or nbytes <= _LONGEST_ONESHOT
 
 
-def measure_all(op: str, world_size: int, options: Options) -> tuple[dict[Candidate, Times], str]:
+def measure_all(op: str, world_size: int, options: Options, progress: Progress) -> tuple[dict[Candidate, Times], str]:
     """Returns every candidate's times, and the hardware. Leaves out a candidate that the engine refuses, with a
     message."""
     import ringcomm
@@ -147,6 +148,7 @@ def measure_all(op: str, world_size: int, options: Options) -> tuple[dict[Candid
     results: dict[Candidate, Times] = {}
     measured_on = ""
     for candidate in candidates(op, options):
+        progress.done += 1
         if candidate.algorithm == "oneshot" and world_size > _MOST_ONESHOT_RANKS:
             continue
         sizes = tuple(nbytes for nbytes in options.sizes if fits(candidate, nbytes))
@@ -311,7 +313,8 @@ def tune(world_sizes: Sequence[int], options: Options) -> str:
 
     body, measured_on = [], set[str]()
     for world_size, op in product(world_sizes, options.ops):
-        results, found = measure_all(op, world_size, options)
+        with Progress(f"tune {op} on {world_size} ranks, candidates", len(candidates(op, options))) as progress:
+            results, found = measure_all(op, world_size, options, progress)
         measured_on |= {*found.splitlines(keepends=True)}
         chosen = choose(results, options.sizes)
         for nbytes, candidate in chosen:

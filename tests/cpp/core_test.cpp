@@ -193,8 +193,8 @@ void kernels_agree() {
         const auto dtype = static_cast<DType>(d);
         const auto op = static_cast<ReduceOp>(o);
         if (!supports(dtype, op)) continue;
-        dispatch_reduce(dtype, op, [&](auto tag, auto combine) {
-          reduce_agrees<typename decltype(tag)::type, decltype(combine)>(dtype, op, ranks, random);
+        dispatch_reduce(dtype, op, [&](auto element, auto combine) {
+          reduce_agrees<typename decltype(element)::Type, decltype(combine)>(dtype, op, ranks, random);
         });
       }
 }

@@ -7,15 +7,15 @@
 #include <fstream>
 #include <memory>
 
-#include "cuda/memory/group.h"
+#include "cuda/memory/peer_memory.h"
 #include "ranks.h"
 
 namespace ringcomm::test {
 
-using cuda::Group;
-using cuda::GroupHandle;
 using cuda::Layout;
-using Groups = std::vector<std::unique_ptr<Group>>;
+using cuda::PeerMemory;
+using cuda::RankHandle;
+using Groups = std::vector<std::unique_ptr<PeerMemory>>;
 
 inline constexpr std::int64_t kLimitMs = 20000;
 
@@ -54,7 +54,7 @@ inline int open_files() {
   return count;
 }
 
-inline Location locate(Group& group, const void* data, std::size_t nbytes) {
+inline Location locate(PeerMemory& group, const void* data, std::size_t nbytes) {
   return group.locate(data, nbytes, false, "test");
 }
 
@@ -69,7 +69,7 @@ inline int mappings() {
 inline Groups make(int world_size, const std::function<int(int)>& device = [](int) { return 0; }) {
   Groups groups;
   for (int r = 0; r < world_size; ++r)
-    groups.push_back(std::make_unique<Group>(r, device(r), small_layout(world_size), kLimitMs));
+    groups.push_back(std::make_unique<PeerMemory>(r, device(r), small_layout(world_size), kLimitMs));
   return groups;
 }
 inline std::vector<std::string> handles_of(const Groups& groups) {

@@ -62,10 +62,10 @@ struct World {
   }
 };
 
-std::vector<std::unique_ptr<Group>> make_here(const World& world, std::int64_t limit_ms = kLimitMs) {
+std::vector<std::unique_ptr<PeerMemory>> make_here(const World& world, std::int64_t limit_ms = kLimitMs) {
   Groups groups;
   for (int r = world.first; r <= world.last; ++r)
-    groups.push_back(std::make_unique<Group>(r, world.number % 2, small_layout(world.world_size), limit_ms));
+    groups.push_back(std::make_unique<PeerMemory>(r, world.number % 2, small_layout(world.world_size), limit_ms));
   return groups;
 }
 std::vector<std::string> exchange_handles(const World& world, const Groups& groups) {
@@ -160,11 +160,11 @@ void run_ranks(const World& world, const std::string& order) {
   }
   world.barrier("all-closed");
   const bool vmm = std::getenv("RINGCOMM_CUDA_HANDLES") != nullptr;
-  if (vmm) require(cuda::DeferredFrees::count() == 0, "memory by file descriptor is freed at once");
+  if (vmm) require(cuda::deferred_frees::count() == 0, "memory by file descriptor is freed at once");
   if (!vmm && order[0] - '0' >= world.first && order[0] - '0' <= world.last)
-    require(cuda::DeferredFrees::count() > 0, "who closes first must keep its memory");
-  cuda::DeferredFrees::sweep();
-  require(cuda::DeferredFrees::count() == 0, "everybody has closed it");
+    require(cuda::deferred_frees::count() > 0, "who closes first must keep its memory");
+  cuda::deferred_frees::sweep();
+  require(cuda::deferred_frees::count() == 0, "everybody has closed it");
   require(mappings() == mapped, concat("mappings: ", mapped, " before, ", mappings(), " after"));
   require(open_files() == before, concat("files: ", before, " before, ", open_files(), " after"));
 }
@@ -206,11 +206,11 @@ void run_death(const World& world) {
   if (world.number == 1) _exit(0);
   usleep(100000);
   groups.clear();
-  for (int i = 0; i < 1000 && cuda::DeferredFrees::count() > 0; ++i) {
+  for (int i = 0; i < 1000 && cuda::deferred_frees::count() > 0; ++i) {
     usleep(10000);
-    cuda::DeferredFrees::sweep();
+    cuda::deferred_frees::sweep();
   }
-  require(cuda::DeferredFrees::count() == 0, "memory that only a dead process had open is freed");
+  require(cuda::deferred_frees::count() == 0, "memory that only a dead process had open is freed");
 }
 
 // Rank 0 closes while rank 1's socket is full: rank 1 hears of it later, and frees its memory.
@@ -221,32 +221,32 @@ void run_full_socket(const World& world) {
   world.barrier("connected");
   if (world.number == 0) {
     const cuda::ControlSocket stranger;
-    const auto to = GroupHandle::unpack(handles[1], 1).control;
+    const auto to = RankHandle::unpack(handles[1], 1).control;
     while (stranger.send(to, {}) == cuda::ControlSocket::SendResult::kSent) continue;
     groups.clear();
-    require(cuda::DeferredFrees::count() == 1, "a message that could not be sent is kept");
+    require(cuda::deferred_frees::count() == 1, "a message that could not be sent is kept");
   }
   world.barrier("closed0");
   groups.clear();
   world.barrier("closed1");
-  cuda::DeferredFrees::sweep();
-  require(world.number == 1 || cuda::DeferredFrees::count() == 0, "the message is sent, and rank 1 has closed");
+  cuda::deferred_frees::sweep();
+  require(world.number == 1 || cuda::deferred_frees::count() == 0, "the message is sent, and rank 1 has closed");
   world.barrier("sent");
-  cuda::DeferredFrees::sweep();
-  require(cuda::DeferredFrees::count() == 0, "rank 1 has heard that rank 0 has closed");
+  cuda::deferred_frees::sweep();
+  require(cuda::deferred_frees::count() == 0, "rank 1 has heard that rank 0 has closed");
   world.barrier("end");
 }
 
 // Reads arrive, writes go astray: rank 0 is led to other memory of rank 1, with the right pattern in it.
 void run_astray(const World& world) {
   Groups groups = make_here(world);
-  Group& group = *groups[0];
+  PeerMemory& group = *groups[0];
   const auto decoy =
       cuda::DeviceMemory::create(group.device(), group.layout().segment_bytes(), true, "the decoy", group.rank());
   std::memcpy(decoy->data(), group.segment(group.rank()), group.layout().channel_at(0));
   std::string mine = group.handle();
   if (world.number == 1) {
-    GroupHandle handle = GroupHandle::unpack(mine, 1);
+    RankHandle handle = RankHandle::unpack(mine, 1);
     handle.segment = decoy->handle();
     mine = handle.pack();
   }
@@ -260,7 +260,7 @@ void run_astray(const World& world) {
 void run_private(const World& world) {
   Groups groups = make_here(world);
   auto handles = exchange_handles(world, groups);
-  GroupHandle handle = GroupHandle::unpack(handles[1], 1);
+  RankHandle handle = RankHandle::unpack(handles[1], 1);
   handle.segment.kind = cuda::HandleKind::kPrivate;
   handle.why_private = "cudaIpcGetMemHandle gave \"operation not supported\"";
   handles[1] = handle.pack();
@@ -280,7 +280,7 @@ void run_no_peer(const World& world) {
 void run_unusable(const std::string& expected) {
   const std::string why = why_no_cuda();
   require(why.rfind(expected, 0) == 0, "expected \"" + expected + "\", got \"" + why + "\"");
-  const auto got = outcome([&] { Group group(0, 0, small_layout(1), kLimitMs); });
+  const auto got = outcome([&] { PeerMemory group(0, 0, small_layout(1), kLimitMs); });
   require_error(got, ErrorCode::kUnsupported, {expected});
 }
 

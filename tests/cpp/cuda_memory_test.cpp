@@ -97,7 +97,7 @@ void test_one_device() {
         require(group->segment(group->rank())[i] == 0, "a new segment is zero");
     connect(groups);
     for (int r = 0; r < w; ++r) {
-      Group& group = *groups[r];
+      PeerMemory& group = *groups[r];
       require(group.one_process() && group.one_device(), "one device");
       require(static_cast<int>(group.local_ranks().size()) == w, "the local ranks are all ranks");
       require(group.identity() == groups[0]->identity() && group.identity().size() == 32, "one identity");
@@ -171,7 +171,7 @@ void test_close_orders() {
     }
   } while (std::next_permutation(order.begin(), order.end()));
   require(open_files() == before, "no file stays open");
-  require(cuda::DeferredFrees::count() == 0, "memory of one process is freed at once");
+  require(cuda::deferred_frees::count() == 0, "memory of one process is freed at once");
 }
 
 // A child of a fork leaves everything as it is.
@@ -197,8 +197,8 @@ void test_bad_handles() {
     change(handles);
     return connect(groups, handles);
   };
-  const auto edit = [](std::string& text, const std::function<void(GroupHandle&)>& change) {
-    GroupHandle handle = GroupHandle::unpack(text, 0);
+  const auto edit = [](std::string& text, const std::function<void(RankHandle&)>& change) {
+    RankHandle handle = RankHandle::unpack(text, 0);
     change(handle);
     text = handle.pack();
   };
@@ -208,15 +208,15 @@ void test_bad_handles() {
     require_error(got, ErrorCode::kInvalid, {"2 handles", "got 1"});
   for (const auto& got : with([](auto& h) { h[1] = "ringcomm-cpu-2 x"; }))
     require_error(got, ErrorCode::kInvalid, {"cuda engine", "ringcomm-cpu-2"});
-  auto got = with([&](auto& h) { edit(h[1], [](GroupHandle& x) { x.machine = "elsewhere/a/b"; }); });
+  auto got = with([&](auto& h) { edit(h[1], [](RankHandle& x) { x.machine = "elsewhere/a/b"; }); });
   require_error(got[0], ErrorCode::kUnsupported, {"elsewhere", "one host"});
-  got = with([&](auto& h) { edit(h[1], [](GroupHandle& x) { x.layout.channels = 3; }); });
+  got = with([&](auto& h) { edit(h[1], [](RankHandle& x) { x.layout.channels = 3; }); });
   require_error(got[0], ErrorCode::kMismatch, {"channels=2", "channels=3", "same options"});
-  got = with([&](auto& h) { edit(h[1], [](GroupHandle& x) { x.rank = 0; }); });
+  got = with([&](auto& h) { edit(h[1], [](RankHandle& x) { x.rank = 0; }); });
   require_error(got[0], ErrorCode::kInvalid, {"expected the handle of rank 1", "got rank 0"});
 
   Groups groups;
-  for (int r = 0; r < 2; ++r) groups.push_back(std::make_unique<Group>(r, 0, small_layout(2, 1 + r), kLimitMs));
+  for (int r = 0; r < 2; ++r) groups.push_back(std::make_unique<PeerMemory>(r, 0, small_layout(2, 1 + r), kLimitMs));
   for (const auto& text : connect(groups, handles_of(groups)))
     require_error(text, ErrorCode::kMismatch, {"channels=1", "channels=2"});
   require_error(outcome([&] { groups[0]->connect(handles_of(groups)); }), ErrorCode::kInvalid, {"new engine"});
@@ -241,7 +241,7 @@ void test_options() {
   }
   unsetenv("RINGCOMM_CUDA_LAYOUT");
   const auto creating = [](int rank, int device, const Layout& l) {
-    return outcome([&] { Group group(rank, device, l, kLimitMs); });
+    return outcome([&] { PeerMemory group(rank, device, l, kLimitMs); });
   };
   require_error(creating(0, 0, small_layout(33)), ErrorCode::kUnsupported, {"at most 32 ranks", "got 33"});
   require_error(creating(2, 0, small_layout(2)), ErrorCode::kInvalid, {"rank 2 of 2"});
@@ -267,7 +267,8 @@ void test_broken_path() {
 
 void test_lonely() {
   Groups groups;
-  for (int r = 0; r < 2; ++r) groups.push_back(std::make_unique<Group>(r, 0, small_layout(2), r == 0 ? 300 : kLimitMs));
+  for (int r = 0; r < 2; ++r)
+    groups.push_back(std::make_unique<PeerMemory>(r, 0, small_layout(2), r == 0 ? 300 : kLimitMs));
   require_error(outcome([&] { groups[0]->connect(handles_of(groups)); }), ErrorCode::kTimeout,
                 {"rank 1", "within 0.3 s"});
   require_error(outcome([&] { groups[1]->connect(handles_of(groups)); }), ErrorCode::kTimeout, {"rank 0", "rank 1"});

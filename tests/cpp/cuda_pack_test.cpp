@@ -27,12 +27,12 @@ To packed(From value, double factor, bool scaled) {
   return Element<To>::store(static_cast<typename Element<To>::Acc>(wide));
 }
 
-// Calls body(TypeTag) for the types that are cast.
+// Calls body(Element<T>) for the types that are cast.
 template <typename F>
 void dispatch_castable(DType dtype, F&& body) {
-  dispatch_dtype(dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    if constexpr (std::is_floating_point_v<typename Element<T>::Acc>) body(tag);
+  dispatch_dtype(dtype, [&](auto element) {
+    using T = typename decltype(element)::Type;
+    if constexpr (std::is_floating_point_v<typename Element<T>::Acc>) body(element);
   });
 }
 
@@ -128,8 +128,8 @@ class PackCall {
     bool same = false;
     dispatch_castable(from_, [&](auto from) {
       dispatch_castable(to_, [&](auto to) {
-        using From = typename decltype(from)::type;
-        using To = typename decltype(to)::type;
+        using From = typename decltype(from)::Type;
+        using To = typename decltype(to)::Type;
         From value;
         To got;
         std::memcpy(&value, sources_[p].data() + i * sizeof(From), sizeof(From));
@@ -255,8 +255,8 @@ class CombineCall {
   }
   std::string wrong() const {
     std::string what;
-    dispatch_reduce(dtype_, op_, [&](auto tag, auto combine) {
-      using T = typename decltype(tag)::type;
+    dispatch_reduce(dtype_, op_, [&](auto element, auto combine) {
+      using T = typename decltype(element)::Type;
       for (std::size_t i = 0; i < count_ && what.empty(); ++i) {
         T two[2], got;
         for (int k = 0; k < 2; ++k) std::memcpy(&two[k], before_[k].data() + i * sizeof(T), sizeof(T));

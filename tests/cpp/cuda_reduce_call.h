@@ -69,8 +69,8 @@ class ReduceCall {
   // Empty if all is right.
   std::string wrong() const {
     std::string text;
-    dispatch_reduce(dtype_, reduce_op_, [&](auto tag, auto combine) {
-      using T = typename decltype(tag)::type;
+    dispatch_reduce(dtype_, reduce_op_, [&](auto element, auto combine) {
+      using T = typename decltype(element)::Type;
       for (int m = 0; m < num_messages_ && text.empty(); ++m)
         for (int r = 0; r < world_size_ && text.empty(); ++r) text = wrong_message<T, decltype(combine)>(m, r);
     });

@@ -61,8 +61,8 @@ class RingCall {
   std::string wrong() const {
     std::string text;
     if (!reduces()) return wrong_copy();
-    dispatch_reduce(pair_.dtype, pair_.op, [&](auto tag, auto combine) {
-      using T = typename decltype(tag)::type;
+    dispatch_reduce(pair_.dtype, pair_.op, [&](auto element, auto combine) {
+      using T = typename decltype(element)::Type;
       for (int m = 0; m < num_messages_ && text.empty(); ++m)
         for (int r = 0; r < world_size_ && text.empty(); ++r) text = wrong_message<T, decltype(combine)>(m, r);
     });

@@ -66,8 +66,8 @@ class Memory {
 
 // Finite values that make every sum round, of all the bits an integer has.
 inline void fill(DType dtype, void* data, std::size_t count, Random& random) {
-  dispatch_dtype(dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
+  dispatch_dtype(dtype, [&](auto element) {
+    using T = typename decltype(element)::Type;
     using Acc = typename Element<T>::Acc;
     for (std::size_t i = 0; i < count; ++i) {
       const std::uint64_t bits = random.next();

@@ -369,12 +369,12 @@ void matrix(Engine& engine, bool quick, bool any_order = true) {
                (variant + d) % 4 == 0,
                variant % 2 == 1};
         if (variant / 2 != 3)
-          dispatch_dtype(c.dtype, [&](auto tag) { movements<typename decltype(tag)::type>(c, ++seed); });
+          dispatch_dtype(c.dtype, [&](auto element) { movements<typename decltype(element)::Type>(c, ++seed); });
         for (int o = 0; o <= static_cast<int>(ReduceOp::kBxor); ++o) {
           c.op = static_cast<ReduceOp>(o);
           if (!supports(c.dtype, c.op) || (big && o > 1) || (quick && (o + d + variant) % 3)) continue;
-          dispatch_reduce(c.dtype, c.op, [&](auto tag, auto combine) {
-            reductions<typename decltype(tag)::type, decltype(combine)>(c, ++seed);
+          dispatch_reduce(c.dtype, c.op, [&](auto element, auto combine) {
+            reductions<typename decltype(element)::Type, decltype(combine)>(c, ++seed);
           });
         }
       }

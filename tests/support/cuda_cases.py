@@ -165,7 +165,7 @@ def reduced_bits(comm: Communicator) -> dict[str, bytes]:
         found[f"{dtype} reduce in place"] = raw(reduced_to_last) if comm.rank == last else b""
         parts = [values(dtype, comm.rank, 1 + to) for to in range(comm.world_size)]
         out = torch.empty(1 + comm.rank, dtype=parts[0].dtype)
-        found[f"{dtype} parts"] = raw(comm.reduce_scatter_list(out, parts))
+        found[f"{dtype} parts"] = raw(comm.reduce_scatter_list(parts, out))
     return found
 
 
@@ -294,7 +294,6 @@ def in_flight(comm: Communicator) -> None:
     assert x.tolist() == [comm.world_size] * 1000
     z = torch.ones(6, 4)
     on_stream = comm.all_reduce(z, stream=0, async_op=True)  # a stream of one's own: the host does not wait
-    assert type(on_stream).__name__ == "DeviceWork"
     assert on_stream.wait(stream=0) is z
     assert on_stream.wait(stream=0) is z  # as often as one likes
     assert on_stream.synchronize() is z
@@ -332,7 +331,7 @@ def plain_in_flight(comm: Communicator) -> None:
         comm.all_to_all(row, out=swapped, async_op=True),
         comm.broadcast(told, n - 1, async_op=True),
     ]
-    assert {type(work).__name__ for work in works} == {"PlainWork"}
+    assert {work._call for work in works} == {None}  # none was prepared
     results = [y, gathered, part, swapped, told]
     for work, result in zip(works, results, strict=True):
         assert work.wait() is result
@@ -450,7 +449,7 @@ def lopsided(comm: Communicator) -> None:
     for turn in range(12):
         out = torch.full((comm.rank + 1,), -1.0)
         comm.scatter_list(
-            out, [torch.full((r + 1,), r + 2.0) for r in range(comm.world_size)] if comm.rank == 0 else None
+            [torch.full((r + 1,), r + 2.0) for r in range(comm.world_size)] if comm.rank == 0 else None, out
         )
         assert out.tolist() == [comm.rank + 2.0] * (comm.rank + 1), f"scatter_list {turn}"
     sent = [200_000 if comm.rank == 0 and p == 1 else 0 for p in range(comm.world_size)]

@@ -44,6 +44,7 @@ WRONG: dict[str, dict[str, Make]] = {
     "norm": _but(NO_OPTIONS, "infinite", "huge", text=lambda: "1", negative=lambda: -1.0),
     "share": {**NO_OPTIONS, "text": lambda: "1", "above": lambda: 1.5, "negative": lambda: -0.5},
     "positive": _but(NO_OPTIONS, "huge", text=lambda: "1", zero=lambda: 0, negative=lambda: -0.5),
+    "limit": {**NO_OPTIONS, "text": lambda: "1", "zero": lambda: 0, "negative": lambda: -0.5, "True": lambda: True},
     "size": _but(NO_OPTIONS, "huge", text=lambda: "1", negative=lambda: -0.5),
     "choice": {**NO_OPTIONS, "number": lambda: 3, "unknown": lambda: "star", "bytes": lambda: b"sum"},
     "text": NO_TEXTS,
@@ -246,6 +247,7 @@ CALLS: dict[str, tuple[Right, dict[str, str]]] = {  # right arguments, and of wh
         lambda c: {"tensor": _x(), "mean": 0.0, "std": 1.0, "seed": 1, "name": "a", "start": 4},
         kinds("tensor:tensor mean:finite std:finite seed:integer name:text start:whole"),
     ),
+    "metrics": (lambda c: {"pid": os.getpid()}, kinds("pid:count")),
     "random.uniform_": (
         lambda c: {"tensor": _x(), "seed": 1, "name": "a", "start": 4, "low": 0.0, "high": 1.0},
         kinds("tensor:tensor seed:integer name:text start:whole low:finite high:finite"),
@@ -314,6 +316,8 @@ CALLS: dict[str, tuple[Right, dict[str, str]]] = {  # right arguments, and of wh
             "label_smoothing:share"
         ),
     ),
+    "wait_all": (lambda c: {"works": [c.barrier(async_op=True)]}, kinds("works:list timeout:limit")),
+    "wait_any": (lambda c: {"works": [c.barrier(async_op=True)]}, kinds("works:list timeout:limit")),
     "whole": (_wrapped, kinds("module:object write:flag")),
     "checkpoint.save": (
         lambda c: _sharded(c, path=Path("saved")),

@@ -123,13 +123,13 @@ def uneven(comm: Any) -> dict[str, list[torch.Tensor]]:
     ends.append(comm.all_to_all(x, send_counts=send, recv_counts=recv))
     lengths = [0, 70_001, 3, 1000][:world]
     parts = [values(r + p, n, torch.float32) for p, n in enumerate(lengths)]
-    ends += comm.all_gather_list([torch.empty(n) for n in lengths], parts[r])
-    ends.append(comm.reduce_scatter_list(torch.empty(lengths[r]), parts))
-    ends += comm.all_to_all_list([torch.empty(lengths[r]) for _ in lengths], parts)
+    ends += comm.all_gather_list(parts[r], [torch.empty(n) for n in lengths])
+    ends.append(comm.reduce_scatter_list(parts, torch.empty(lengths[r])))
+    ends += comm.all_to_all_list(parts, [torch.empty(lengths[r]) for _ in lengths])
     for root in (0, world - 1):
         outputs = [torch.empty(n) for n in lengths] if r == root else None
-        ends += comm.gather_list(outputs, parts[r], root) or []
-        ends.append(comm.scatter_list(torch.empty(lengths[r]), parts if r == root else None, root))
+        ends += comm.gather_list(parts[r], outputs, root) or []
+        ends.append(comm.scatter_list(parts if r == root else None, torch.empty(lengths[r]), root))
     ends += comm.all_reduce_coalesced([values(r, n, d) for n in (0, 5, 40_000) for d in (torch.float32, torch.int32)])
     return {"uneven and lists": ends}
 

@@ -251,7 +251,7 @@ def reduce_scatter_list(s: Site) -> Calls:
             out = inputs[r] = s.memory(xs[r][r], part, True)
         else:
             out = s.target(part, True)
-        calls.append([s.call("reduce_scatter_list", out, inputs, result=out, **s.operator(r))])
+        calls.append([s.call("reduce_scatter_list", inputs, out, result=out, **s.operator(r))])
     return calls
 
 
@@ -285,7 +285,7 @@ def all_gather_list(s: Site) -> Calls:
         x = s.memory(xs[r])
         if s.step.place == "in":
             outputs[r] = x
-        calls.append([s.call("all_gather_list", outputs, x, result=outputs)])
+        calls.append([s.call("all_gather_list", x, outputs, result=outputs)])
     return calls
 
 
@@ -312,7 +312,7 @@ def gather_list(s: Site) -> Calls:
     calls = []
     for r in s.ranks:
         outputs = [s.target(x) for x in xs] if r == s.root else None
-        calls.append([s.call("gather_list", outputs, s.memory(xs[r]), s.root, result=outputs)])
+        calls.append([s.call("gather_list", s.memory(xs[r]), outputs, s.root, result=outputs)])
     return calls
 
 
@@ -333,7 +333,7 @@ def scatter_list(s: Site) -> Calls:
     for r in s.ranks:
         out = s.target(xs[r])
         inputs = [s.memory(x) for x in xs] if r == s.root else None
-        calls.append([s.call("scatter_list", out, inputs, s.root, result=out)])
+        calls.append([s.call("scatter_list", inputs, out, s.root, result=out)])
     return calls
 
 
@@ -372,7 +372,7 @@ def all_to_all_list(s: Site) -> Calls:
     calls = []
     for r in s.ranks:
         outputs = [s.target(mine[r]) for mine in xs]
-        calls.append([s.call("all_to_all_list", outputs, [s.memory(x) for x in xs[r]], result=outputs)])
+        calls.append([s.call("all_to_all_list", [s.memory(x) for x in xs[r]], outputs, result=outputs)])
     return calls
 
 

@@ -70,16 +70,11 @@ Tensors claim(const DeviceLink& link, Tasks tasks, const c10::Stream& stream) {
   return tensors;
 }
 
-// Releases the GIL: other ranks may be threads of this process.
-class NoGil {
- public:
-  NoGil() {
-    if (PyGILState_Check() != 0) released_.emplace();
-  }
-
- private:
-  std::optional<py::gil_scoped_release> released_;
-};
+// Releases the GIL, if this thread has it, until the result is destroyed: other ranks may be threads of this process.
+std::optional<py::gil_scoped_release> release_gil() {
+  using Released = std::optional<py::gil_scoped_release>;
+  return PyGILState_Check() != 0 ? Released(std::in_place) : Released();
+}
 
 bool any_barrier(Tasks tasks) {
   return std::any_of(tasks.begin(), tasks.end(), [](const Task& task) { return task.call.op == Op::kBarrier; });
@@ -98,7 +93,7 @@ void DeviceGroup::open(const Site& site, c10::Device device) {
 }
 
 void DeviceGroup::make(const Site& site, c10::Device device) {
-  const NoGil no_gil;
+  const auto released = release_gil();
   const std::lock_guard<std::mutex> lock(mutex_);
   if (connected_ || (made_ && link_->device == device)) return;
   if (!device.is_cpu() && c10::impl::hasDeviceGuardImpl(device.type()) && captures(device)) {
@@ -114,7 +109,7 @@ void DeviceGroup::make(const Site& site, c10::Device device) {
 
 void DeviceGroup::connect(const char* call) {
   if (C10_LIKELY(connected_)) return;
-  const NoGil no_gil;
+  const auto released = release_gil();
   const std::lock_guard<std::mutex> lock(mutex_);
   if (connected_) return;
   link_->engine = maker_.connect(call);

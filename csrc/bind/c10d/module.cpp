@@ -1,4 +1,5 @@
-// The Python module `ringcomm._c10d`: torch.distributed's backend over an engine of `ringcomm._C`.
+// The Python module `ringcomm._c10d`: torch.distributed's backend over an engine of `ringcomm._C`. A wheel has one for
+// each version of torch, such as `_c10d_2_13`, of which ringcomm/_c10d.py chooses one.
 #include <torch/csrc/utils/pybind.h>
 
 #include <pybind11/chrono.h>
@@ -63,7 +64,7 @@ DeviceGroup::Maker maker(py::object made_in_python) {
 }  // namespace
 }  // namespace ringcomm
 
-PYBIND11_MODULE(_c10d, m) {
+PYBIND11_MODULE(RINGCOMM_C10D, m) {
   using ringcomm::Backend;
   py::module_::import("torch._C._distributed_c10d");
   py::register_exception_translator(ringcomm::translate);

@@ -12,6 +12,7 @@
 
 #include "bind/c10d/messages.h"
 #include "core/error.h"
+#include "core/on_exit.h"
 #include "core/schedule.h"
 
 namespace ringcomm {
@@ -32,23 +33,6 @@ std::string first_line(const char* what) {
 }  // namespace
 
 // ---- sends and receives
-
-// Registers a work for its lifetime, so that an abort can end it.
-class GroupLink::Registered {
- public:
-  Registered(GroupLink& link, const GroupWork& work) : link_(link), work_(work) {
-    const std::lock_guard<std::mutex> lock(link_.mutex_);
-    link_.waited_for_.insert(work_);
-  }
-  ~Registered() {
-    const std::lock_guard<std::mutex> lock(link_.mutex_);
-    link_.waited_for_.erase(work_);
-  }
-
- private:
-  GroupLink& link_;
-  const GroupWork& work_;
-};
 
 void GroupLink::refuse(int peer) const { throw TransportFailure{peer, false, "the communicator was aborted"}; }
 
@@ -74,7 +58,14 @@ GroupWork GroupLink::recv(const Message& message, int tag) {
 }
 
 void GroupLink::wait(const GroupWork& work, int peer, TransportClock::time_point limit) {
-  const Registered registered(*this, work);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    waited_for_.insert(work);  // so that an abort can end it
+  }
+  const OnExit forget([&] {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    waited_for_.erase(work);
+  });
   if (aborted()) refuse(peer);
   using std::chrono::duration_cast;
   using std::chrono::milliseconds;

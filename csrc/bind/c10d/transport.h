@@ -23,7 +23,7 @@ class GroupLink {
   GroupLink(BackendPtr backend, int first_tag) : backend_(std::move(backend)), first_tag_(first_tag) {}
 
   // The uses of the backend's tags, counted from `first_tag`.
-  enum Tag : int { kSignature = 0, kHeader = 1, kPayload = 2, kFirstSlot = 8 };
+  static constexpr int kSignature = 0, kHeader = 1, kPayload = 2, kFirstSlot = 8;
 
   GroupWork send(const Message& message, int tag);
   GroupWork recv(const Message& message, int tag);
@@ -34,7 +34,6 @@ class GroupLink {
   std::uint64_t sent_bytes() const { return sent_bytes_.load(); }
 
  private:
-  class Registered;
   [[noreturn]] void refuse(int peer) const;
 
   const BackendPtr backend_;

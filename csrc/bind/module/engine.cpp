@@ -333,16 +333,18 @@ PyObject* answer_of(Act act) {
 }
 
 // Makes a call from the arguments of a method of `_C.Engine`, if they need no preparation: `act` gets the call, without
-// the GIL, and `answer` what it returns. Otherwise returns None.
+// the GIL, and `answer` what it returns. Otherwise returns None. `outlives`: the call goes on after the method.
 template <typename Act, typename Answer>
-PyObject* call_plain(const char* method, PyObject* self, PyObject* const* args, Py_ssize_t num_args, Act act,
-                     Answer answer) {
+PyObject* call_plain(const char* method, PyObject* self, PyObject* const* args, Py_ssize_t num_args, bool outlives,
+                     Act act, Answer answer) {
   if (num_args != 6) return PyErr_Format(PyExc_TypeError, "%s takes 6 arguments, got %zd", method, num_args);
   return answer_of([&]() -> PyObject* {
     Engine& engine = *py::handle(self).cast<Engine*>();
     PlainArray input, output;
     Call call;
     if (!prepare(engine, args, input, output, call)) Py_RETURN_NONE;
+    if (outlives && call.input != nullptr && args[4] != args[5] && !input.keeps_memory(args[4])) Py_RETURN_NONE;
+    if (outlives && call.output != nullptr && !output.keeps_memory(args[5])) Py_RETURN_NONE;
     const bool writes = call.output != nullptr && !(call.op == Op::kBroadcast && call.root == engine.rank());
     if (writes && output.has_exchange() && !raise_version(args[5])) return nullptr;
     call.site = python_site();
@@ -356,14 +358,15 @@ PyObject* call_plain(const char* method, PyObject* self, PyObject* const* args, 
 // Engine.run_plain(op, reduce_op, root, tag, input, output) -> int | None
 PyObject* run_plain(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
   return call_plain(
-      "run_plain", self, args, num_args, [](Engine& engine, const Call& call) { return engine.run(call); },
+      "run_plain", self, args, num_args, false, [](Engine& engine, const Call& call) { return engine.run(call); },
       [](int source) { return PyLong_FromLong(source); });
 }
 
 // Engine.submit_plain(op, reduce_op, root, tag, input, output) -> Request | None
 PyObject* submit_plain(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
   return call_plain(
-      "submit_plain", self, args, num_args, [](Engine& engine, Call&& call) { return engine.submit(std::move(call)); },
+      "submit_plain", self, args, num_args, true,
+      [](Engine& engine, Call&& call) { return engine.submit(std::move(call)); },
       [](std::shared_ptr<Request> request) { return py::cast(std::move(request)).release().ptr(); });
 }
 
@@ -480,8 +483,7 @@ void define_norm(py::module_& m) {
   m.def(
       "fold_sums",
       [](const PartList& spans, int dtype, int exponent) {
-        const FoldSums sums = fold_sums(to_spans(spans), checked(dtype, DType::kBool, "dtype"), exponent);
-        return std::vector<std::int64_t>(sums.limbs, sums.limbs + kFoldLimbs);
+        return fold_sums(to_spans(spans), checked(dtype, DType::kBool, "dtype"), exponent);
       },
       py::arg("spans"), py::arg("dtype"), py::arg("exponent"), py::call_guard<py::gil_scoped_release>(),
       "The sums of (x / 2^exponent)^2 over (address, count) pairs of finite floats below 2^exponent; see core/norm.h.");

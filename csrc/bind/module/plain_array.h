@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <type_traits>
 
@@ -123,6 +124,11 @@ class PlainArray {
     return stream;
   }
 
+  // Whether `array`, which was read, keeps its memory as long as it lives. Other buffers, such as a bytearray, may be
+  // resized once they are no longer exported.
+  bool keeps_memory(PyObject* array) const {
+    return has_exchange() || std::strcmp(Py_TYPE(array)->tp_name, "numpy.ndarray") == 0;
+  }
   // Whether the array was read through DLPack's C exchange interface, as torch's tensors are.
   bool has_exchange() const { return exchange_ != nullptr; }
   char* data() const { return data_; }

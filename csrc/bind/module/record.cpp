@@ -28,12 +28,15 @@ py::dict to_python(const RecordText::Facts& facts) {
   return result;
 }
 
-// Returns (facts, calls) of a record of calls.
+// Returns (facts, calls, totals, waited) of a record of calls.
 py::tuple read_record(const py::bytes& bytes) {
   const RecordText text = RecordText::read(bytes);
   py::list calls;
   for (const RecordText::Facts& call : text.calls) calls.append(to_python(call));
-  return py::make_tuple(to_python(text.facts), calls);
+  py::list totals, waited;
+  for (const RecordText::Facts& total : text.totals) totals.append(to_python(total));
+  for (const std::int64_t ns : text.waited) waited.append(ns);
+  return py::make_tuple(to_python(text.facts), calls, totals, waited);
 }
 
 }  // namespace
@@ -41,9 +44,10 @@ py::tuple read_record(const py::bytes& bytes) {
 void define_record(py::module_& m) {
   serve_python_threads();
   m.attr("RECORD_NAME") = kRecordName;
-  m.def("read_record", &read_record, py::arg("bytes"),
-        "What a record of calls says: facts about its rank, and its last calls, from old to new; times in ns since "
-        "1970.");
+  m.def(
+      "read_record", &read_record, py::arg("bytes"),
+      "What a record of calls says: facts about its rank; its last calls, from old to new, with times in ns since "
+      "1970; the totals of all calls by op and algorithm; and the ns that it waited for each peer, empty if unknown.");
   m.def("set_step", &set_step, py::arg("step"), "Names the step of training that this process is in; below 0: none.");
 }
 

@@ -40,13 +40,13 @@ py::tuple describe(const trace::Span& span) {
   add(args, "number", span.origin.number);
   const bool whole = span.what == trace::What::kCall;
   if (whole) add_call(args, span.call);
-  add(args, "peer", span.details.peer);
-  add(args, "ticket", span.details.ticket);
-  add(args, "step", span.details.step);
-  add(args, "send_chunk", span.details.send_chunk);
-  add(args, "recv_chunk", span.details.recv_chunk);
-  add(args, "rail", span.details.rail);
-  add(args, "bytes", span.details.nbytes);
+  add(args, "peer", span.peer);
+  add(args, "ticket", span.ticket);
+  add(args, "step", span.step);
+  add(args, "send_chunk", span.send_chunk);
+  add(args, "recv_chunk", span.recv_chunk);
+  add(args, "rail", span.rail);
+  add(args, "bytes", span.nbytes);
   const std::string title = whole ? std::string("ringcomm:") + name(span.call.op) : trace::name(span.what);
   return py::make_tuple(title, trace::category(span.what), span.begin_ns, span.end_ns, args);
 }

@@ -7,13 +7,13 @@
 #include <cstring>
 #include <exception>
 #include <fstream>
-#include <map>
 #include <random>
 #include <sstream>
 
 #include "core/error.h"
 #include "runtime/checksum.h"
 #include "runtime/flight_recorder.h"
+#include "runtime/registry.h"
 
 namespace ringcomm::cpu {
 
@@ -36,30 +36,10 @@ std::uint64_t process_nonce() {
 }
 
 // The segments made in this process. Ranks that are threads share one mapping of each.
-class LocalSegments {
- public:
-  static LocalSegments& get() {
-    static LocalSegments segments;
-    return segments;
-  }
-  void add(std::uint64_t nonce, const std::shared_ptr<SharedMemory>& segment) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    segments_[nonce] = segment;
-  }
-  void remove(std::uint64_t nonce) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    segments_.erase(nonce);
-  }
-  std::shared_ptr<SharedMemory> find(std::uint64_t nonce) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = segments_.find(nonce);
-    return found == segments_.end() ? nullptr : found->second.lock();
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<std::uint64_t, std::weak_ptr<SharedMemory>> segments_;
-};
+Registry<std::uint64_t, SharedMemory>& local_segments() {
+  static auto* const segments = new Registry<std::uint64_t, SharedMemory>;  // outlives whatever is destroyed at exit
+  return *segments;
+}
 
 std::string first_line(const char* path) {
   std::ifstream file(path);
@@ -123,13 +103,13 @@ Group::Group(int rank, int world_size, const EngineOptions& options)
   c.graph_fd = graph_->place().fd;
   member_.party = &c.party.value;
   member_.abort = [this](const std::string& sentence) { abort(sentence, ErrorCode::kMismatch); };
-  LocalSegments::get().add(c.nonce, mine_);
+  local_segments().add(c.nonce, mine_);
 }
 
 Group::~Group() {
   if (disowned_) return;
   forget();
-  LocalSegments::get().remove(control().nonce);
+  local_segments().remove(control().nonce);
 }
 
 std::string Group::handle() const {
@@ -165,7 +145,7 @@ void Group::attach(int peer, const std::string& bytes) {
   Peer& p = peers_[peer];
   p.pid = h.pid;
   p.arenas.resize(kMaxArenas);
-  p.segment = h.process == own.process ? LocalSegments::get().find(h.nonce) : nullptr;
+  p.segment = h.process == own.process ? local_segments().find(h.nonce) : nullptr;
   try {
     if (!p.segment) p.segment = std::make_shared<SharedMemory>(SharedMemory::open(h.pid, h.fd, layout_.nbytes()));
   } catch (const Error& error) {

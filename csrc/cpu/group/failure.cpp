@@ -44,13 +44,15 @@ void Group::wait(int peer, const Flag* flag, std::uint64_t target, const Deadlin
   Clock::time_point next{};
   const auto has_come = [&] { return load_acquire(flag) >= target; };
   LongWait watch(*this, WaitKind::kCollective, peer, deadline.timeout_ms, flag);
-  wait_flag(flag, target, &control(peer).sleepers.value, patience_, [&] {
+  const auto waited = wait_flag(flag, target, &control(peer).sleepers.value, patience_, [&] {
     wait_for(peer);
     watch.check(has_come);
     look_around(peer, deadline, has_come);
     check_interrupt(*deadline.call, next);
   });
   wait_for(-1);
+  if (waited_ && waited.count() > 0)
+    fetch_add(waited_.get() + peer, static_cast<std::uint64_t>(std::chrono::nanoseconds(waited).count()));
 }
 
 LongWait::~LongWait() {

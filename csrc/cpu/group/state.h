@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/engine.h"
@@ -71,6 +72,8 @@ class Group {
   void disown() { disowned_ = true; }
   // Sets the function by which the wait graph asks for this rank's activity; before connect.
   void set_activity(std::function<WaitGraph::Activity()> activity) { member_.activity = std::move(activity); }
+  // See Engine::count_waits.
+  void count_waits(std::shared_ptr<Flag> waited) { waited_ = std::move(waited); }
   // Called before every call.
   void note_caller() const { graph_->note_caller(member_); }
   // Removes the rank from the wait graph, before the engine is destroyed.
@@ -212,6 +215,7 @@ class Group {
   const SegmentLayout layout_;
   const std::shared_ptr<SharedMemory> mine_;
   std::vector<Peer> peers_;
+  std::shared_ptr<Flag> waited_;  // ns that collectives waited for each peer; null: not counted
   const std::shared_ptr<WaitGraph> graph_;
   mutable WaitGraph::Member member_;
   Patience patience_{};

@@ -34,17 +34,19 @@ inline void post(Flag* flag, std::uint64_t value, const Flag* sleepers) {
   if (load_after_store(sleepers) != 0) futex_wake(flag);
 }
 
-// Waits until *flag >= target. `check` is called regularly while waiting, and throws to end the wait.
+// Waits until *flag >= target. `check` is called regularly while waiting, and throws to end the wait. Returns how long
+// it waited after it had stopped spinning, because a clock costs too much for shorter waits.
 template <typename Check>
-void wait_flag(const Flag* flag, std::uint64_t target, Flag* sleepers, const Patience& patience, const Check& check) {
+Clock::duration wait_flag(const Flag* flag, std::uint64_t target, Flag* sleepers, const Patience& patience,
+                          const Check& check) {
   for (int i = 0; i < patience.spins; ++i) {
-    if (load_acquire(flag) >= target) return;
+    if (load_acquire(flag) >= target) return {};
     cpu_relax();
   }
   const auto begin = Clock::now();
   for (int i = 0;; ++i) {
     for (int k = 0; k < patience.yields; ++k) {
-      if (load_acquire(flag) >= target) return;
+      if (load_acquire(flag) >= target) return Clock::now() - begin;
       yield();
     }
     check();
@@ -55,7 +57,7 @@ void wait_flag(const Flag* flag, std::uint64_t target, Flag* sleepers, const Pat
     const std::uint64_t seen = load_after_store(flag);
     if (seen < target) futex_wait(flag, seen, 20000);
     fetch_add(sleepers, static_cast<std::uint64_t>(-1));
-    if (load_acquire(flag) >= target) return;
+    if (load_acquire(flag) >= target) return Clock::now() - begin;
     check();
   }
 }

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/on_exit.h"
 #include "runtime/forks.h"
 #include "runtime/interrupt.h"
 
@@ -58,10 +59,6 @@ struct Instance {
     }
     return *now;
   }
-};
-
-struct Leaving {
-  ~Leaving() { WaitGraph::thread_ended(this_caller); }
 };
 
 bool same(const PartyPlace& a, const PartyPlace& b) { return a.party == b.party && a.nonce == b.nonce; }
@@ -175,7 +172,7 @@ void WaitGraph::note_new_caller(Member& member) {
   static std::atomic<std::uint64_t> callers{0};
   if (this_caller == 0) {
     this_caller = callers.fetch_add(1) + 1;
-    thread_local const Leaving leaving;
+    thread_local const OnExit leaving([] { WaitGraph::thread_ended(this_caller); });
     (void)leaving;
   }
   const std::lock_guard<std::mutex> lock(mutex_);

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <vector>
 
+#include "core/norm.h"
 #include "core/types.h"
 
 namespace ringcomm::cpu {
@@ -26,6 +27,9 @@ struct Kernels {
   // In canonical order: the balanced tree over the sources.
   void (*reduce)(const ReduceArgs& args);
   void (*copy)(void* dst, const void* src, std::size_t nbytes, bool streaming);
+  // See core/norm.h; `fold` adds to kFoldLimbs limbs.
+  double (*abs_max)(const Span& span, DType dtype);
+  void (*fold)(const Span& span, DType dtype, int exponent, std::int64_t* limbs);
 };
 
 // The best kernels for this processor; RINGCOMM_ISA=baseline|avx2|avx512 in the environment selects others.

@@ -260,13 +260,18 @@ void reduce_typed(const ReduceArgs& args) {
 }
 
 void reduce(const ReduceArgs& args) {
-  dispatch_reduce(args.dtype, args.op,
-                  [&](auto tag, auto combine) { reduce_typed<typename decltype(tag)::type, decltype(combine)>(args); });
+  dispatch_reduce(args.dtype, args.op, [&](auto element, auto combine) {
+    reduce_typed<typename decltype(element)::Type, decltype(combine)>(args);
+  });
 }
 
 }  // namespace
 
+// In norm_isa.cpp.
+double abs_max(const Span& span, DType dtype);
+void fold(const Span& span, DType dtype, int exponent, std::int64_t* limbs);
+
 extern const Kernels kTable;
-const Kernels kTable = {RINGCOMM_TEXT(RINGCOMM_ISA), reduce, copy};
+const Kernels kTable = {RINGCOMM_TEXT(RINGCOMM_ISA), reduce, copy, abs_max, fold};
 
 }  // namespace ringcomm::cpu::RINGCOMM_ISA

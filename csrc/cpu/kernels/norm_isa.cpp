@@ -8,13 +8,11 @@
 #include <immintrin.h>
 #endif
 
-#include "cpu/kernels/norm.h"
+#include "core/norm.h"
 
 #if !defined(RINGCOMM_ISA)
 #define RINGCOMM_ISA baseline
 #endif
-#define RINGCOMM_TEXT_OF(x) #x
-#define RINGCOMM_TEXT(x) RINGCOMM_TEXT_OF(x)
 
 namespace ringcomm::cpu::RINGCOMM_ISA {
 namespace {
@@ -101,20 +99,20 @@ constexpr double rounder(int bits) {
 }
 
 // Adds an integer of at most 2^53.
-void add(FoldSums& sums, int fold, double multiples) {
+void add(std::int64_t* limbs, int fold, double multiples) {
   const auto whole = static_cast<std::int64_t>(multiples);
-  sums.limbs[2 * fold] += whole >> kLimbBits;
-  sums.limbs[2 * fold + 1] += whole & ((std::int64_t{1} << kLimbBits) - 1);
+  limbs[2 * fold] += whole >> kLimbBits;
+  limbs[2 * fold + 1] += whole & ((std::int64_t{1} << kLimbBits) - 1);
 }
 
-void flush(const Doubles* columns, int fold, FoldSums& sums) {
+void flush(const Doubles* columns, int fold, std::int64_t* limbs) {
   const double unit = std::ldexp(1.0, kFoldBits[fold]);
   for (std::size_t c = 0; c < kColumns; ++c)
-    for (std::size_t l = 0; l < kLanes; ++l) add(sums, fold, columns[c][l] * unit);
+    for (std::size_t l = 0; l < kLanes; ++l) add(limbs, fold, columns[c][l] * unit);
 }
 
 template <typename T>
-void fold_rows(const T* x, std::size_t rows, const Scale& scale, FoldSums& sums) {
+void fold_rows(const T* x, std::size_t rows, const Scale& scale, std::int64_t* limbs) {
   constexpr double kFirst = rounder(kFoldBits[0]), kSecond = rounder(kFoldBits[1]);
   Doubles firsts[kColumns] = {}, seconds[kColumns] = {};
   for (std::size_t r = 0; r < rows; ++r, x += kRow) {
@@ -127,36 +125,38 @@ void fold_rows(const T* x, std::size_t rows, const Scale& scale, FoldSums& sums)
       seconds[c] += ((square - first) + kSecond) - kSecond;
     }
   }
-  flush(firsts, 0, sums);
-  flush(seconds, 1, sums);
+  flush(firsts, 0, limbs);
+  flush(seconds, 1, limbs);
 }
 
 template <typename T>
-void fold_block(const T* x, std::size_t count, const Scale& scale, FoldSums& sums) {
+void fold_block(const T* x, std::size_t count, const Scale& scale, std::int64_t* limbs) {
   const std::size_t whole = count / kRow, rest = count - whole * kRow;
-  fold_rows(x, whole, scale, sums);
+  fold_rows(x, whole, scale, limbs);
   if (rest == 0) return;
   T padded[kRow] = {};
   std::memcpy(padded, x + whole * kRow, rest * sizeof(T));
-  fold_rows(padded, 1, scale, sums);
+  fold_rows(padded, 1, scale, limbs);
 }
 
 template <typename T>
-void typed_fold(const void* data, std::size_t count, int exponent, FoldSums& sums) {
+void typed_fold(const void* data, std::size_t count, int exponent, std::int64_t* limbs) {
   using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
   const T* const x = static_cast<const T*>(data);
   const Scale scale(exponent);
   for (std::size_t at = 0; at < count; at += kBlock) {
     const std::size_t here = count - at < kBlock ? count - at : kBlock;
     if constexpr (std::is_same_v<T, Wide>) {
-      fold_block(x + at, here, scale, sums);
+      fold_block(x + at, here, scale, limbs);
     } else {
       alignas(64) Wide wide[kBlock];
       for (std::size_t i = 0; i < here; ++i) wide[i] = Element<T>::load(x[at + i]);
-      fold_block(wide, here, scale, sums);
+      fold_block(wide, here, scale, limbs);
     }
   }
 }
+
+}  // namespace
 
 // ---- dispatch -------------------------------------------------------------------------------------------------------
 
@@ -173,22 +173,17 @@ double abs_max(const Span& span, DType dtype) {
   }
 }
 
-void fold(const Span& span, DType dtype, int exponent, FoldSums& sums) {
+void fold(const Span& span, DType dtype, int exponent, std::int64_t* limbs) {
   switch (dtype) {
     case DType::kFloat64:
-      return typed_fold<double>(span.data, span.count, exponent, sums);
+      return typed_fold<double>(span.data, span.count, exponent, limbs);
     case DType::kFloat16:
-      return typed_fold<Float16>(span.data, span.count, exponent, sums);
+      return typed_fold<Float16>(span.data, span.count, exponent, limbs);
     case DType::kBFloat16:
-      return typed_fold<BFloat16>(span.data, span.count, exponent, sums);
+      return typed_fold<BFloat16>(span.data, span.count, exponent, limbs);
     default:
-      return typed_fold<float>(span.data, span.count, exponent, sums);
+      return typed_fold<float>(span.data, span.count, exponent, limbs);
   }
 }
-
-}  // namespace
-
-extern const NormKernels kNormTable;
-const NormKernels kNormTable = {RINGCOMM_TEXT(RINGCOMM_ISA), abs_max, fold};
 
 }  // namespace ringcomm::cpu::RINGCOMM_ISA

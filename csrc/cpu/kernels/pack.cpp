@@ -25,29 +25,29 @@ template <typename F>
 void dispatch_castable(DType dtype, F&& body) {
   switch (dtype) {
     case DType::kFloat32:
-      return body(TypeTag<float>{});
+      return body(Element<float>{});
     case DType::kFloat64:
-      return body(TypeTag<double>{});
+      return body(Element<double>{});
     case DType::kFloat16:
-      return body(TypeTag<Float16>{});
+      return body(Element<Float16>{});
     case DType::kBFloat16:
-      return body(TypeTag<BFloat16>{});
+      return body(Element<BFloat16>{});
     default:
       not_in_this_build(dtype, ReduceOp::kSum);
   }
 }
 template <typename F>
 void dispatch_8_bits(DType dtype, F&& body) {
-  if (dtype == DType::kFloat8E4M3) return body(TypeTag<Float8E4M3>{});
-  if (dtype == DType::kFloat8E5M2) return body(TypeTag<Float8E5M2>{});
+  if (dtype == DType::kFloat8E4M3) return body(Element<Float8E4M3>{});
+  if (dtype == DType::kFloat8E5M2) return body(Element<Float8E5M2>{});
   not_in_this_build(dtype, ReduceOp::kSum);
 }
 
 // Calls body(from, to) for every pair of types that check_packing accepts.
 template <typename F>
 void dispatch_cast(DType from, DType to, F&& body) {
-  if (element_bytes(from) == 1) return dispatch_8_bits(from, [&](auto source) { body(source, TypeTag<float>{}); });
-  if (element_bytes(to) == 1) return dispatch_8_bits(to, [&](auto target) { body(TypeTag<float>{}, target); });
+  if (element_bytes(from) == 1) return dispatch_8_bits(from, [&](auto source) { body(source, Element<float>{}); });
+  if (element_bytes(to) == 1) return dispatch_8_bits(to, [&](auto target) { body(Element<float>{}, target); });
   dispatch_castable(from, [&](auto source) { dispatch_castable(to, [&](auto target) { body(source, target); }); });
 }
 
@@ -61,7 +61,7 @@ void pack(const Packing& packing) {
   }
   dispatch_cast(packing.from, packing.to, [&](auto from, auto to) {
     for (const Packing::Piece& piece : packing.pieces)
-      convert<typename decltype(from)::type, typename decltype(to)::type>(piece, packing.factor);
+      convert<typename decltype(from)::Type, typename decltype(to)::Type>(piece, packing.factor);
   });
 }
 

@@ -20,15 +20,6 @@ RINGCOMM_HD constexpr Arithmetic arithmetic_for(DType dtype, ReduceOp op) {
   return {dtype == DType::kUInt8 && signless ? DType::kInt8 : dtype, step, 1};
 }
 
-// Of the struct of a combining step.
-template <typename Combine>
-inline constexpr ReduceOp kOpOf = ReduceOp::kSum;
-#define X(e, Combine) \
-  template <>         \
-  inline constexpr ReduceOp kOpOf<Combine> = ReduceOp::e;
-RINGCOMM_FOR_EACH_COMBINE(X)
-#undef X
-
 // Whether some call of this build ends up with exactly this pair.
 constexpr bool is_compiled(DType dtype, ReduceOp step) {
 #if defined(RINGCOMM_ONLY_DTYPE) && defined(RINGCOMM_ONLY_OP)
@@ -61,13 +52,13 @@ constexpr TypeGroup group_of(DType dtype) {
   return element_bytes(dtype) >= 4 ? TypeGroup::kWideFloats : TypeGroup::kNarrowFloats;
 }
 
-// pick(TypeTag<T>, Combine) for a compiled pair, else null.
+// pick(Element<T>, ReduceStep) for a compiled pair, else null.
 template <typename Args, DType kDType, typename T, typename Pick>
 Kernel<Args> kernel_of_type([[maybe_unused]] ReduceOp op, [[maybe_unused]] const Pick& pick) {
-#define X(e, Combine)                             \
+#define X(e)                                      \
   if constexpr (is_compiled(kDType, ReduceOp::e)) \
-    if (op == ReduceOp::e) return pick(TypeTag<T>{}, Combine{});
-  RINGCOMM_FOR_EACH_COMBINE(X)
+    if (op == ReduceOp::e) return pick(Element<T>{}, ReduceStep<ReduceOp::e>{});
+  RINGCOMM_FOR_EACH_STEP(X)
 #undef X
   return nullptr;
 }

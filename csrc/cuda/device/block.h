@@ -78,10 +78,6 @@ class Block {
   }
   // Barrier of the block. True: every thread's wait succeeded.
   RINGCOMM_DEVICE bool agree(bool ok) const { return __syncthreads_and(ok) != 0; }
-  // One thread waits, and the whole block learns the result.
-  RINGCOMM_DEVICE bool wait_together(const Flag* flag, u64 target, int peer, WaitKind kind) const {
-    return agree(thread() != 0 || wait(flag, target, peer, kind));
-  }
 
   // Barrier of all ranks' blocks of this channel: after it, all of them see what any of them wrote before it.
   RINGCOMM_DEVICE bool rank_barrier() const {

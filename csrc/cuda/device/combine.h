@@ -104,41 +104,31 @@ RINGCOMM_HD constexpr Value tree_of_groups(int groups, const Tree& tree, const C
 
 namespace proof {
 // Values that distinguish every order and grouping of the leaves.
-struct Leaf {
-  RINGCOMM_HD constexpr u64 operator()(int rank) const { return rank + 2; }
+struct Leaf {  // of the ranks from `first` on; nvcc takes a lambda outside a kernel for one of the host
+  int first = 0;
+  RINGCOMM_HD constexpr u64 operator()(int rank) const { return first + rank + 2; }
 };
-struct Node {
-  RINGCOMM_HD constexpr u64 operator()(u64 left, u64 right) const {
-    return (left * 0x9e3779b97f4a7c15u + 1) ^ (right * 31 + 7);
-  }
-};
+RINGCOMM_HD constexpr u64 node(u64 left, u64 right) { return (left * 0x9e3779b97f4a7c15u + 1) ^ (right * 31 + 7); }
 template <int kRanks>
 constexpr bool same_tree() {
-  const u64 want = tree_reduce<kRanks>(0, Leaf{}, Node{});
-  const bool fits_4 = kRanks > 4 || tree_of_first<4>(kRanks, Leaf{}, Node{}) == want;
-  const bool fits_2 = kRanks > 2 || tree_of_first<2>(kRanks, Leaf{}, Node{}) == want;
-  const bool fits_least = tree_of_first<8, kRanks>(kRanks, Leaf{}, Node{}) == want;
-  return fits_2 && fits_4 && fits_least && tree_of_first<8>(kRanks, Leaf{}, Node{}) == want;
+  const u64 want = tree_reduce<kRanks>(0, Leaf{}, node);
+  const bool fits_4 = kRanks > 4 || tree_of_first<4>(kRanks, Leaf{}, node) == want;
+  const bool fits_2 = kRanks > 2 || tree_of_first<2>(kRanks, Leaf{}, node) == want;
+  const bool fits_least = tree_of_first<8, kRanks>(kRanks, Leaf{}, node) == want;
+  return fits_2 && fits_4 && fits_least && tree_of_first<8>(kRanks, Leaf{}, node) == want;
 }
 static_assert(same_tree<1>() && same_tree<2>() && same_tree<3>() && same_tree<4>(), "not the canonical order");
 static_assert(same_tree<5>() && same_tree<6>() && same_tree<7>() && same_tree<8>(), "not the canonical order");
 
-// Functions of structs: nvcc takes a lambda outside a kernel for one of the host and warns at each use.
-struct LeafOfGroup {
-  int group;
-  RINGCOMM_HD constexpr u64 operator()(int p) const { return Leaf{}(group * kGroupRanks + p); }
-};
 template <int kRanks>
-struct TreeOfGroup {
-  RINGCOMM_HD constexpr u64 operator()(int group) const {
-    const int ranks = kRanks - group * kGroupRanks;
-    return tree_of_first<kGroupRanks>(ranks < kGroupRanks ? ranks : kGroupRanks, LeafOfGroup{group}, Node{});
-  }
-};
+RINGCOMM_HD constexpr u64 tree_of_group(int group) {
+  const int first = group * kGroupRanks, ranks = kRanks - first;
+  return tree_of_first<kGroupRanks>(ranks < kGroupRanks ? ranks : kGroupRanks, Leaf{first}, node);
+}
 template <int kRanks>
 constexpr bool same_tree_of_groups() {
-  return tree_of_groups<u64>(static_cast<int>(ceil_div(kRanks, kGroupRanks)), TreeOfGroup<kRanks>{}, Node{}) ==
-         tree_reduce<kRanks>(0, Leaf{}, Node{});
+  return tree_of_groups<u64>(static_cast<int>(ceil_div(kRanks, kGroupRanks)), tree_of_group<kRanks>, node) ==
+         tree_reduce<kRanks>(0, Leaf{}, node);
 }
 static_assert(same_tree_of_groups<8>() && same_tree_of_groups<9>() && same_tree_of_groups<16>(), "not canonical");
 static_assert(same_tree_of_groups<17>() && same_tree_of_groups<23>() && same_tree_of_groups<24>(), "not canonical");
@@ -153,10 +143,10 @@ struct AnyStep {
   template <typename A>
   RINGCOMM_DEVICE A apply(A a, A b) const {
     A result = a;
-#define X(e, Combine)                        \
+#define X(e)                                 \
   if constexpr (kIsCompiled<T, ReduceOp::e>) \
-    if (const A value = Combine::apply(a, b); op == ReduceOp::e) result = value;
-    RINGCOMM_FOR_EACH_COMBINE(X)
+    if (const A value = ReduceStep<ReduceOp::e>::apply(a, b); op == ReduceOp::e) result = value;
+    RINGCOMM_FOR_EACH_STEP(X)
 #undef X
     return result;
   }
@@ -170,9 +160,9 @@ inline constexpr bool kCanBeScaled = kCanBeAveraged<T, Combine> && std::is_float
 
 // A step that works on bits only, so that elements of any width will do.
 template <typename T, typename Combine>
-inline constexpr bool kIsBitwise =
-    std::is_integral_v<T> &&
-    (std::is_same_v<Combine, Band> || std::is_same_v<Combine, Bor> || std::is_same_v<Combine, Bxor>);
+inline constexpr bool kIsBitwise = false;
+template <typename T, ReduceOp op>
+inline constexpr bool kIsBitwise<T, ReduceStep<op>> = std::is_integral_v<T> && is_bitwise(op);
 
 // What the kernel of (T, Combine) does with the values of kLeast to kRanks ranks. kScaled: each is multiplied by a
 // factor.

@@ -15,9 +15,7 @@ namespace ringcomm::cuda {
 
 namespace {
 
-struct Addresses {
-  char* of[kMaxRanks];
-};
+using Addresses = char* [kMaxRanks];  // by rank
 
 template <typename Args>
 class ExchangeBlock {
@@ -105,7 +103,7 @@ class ExchangeBlock {
     }
     return true;
   }
-  // to.of[p]: the address at which this rank reads or writes data of p. False: the host has not mapped a buffer that
+  // to[p]: the address at which this rank reads or writes data of p. False: the host has not mapped a buffer that
   // was published as visible.
   RINGCOMM_DEVICE bool find_buffers(Addresses& to, bool spreads) const {
     const int p = block_.thread();
@@ -115,7 +113,7 @@ class ExchangeBlock {
       found = base != nullptr;
       if (!found) block_.report(Failure::kMismatch, WaitKind::kPublished, p, 0, 0, signature_, signature_);
       const u64 part = pulls() ? exchanges_[p].take_bytes : exchanges_[p].give_bytes;
-      to.of[p] = base + (args_.op == Op::kBroadcast ? 0 : rank() * part);
+      to[p] = base + (args_.op == Op::kBroadcast ? 0 : rank() * part);
     }
     return block_.agree(found);
   }
@@ -127,28 +125,28 @@ class ExchangeBlock {
     if (spreads) {
       const u64 nbytes = rank() == root ? exchanges_[root].give_bytes : exchanges_[root].take_bytes;
       const Slice share = shard_of(nbytes, world_size(), rank(), kLineBytes);
-      const char* const from = rank() == root ? exchanges_[root].give : at.of[root];
+      const char* const from = rank() == root ? exchanges_[root].give : at[root];
       copy_tiles(0, from + share.offset, share.count, [&](const auto& f) {
         for (int i = 0; i < world_size(); ++i) {
           const int p = peer(i);
-          if (p != root) f((p == rank() ? exchanges_[root].take : at.of[p]) + share.offset);
+          if (p != root) f((p == rank() ? exchanges_[root].take : at[p]) + share.offset);
         }
       });
     } else if (args_.op == Op::kAllGather) {
       copy_tiles(0, exchanges_[peer(1)].give, exchanges_[peer(1)].give_bytes, [&](const auto& f) {
-        for (int i = 1; i < world_size(); ++i) f(at.of[peer(i)]);
+        for (int i = 1; i < world_size(); ++i) f(at[peer(i)]);
       });
     } else if (args_.op == Op::kAllToAll) {
       for (int i = 1; i < world_size(); ++i) push(i, peer(i), at);
     } else if (rank() != root && pulls()) {
-      copy_tiles(0, at.of[root], exchanges_[root].take_bytes, [&](const auto& f) { f(exchanges_[root].take); });
+      copy_tiles(0, at[root], exchanges_[root].take_bytes, [&](const auto& f) { f(exchanges_[root].take); });
     } else if (rank() != root) {
       push(0, root, at);
     }
     return block_.rank_barrier();
   }
   RINGCOMM_DEVICE void push(int turn, int p, const Addresses& at) const {
-    copy_tiles(turn, exchanges_[p].give, exchanges_[p].give_bytes, [&](const auto& f) { f(at.of[p]); });
+    copy_tiles(turn, exchanges_[p].give, exchanges_[p].give_bytes, [&](const auto& f) { f(at[p]); });
   }
 
   // ---- staged -------------------------------------------------------------------------------------------------------

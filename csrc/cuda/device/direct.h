@@ -318,10 +318,10 @@ RINGCOMM_DEVICE_CALL bool next_reduction(const CallArgs& args, Progress& what, b
 // Any combining step of a type: the protocol around the steps is compiled once for all of them.
 template <typename T>
 RINGCOMM_DEVICE void reduce_any(const Progress& what) {
-#define X(e, Combine)                        \
+#define X(e)                                 \
   if constexpr (kIsCompiled<T, ReduceOp::e>) \
-    if (what.combine == ReduceOp::e) return Reducer<T, Combine, kMaxRanks>(what).run();
-  RINGCOMM_FOR_EACH_COMBINE(X)
+    if (what.combine == ReduceOp::e) return Reducer<T, ReduceStep<ReduceOp::e>, kMaxRanks>(what).run();
+  RINGCOMM_FOR_EACH_STEP(X)
 #undef X
 }
 
@@ -339,10 +339,7 @@ direct(const __grid_constant__ CallArgs args) {
 template <TypeGroup kGroup>
 Kernel<CallArgs> direct_of_group(DType dtype, ReduceOp op) {
   return kernel_of_group<CallArgs, kGroup>(
-      dtype, op, [](auto tag, auto) -> Kernel<CallArgs> { return direct<typename decltype(tag)::type>; });
+      dtype, op, [](auto element, auto) -> Kernel<CallArgs> { return direct<typename decltype(element)::Type>; });
 }
-Kernel<CallArgs> direct_wide_float_kernel(DType dtype, ReduceOp op);
-Kernel<CallArgs> direct_narrow_float_kernel(DType dtype, ReduceOp op);
-Kernel<CallArgs> direct_integer_kernel(DType dtype, ReduceOp op);
 
 }  // namespace ringcomm::cuda

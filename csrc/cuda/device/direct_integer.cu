@@ -2,8 +2,6 @@
 
 namespace ringcomm::cuda {
 
-Kernel<CallArgs> direct_integer_kernel(DType dtype, ReduceOp op) {
-  return direct_of_group<TypeGroup::kIntegers>(dtype, op);
-}
+template Kernel<CallArgs> direct_of_group<TypeGroup::kIntegers>(DType dtype, ReduceOp op);
 
 }  // namespace ringcomm::cuda

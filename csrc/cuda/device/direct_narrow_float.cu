@@ -2,8 +2,6 @@
 
 namespace ringcomm::cuda {
 
-Kernel<CallArgs> direct_narrow_float_kernel(DType dtype, ReduceOp op) {
-  return direct_of_group<TypeGroup::kNarrowFloats>(dtype, op);
-}
+template Kernel<CallArgs> direct_of_group<TypeGroup::kNarrowFloats>(DType dtype, ReduceOp op);
 
 }  // namespace ringcomm::cuda

@@ -2,8 +2,6 @@
 
 namespace ringcomm::cuda {
 
-Kernel<CallArgs> direct_wide_float_kernel(DType dtype, ReduceOp op) {
-  return direct_of_group<TypeGroup::kWideFloats>(dtype, op);
-}
+template Kernel<CallArgs> direct_of_group<TypeGroup::kWideFloats>(DType dtype, ReduceOp op);
 
 }  // namespace ringcomm::cuda

@@ -44,12 +44,9 @@ reduce_known(const __grid_constant__ KnownArgs args) {
 
 template <TypeGroup kGroup>
 Kernel<KnownArgs> known_of_group(DType dtype, ReduceOp op) {
-  return kernel_of_group<KnownArgs, kGroup>(dtype, op, [](auto tag, auto combine) -> Kernel<KnownArgs> {
-    return reduce_known<typename decltype(tag)::type, decltype(combine)>;
+  return kernel_of_group<KnownArgs, kGroup>(dtype, op, [](auto element, auto combine) -> Kernel<KnownArgs> {
+    return reduce_known<typename decltype(element)::Type, decltype(combine)>;
   });
 }
-Kernel<KnownArgs> known_wide_float_kernel(DType dtype, ReduceOp op);
-Kernel<KnownArgs> known_narrow_float_kernel(DType dtype, ReduceOp op);
-Kernel<KnownArgs> known_integer_kernel(DType dtype, ReduceOp op);
 
 }  // namespace ringcomm::cuda

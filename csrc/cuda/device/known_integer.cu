@@ -2,8 +2,6 @@
 
 namespace ringcomm::cuda {
 
-Kernel<KnownArgs> known_integer_kernel(DType dtype, ReduceOp op) {
-  return known_of_group<TypeGroup::kIntegers>(dtype, op);
-}
+template Kernel<KnownArgs> known_of_group<TypeGroup::kIntegers>(DType dtype, ReduceOp op);
 
 }  // namespace ringcomm::cuda

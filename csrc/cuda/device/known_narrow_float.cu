@@ -2,8 +2,6 @@
 
 namespace ringcomm::cuda {
 
-Kernel<KnownArgs> known_narrow_float_kernel(DType dtype, ReduceOp op) {
-  return known_of_group<TypeGroup::kNarrowFloats>(dtype, op);
-}
+template Kernel<KnownArgs> known_of_group<TypeGroup::kNarrowFloats>(DType dtype, ReduceOp op);
 
 }  // namespace ringcomm::cuda

@@ -10,18 +10,17 @@ template <typename T, typename Combine>
 inline constexpr bool kPays =
     std::is_same_v<Combine, Sum>
         ? (std::is_integral_v<T> ? sizeof(T) >= 4 : std::is_floating_point_v<AccOf<T>> && sizeof(T) >= 2)
-        : std::is_same_v<Combine, Max> && (std::is_integral_v<T> ? sizeof(T) >= 4 : std::is_same_v<T, float>);
-
-struct Pick {
-  template <typename Tag, typename Combine>
-  Kernel<CallArgs> operator()(Tag, Combine) const {
-    if constexpr (kPays<typename Tag::type, Combine>) return oneshot<typename Tag::type, Combine>;
-    return nullptr;
-  }
-};
+        : Combine::kOp == ReduceOp::kMax && (std::is_integral_v<T> ? sizeof(T) >= 4 : std::is_same_v<T, float>);
 
 }  // namespace
 
-Kernel<CallArgs> oneshot_kernel(DType dtype, ReduceOp op) { return kernel_of<CallArgs>(dtype, op, Pick{}); }
+Kernel<CallArgs> oneshot_kernel(DType dtype, ReduceOp op) {
+  return kernel_of<CallArgs>(dtype, op, [](auto element, auto combine) -> Kernel<CallArgs> {
+    using T = typename decltype(element)::Type;
+    using Combine = decltype(combine);
+    if constexpr (kPays<T, Combine>) return oneshot<T, Combine>;
+    return nullptr;
+  });
+}
 
 }  // namespace ringcomm::cuda

@@ -148,13 +148,11 @@ class LL {
   RINGCOMM_DEVICE void push(char* lines, const u32* words) const {
     store_ll(reinterpret_cast<Vec*>(lines), words[0], words[1], flag_);
   }
-  struct Look {
-    bool there;
-  };
+  using Look = bool;  // whether the line was there
   RINGCOMM_DEVICE void look(const char* lines, u32* words, Look& look) const {
-    look.there = look_ll(reinterpret_cast<const Vec*>(lines), flag_, words[0], words[1]);
+    look = look_ll(reinterpret_cast<const Vec*>(lines), flag_, words[0], words[1]);
   }
-  RINGCOMM_DEVICE bool there(const Look& look) const { return look.there; }
+  RINGCOMM_DEVICE bool there(const Look& look) const { return look; }
   // Whether this thread polls on behalf of all that wait with it.
   RINGCOMM_DEVICE static bool speaks() { return true; }
   RINGCOMM_DEVICE static bool any(bool value) { return value; }
@@ -181,19 +179,17 @@ class LL128 {
     store_ll128(lines, words[0] | static_cast<u64>(words[1]) << 32,
                 has(1) ? words[2] | static_cast<u64>(words[3]) << 32 : flag_);
   }
-  struct Look {
-    u64 last;
-  };
+  using Look = u64;  // the last 8 bytes
   RINGCOMM_DEVICE void look(const char* lines, u32* words, Look& look) const {
     u64 a;
-    load_ll128(lines, a, look.last);
+    load_ll128(lines, a, look);
     words[0] = static_cast<u32>(a);
     words[1] = static_cast<u32>(a >> 32);
-    words[2] = static_cast<u32>(look.last);
-    words[3] = static_cast<u32>(look.last >> 32);
+    words[2] = static_cast<u32>(look);
+    words[3] = static_cast<u32>(look >> 32);
   }
   RINGCOMM_DEVICE bool there(const Look& look) const {
-    return !any_in_warp(!has(1) && look.last != flag_ && RINGCOMM_FAULT != Fault::kFlagOfWideLineIgnored);
+    return !any_in_warp(!has(1) && look != flag_ && RINGCOMM_FAULT != Fault::kFlagOfWideLineIgnored);
   }
   RINGCOMM_DEVICE static bool speaks() { return lane_id() == 0; }
   RINGCOMM_DEVICE static bool any(bool value) { return any_in_warp(value); }

@@ -117,7 +117,7 @@ class Reducer {
       else
         reduce_chunks<2, 1, kScaled>(chunks);
     }
-    if (chunks * kEach < what_.count) reduce_rest<T, kRest>(what_, AnyStep<T>{kOpOf<Combine>}, 0, chunks * kEach);
+    if (chunks * kEach < what_.count) reduce_rest<T, kRest>(what_, AnyStep<T>{Combine::kOp}, 0, chunks * kEach);
   }
   // Usual sums have a version of their own here too.
   template <bool kScaled>
@@ -125,7 +125,7 @@ class Reducer {
     if constexpr (kUsual && !kScaled)
       reduce_rest<T, kRest>(what_, Sum{}, chunks, chunks * kRestEach);
     else
-      reduce_rest<T, kRest>(what_, AnyStep<T>{kOpOf<Combine>}, chunks, chunks * kRestEach);
+      reduce_rest<T, kRest>(what_, AnyStep<T>{Combine::kOp}, chunks, chunks * kRestEach);
   }
   RINGCOMM_DEVICE bool aligned_buffers() const {
     u64 bits = 0;

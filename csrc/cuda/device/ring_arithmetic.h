@@ -21,34 +21,23 @@ struct RingRun {
   double factor;
 };
 
-// f of each pair of elements in two vectors.
-template <typename T, typename F>
-RINGCOMM_DEVICE Vec each_lane(const Vec& a, const Vec& b, const F& f) {
-  Vec result = {};
-  RINGCOMM_UNROLL for (int i = 0; i < kPerVec<T>; ++i)
-      put_element(result.word, i, f(element<T>(a.word, i), element<T>(b.word, i)));
-  return result;
+// f(a, b), or f of each pair of elements in two vectors.
+template <typename T, typename Unit, typename F>
+RINGCOMM_DEVICE Unit each_lane(const Unit& a, const Unit& b, const F& f) {
+  if constexpr (std::is_same_v<Unit, T>) {
+    return f(a, b);
+  } else {
+    Vec result = {};
+    RINGCOMM_UNROLL for (int i = 0; i < kPerVec<T>; ++i)
+        put_element(result.word, i, f(element<T>(a.word, i), element<T>(b.word, i)));
+    return result;
+  }
 }
-// A rank's own values on their way into the ring.
+// A rank's own value on its way into the ring.
 template <typename T>
-struct Entry {
-  double factor;
-
-  RINGCOMM_DEVICE T enter(T own) const { return Element<T>::store(scale(Element<T>::load(own), factor)); }
-  RINGCOMM_DEVICE Vec enter(const Vec& own) const {
-    return each_lane<T>(own, own, [&](T x, T) { return enter(x); });
-  }
-};
-// A plain sum.
-template <typename T>
-struct RingSum {
-  RINGCOMM_DEVICE T combine(T partial, T own) const {
-    return Element<T>::store(Sum::apply(Element<T>::load(partial), Element<T>::load(own)));
-  }
-  RINGCOMM_DEVICE Vec combine(const Vec& partial, const Vec& own) const {
-    return each_lane<T>(partial, own, [&](T x, T y) { return combine(x, y); });
-  }
-};
+RINGCOMM_DEVICE T enter_one(T own, double factor) {
+  return Element<T>::store(scale(Element<T>::load(own), factor));
+}
 
 template <typename Unit>
 struct Pair {
@@ -61,19 +50,20 @@ inline constexpr int kRingInFlight = sizeof(T) == 1   ? 1
                                      : sizeof(T) >= 4 ? kInFlight
                                                       : kInFlight / 2;
 
-template <typename Unit, typename T>
-RINGCOMM_DEVICE void enter_units(const Entry<T>& entry, const RingRun& run, u32 first, u32 count) {
+template <typename T, typename Unit>
+RINGCOMM_DEVICE void enter_units(const RingRun& run, u32 first, u32 count) {
+  const auto step = [&](T own, T) { return enter_one(own, run.factor); };
   in_flight<kRingInFlight<T>>(
       threadIdx.x, run.threads, count, [&](u32 i) { return get<Unit>(run.own, first + i); },
-      [&](u32 i, const Unit& value) { put(run.to, first + i, entry.enter(value)); });
+      [&](u32 i, const Unit& value) { put(run.to, first + i, each_lane<T>(value, value, step)); });
 }
-template <typename Unit, int kDepth, typename Step>
+template <typename T, typename Unit, int kDepth, typename Step>
 RINGCOMM_DEVICE void combine_units(const Step& step, const RingRun& run, u32 first, u32 count) {
   in_flight<kDepth>(
       threadIdx.x, run.threads, count,
       [&](u32 i) { return Pair<Unit>{get<Unit>(run.partial, first + i), get<Unit>(run.own, first + i)}; },
       [&](u32 i, const Pair<Unit>& v) {
-        const Unit result = step.combine(v.partial, v.own);
+        const Unit result = each_lane<T>(v.partial, v.own, step);
         put(run.to, first + i, result);
         if (run.and_to) put(run.and_to, first + i, result);
       });
@@ -84,47 +74,38 @@ RINGCOMM_DEVICE void combine_units(const Step& step, const RingRun& run, u32 fir
 template <typename T>
 RINGCOMM_DEVICE_CALL void enter_run(u32 threads, const char* own, char* to, u32 count, double factor) {
   const RingRun run{threads, nullptr, own, to, nullptr, count, 1, factor};
-  const Entry<T> entry{factor};
   const u64 bits = reinterpret_cast<u64>(own) | reinterpret_cast<u64>(to);
   const u32 vectors = bits % 16 == 0 ? count / kPerVec<T> : 0, done = vectors * kPerVec<T>;
-  enter_units<Vec>(entry, run, 0, vectors);
-  enter_units<T>(entry, run, done, count - done);
+  enter_units<T, Vec>(run, 0, vectors);
+  enter_units<T, T>(run, done, count - done);
 }
 template <typename T>
 inline constexpr bool kCanScale = kIsCompiled<T, ReduceOp::kSum> && std::is_floating_point_v<typename Element<T>::Acc>;
 
-// Any step, compiled once for all of them. A factor or divisor of 1 changes no bit.
+// Plain sums of aligned runs have a loop of their own. All the rest shares one, in which a factor or divisor of 1
+// changes no bit.
 template <typename T>
-struct AnyRingStep {
-  AnyStep<T> step;
-  double factor;
-  int divisor;
-
-  RINGCOMM_DEVICE T combine(T partial, T own) const {
-    if constexpr (kCanScale<T>) own = Entry<T>{factor}.enter(own);
-    auto value = step.apply(Element<T>::load(partial), Element<T>::load(own));
+RINGCOMM_DEVICE void combine_run(const RingRun& run, ReduceOp op, double factor, int divisor) {
+  const auto any = [=](T partial, T own) {
+    if constexpr (kCanScale<T>) own = enter_one(own, factor);
+    auto value = AnyStep<T>{op}.apply(Element<T>::load(partial), Element<T>::load(own));
     if (divisor != 1) value = divide(value, divisor);
     return Element<T>::store(value);
-  }
-  RINGCOMM_DEVICE Vec combine(const Vec& partial, const Vec& own) const {
-    return each_lane<T>(partial, own, [&](T x, T y) { return combine(x, y); });
-  }
-};
-
-// Plain sums of aligned runs have a loop of their own, and all the rest shares one.
-template <typename T>
-RINGCOMM_DEVICE void combine_run(const RingRun& run, const AnyRingStep<T>& any) {
+  };
   const u64 bits = reinterpret_cast<u64>(run.partial) | reinterpret_cast<u64>(run.own) | reinterpret_cast<u64>(run.to) |
                    reinterpret_cast<u64>(run.and_to);
   const u32 vectors = bits % 16 == 0 ? run.count / kPerVec<T> : 0, done = vectors * kPerVec<T>;
   constexpr int kDepth = static_cast<int>(larger(1, kRingInFlight<T> / 2));  // it takes more registers
   bool usual = false;
   if constexpr (kIsCompiled<T, ReduceOp::kSum>) {
-    usual = any.step.op == ReduceOp::kSum && any.factor == 1 && any.divisor == 1;
-    if (usual) combine_units<Vec, kRingInFlight<T>>(RingSum<T>{}, run, 0, vectors);
+    const auto sum = [](T partial, T own) {
+      return Element<T>::store(Sum::apply(Element<T>::load(partial), Element<T>::load(own)));
+    };
+    usual = op == ReduceOp::kSum && factor == 1 && divisor == 1;
+    if (usual) combine_units<T, Vec, kRingInFlight<T>>(sum, run, 0, vectors);
   }
-  if (!usual) combine_units<Vec, kDepth>(any, run, 0, vectors);
-  combine_units<T, kDepth>(any, run, done, run.count - done);
+  if (!usual) combine_units<T, Vec, kDepth>(any, run, 0, vectors);
+  combine_units<T, T, kDepth>(any, run, done, run.count - done);
 }
 
 // What the ring needs to know of its elements.
@@ -144,8 +125,8 @@ class RingArithmetic {
   }
   RINGCOMM_DEVICE void combine(const RingRun& run, bool final) const {
     const bool divides = final && args_.reduce_op == ReduceOp::kAvg;
-    combine_run<T>(
-        run, {{arithmetic_for(args_.dtype, args_.reduce_op).op}, scales() ? run.factor : 1, divides ? run.divisor : 1});
+    combine_run<T>(run, arithmetic_for(args_.dtype, args_.reduce_op).op, scales() ? run.factor : 1,
+                   divides ? run.divisor : 1);
   }
 
  private:

@@ -21,10 +21,7 @@ ring(const __grid_constant__ CallArgs args) {
 template <TypeGroup kGroup>
 Kernel<CallArgs> ring_of_group(DType dtype, ReduceOp op) {
   return kernel_of_group<CallArgs, kGroup>(
-      dtype, op, [](auto tag, auto) -> Kernel<CallArgs> { return ring<typename decltype(tag)::type>; });
+      dtype, op, [](auto element, auto) -> Kernel<CallArgs> { return ring<typename decltype(element)::Type>; });
 }
-Kernel<CallArgs> ring_wide_float_kernel(DType dtype, ReduceOp op);
-Kernel<CallArgs> ring_narrow_float_kernel(DType dtype, ReduceOp op);
-Kernel<CallArgs> ring_integer_kernel(DType dtype, ReduceOp op);
 
 }  // namespace ringcomm::cuda

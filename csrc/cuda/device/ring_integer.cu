@@ -2,8 +2,6 @@
 
 namespace ringcomm::cuda {
 
-Kernel<CallArgs> ring_integer_kernel(DType dtype, ReduceOp op) {
-  return ring_of_group<TypeGroup::kIntegers>(dtype, op);
-}
+template Kernel<CallArgs> ring_of_group<TypeGroup::kIntegers>(DType dtype, ReduceOp op);
 
 }  // namespace ringcomm::cuda

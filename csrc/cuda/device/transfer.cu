@@ -27,10 +27,6 @@ RINGCOMM_DEVICE bool share_a_link(const Transfer& a, const Transfer& b) {
   return a.peer == b.peer && a.sends == b.sends;
 }
 
-struct Found {
-  char* at;
-};
-
 class TransferBlock {
  public:
   RINGCOMM_DEVICE TransferBlock(const Block& block, const Transfer& first)
@@ -140,10 +136,10 @@ class TransferBlock {
   // The peer's memory as mapped on this rank; null: it is not mapped, or not yet. One thread asks, because the host may
   // add an arena at any time.
   RINGCOMM_DEVICE char* find(const Location& at) const {
-    RINGCOMM_SHARED(Found, found);
-    if (block_.thread() == 0) found.at = block_.resolve(peer_, at);
+    RINGCOMM_SHARED(char*, found);
+    if (block_.thread() == 0) found = block_.resolve(peer_, at);
     block_.sync();
-    char* const here = found.at;
+    char* const here = found;
     block_.sync();  // before the next one
     return here;
   }

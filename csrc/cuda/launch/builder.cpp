@@ -234,7 +234,7 @@ void LaunchBuilder::launch_kernel(Kernel<Args> kernel, int channels, const Args&
 }
 
 RankArgs LaunchBuilder::rank_args(const LaunchMember& member) const {
-  RankArgs args = member.context->group().args();
+  RankArgs args = member.context->peer_memory().args();
   args.factor = member.batch->first().factor;
   if (!plan_.known && plan_.algorithm == Algorithm::kDirect) locate(args, member);
   return args;
@@ -243,13 +243,13 @@ RankArgs LaunchBuilder::rank_args(const LaunchMember& member) const {
 // Fills in where the call's buffers lie for the peers.
 void LaunchBuilder::locate(RankArgs& rank, const LaunchMember& member) const {
   const Call& call = member.batch->first();
-  Group& group = member.context->group();
+  PeerMemory& memory = member.context->peer_memory();
   const std::size_t element = element_bytes(call.dtype);
   const auto place = [&](const Parts& parts, bool whole) {
     const bool one_piece = whole || in_one_piece(parts, world_size(), element);
     const std::size_t count = parts.count(0) * (whole ? 1 : world_size());
     if (!one_piece || !parts.data(0)) return Location{};
-    return group.locate(parts.data(0), count * element, member.batch->capture != 0, name(call.op));
+    return memory.locate(parts.data(0), count * element, member.batch->capture != 0, name(call.op));
   };
   const bool parts_in = call.op == Op::kReduceScatter || call.op == Op::kAllToAll || call.op == Op::kScatter;
   const bool parts_out = call.op == Op::kAllGather || call.op == Op::kAllToAll || call.op == Op::kGather;
@@ -325,7 +325,7 @@ void LaunchBuilder::reduce() const {
   args.signed_op = args.op;
   args.reduce_op = call().reduce_op;
   args.wide_packets = plan_.wide_packets;
-  std::copy_n(context().group().ring_order(), kMaxRanks, args.ring_order);
+  std::copy_n(context().peer_memory().ring_order(), kMaxRanks, args.ring_order);
   args.parts = call().op == Op::kReduceScatter && !call().input_parts.empty();
   if (args.parts && setting_.ranks_of_a_device * world_size() > kMaxMessageBuffers)
     return reduce_each_part(kernel, args, arithmetic.scale);
@@ -394,7 +394,7 @@ void LaunchBuilder::ring_copy() const {
   CallArgs args{};
   fill_common(args);
   args.signed_op = args.op;
-  std::copy_n(context().group().ring_order(), kMaxRanks, args.ring_order);
+  std::copy_n(context().peer_memory().ring_order(), kMaxRanks, args.ring_order);
   args.num_messages = 1;
   args.counts[0] = call(lead_).count * element_bytes(call().dtype);
   for (std::size_t y = 0; y < members_.size(); ++y) args.buffers(0, y) = {call(y).input, output_parts(call(y)).data(0)};

@@ -52,10 +52,10 @@ std::shared_ptr<SharedState> SharedState::of(const std::string& identity) {
   return state;
 }
 
-std::shared_ptr<LocalGroup> SharedState::local_group(const Group& group) {
+std::shared_ptr<LocalGroup> SharedState::local_group(const PeerMemory& memory) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  std::shared_ptr<LocalGroup>& group_of_device = local_groups_[group.device()];
-  if (!group_of_device) group_of_device = std::make_shared<LocalGroup>(abort_state, group.local_ranks());
+  std::shared_ptr<LocalGroup>& group_of_device = local_groups_[memory.device()];
+  if (!group_of_device) group_of_device = std::make_shared<LocalGroup>(abort_state, memory.local_ranks());
   return group_of_device;
 }
 
@@ -74,34 +74,35 @@ Context::Context(int rank, int world_size, const EngineOptions& options)
       threads_(threads_from_environment()),
       apart_(apart_from_environment()),
       usual_channels_(default_layout(world_size, options).channels),
-      group_(std::make_unique<Group>(rank, world_size, options.device, with_channels(options, tuning_))),
+      peer_memory_(std::make_unique<PeerMemory>(rank, world_size, options.device, with_channels(options, tuning_))),
       events_(std::make_shared<StreamEvents>(options.device)),
       unconnected_(SharedState::of(concat("rank ", rank, " at ", this))),
       shared_(unconnected_.get()) {
-  const DeviceFacts& facts = group_->facts();
-  group_->set_settings(concat("device=", without_spaces(facts.name), ",sms=", facts.multiprocessors,
-                              ",sm=", facts.major, facts.minor, ",threads=", threads_,
-                              ",apart=", static_cast<int>(apart_), ",tuning=", tuning_.checksum()));
-  if (apart_ == Apart::kPrivate) group_->hide_user_memory();
+  const DeviceFacts& facts = peer_memory_->facts();
+  peer_memory_->set_settings(concat("device=", without_spaces(facts.name), ",sms=", facts.multiprocessors,
+                                    ",sm=", facts.major, facts.minor, ",threads=", threads_,
+                                    ",apart=", static_cast<int>(apart_), ",tuning=", tuning_.checksum()));
+  if (apart_ == Apart::kPrivate) peer_memory_->hide_user_memory();
 }
 
 void Context::connect(const std::vector<std::string>& handles, const std::function<void()>& prepare) {
-  group_->connect(handles, [&] {
-    if (tuning_.serves(world_size_)) tuning_.check_measured_on(group_->facts().name, group_->worst_path(), rank_);
+  peer_memory_->connect(handles, [&] {
+    if (tuning_.serves(world_size_))
+      tuning_.check_measured_on(peer_memory_->facts().name, peer_memory_->worst_path(), rank_);
     prepare();
   });
-  connected_ = SharedState::of(group_->identity());
+  connected_ = SharedState::of(peer_memory_->identity());
   shared_.store(connected_.get(), std::memory_order_release);
   if (unconnected_->abort_state.ended()) abort(unconnected_->abort_state.why(), unconnected_->abort_state.code());
 }
 
 Setting Context::setting() const {
   Setting setting;
-  setting.layout = group_->layout();
+  setting.layout = peer_memory_->layout();
   setting.usual_channels = usual_channels_;
-  setting.known = apart_ == Apart::kNo && static_cast<int>(group_->local_ranks().size()) == world_size_;
-  setting.whole_lines = group_->worst_path() >= Path::kNvlink;
-  setting.ranks_of_a_device = group_->most_ranks_of_a_device();
+  setting.known = apart_ == Apart::kNo && static_cast<int>(peer_memory_->local_ranks().size()) == world_size_;
+  setting.whole_lines = peer_memory_->worst_path() >= Path::kNvlink;
+  setting.ranks_of_a_device = peer_memory_->most_ranks_of_a_device();
   setting.threads = threads_;
   return setting;
 }
@@ -109,9 +110,9 @@ Setting Context::setting() const {
 // Tested on words that no call uses.
 bool Context::has_word_ops() {
   std::call_once(asked_word_ops_, [this] {
-    char* const own = group_->segment(rank_) + group_->layout().copy_words_at(rank_);
+    char* const own = peer_memory_->segment(rank_) + peer_memory_->layout().copy_words_at(rank_);
     auto* const word = &reinterpret_cast<CopyWords*>(own)->ready;
-    has_word_ops_ = try_word_ops({{word, 1, false}, {word, 1, true}}, group_->stream()) == cudaSuccess;
+    has_word_ops_ = try_word_ops({{word, 1, false}, {word, 1, true}}, peer_memory_->stream()) == cudaSuccess;
     if (!has_word_ops_) cudaGetLastError();
   });
   return has_word_ops_;
@@ -119,8 +120,8 @@ bool Context::has_word_ops() {
 
 bool Context::ended() const {
   if (shared().abort_state.ended()) return true;
-  if (!group_) return false;
-  const HostPage& page = *group_->page();
+  if (!peer_memory_) return false;
+  const HostPage& page = *peer_memory_->page();
   return load_acquire(&page.status.code) != 0 || load_acquire(&page.stopped.value) != 0;
 }
 
@@ -136,12 +137,12 @@ void Context::check(Op op) {
 
 // A failure that a kernel of this rank recorded comes first: the order to stop says less than the reason.
 void Context::raise_end(Op op) const {
-  const auto failure = static_cast<Failure>(group_ ? load_acquire(&group_->page()->status.code) : 0);
+  const auto failure = static_cast<Failure>(peer_memory_ ? load_acquire(&peer_memory_->page()->status.code) : 0);
   const bool told = failure == Failure::kAborted && shared().abort_state.ended();
   if (failure != Failure::kNone && !told) {
     const Op last = static_cast<Op>(last_op_.load(std::memory_order_relaxed));
     const std::string calls = last == op ? name(op) : concat(name(op), " after ", name(last));
-    throw explain(group_->page()->status, rank_, calls, last_limit_.load(std::memory_order_relaxed));
+    throw explain(peer_memory_->page()->status, rank_, calls, last_limit_.load(std::memory_order_relaxed));
   }
   shared().abort_state.check(op, rank_);
   fail(ErrorCode::kAborted, name(op), ": rank ", rank_,
@@ -151,7 +152,7 @@ void Context::raise_end(Op op) const {
 
 void Context::abort(const std::string& reason, ErrorCode code) noexcept {
   if (!shared().abort_state.record(reason, code)) return;
-  if (group_) group_->stop();
+  if (peer_memory_) peer_memory_->stop();
   shared().end_all();
 }
 
@@ -188,11 +189,11 @@ void Context::rethrow(const PendingCall& pending, Op op) {
        " expected an open communicator, got a closed one; create a new one");
 }
 
-void Context::release_group(bool idle) {
+void Context::release_peer_memory(bool idle) {
   if (idle)
-    group_.reset();
+    peer_memory_.reset();
   else
-    group_.release();  // NOLINT: kernels may still write there
+    peer_memory_.release();  // NOLINT: kernels may still write there
 }
 
 }  // namespace ringcomm::cuda

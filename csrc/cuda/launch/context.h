@@ -1,4 +1,4 @@
-// What the parts of one rank's engine share: its group, its limits and its end. And what the ranks of one communicator
+// What the parts of one rank's engine share: its memory, its limits and its end. And what the ranks of one communicator
 // in this process share.
 #pragma once
 
@@ -15,7 +15,7 @@
 #include "cuda/launch/status.h"
 #include "cuda/launch/stream_waits.h"
 #include "cuda/launch/streams.h"
-#include "cuda/memory/group.h"
+#include "cuda/memory/peer_memory.h"
 
 namespace ringcomm::cuda {
 
@@ -29,8 +29,8 @@ class SharedState {
   ~SharedState();
 
   AbortState abort_state;
-  // The ranks in `group.local_ranks()`, which share a device.
-  std::shared_ptr<LocalGroup> local_group(const Group& group);
+  // The ranks in `memory.local_ranks()`, which share a device.
+  std::shared_ptr<LocalGroup> local_group(const PeerMemory& memory);
   Matcher& matcher() { return *matcher_; }
   // The communicator has ended: wakes all threads that wait on the host.
   void end_all();
@@ -48,7 +48,7 @@ class Context {
  public:
   Context(int rank, int world_size, const EngineOptions& options);
 
-  Group& group() const { return *group_; }
+  PeerMemory& peer_memory() const { return *peer_memory_; }
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
   int device() const { return device_; }
@@ -84,8 +84,8 @@ class Context {
   // Throws the error of a call that is no longer open.
   void rethrow(const PendingCall& pending, Op op);
 
-  // Frees the group, unless kernels may still use it; then it is never freed.
-  void release_group(bool idle);
+  // Frees the memory, unless kernels may still use it; then it is never freed.
+  void release_peer_memory(bool idle);
 
   std::atomic<std::int64_t> timeout_ms;
   std::atomic<bool> closed{false};
@@ -98,7 +98,7 @@ class Context {
   const int threads_;
   const Apart apart_;
   const int usual_channels_;
-  std::unique_ptr<Group> group_;
+  std::unique_ptr<PeerMemory> peer_memory_;
   std::shared_ptr<StreamEvents> events_;
   const std::shared_ptr<SharedState> unconnected_;  // until connected
   std::shared_ptr<SharedState> connected_;

@@ -91,7 +91,7 @@ std::vector<CopyCall::CallInfo> CopyCall::write(std::size_t member) const {
   common.able = context.has_word_ops();
   std::vector<CallInfo> infos(static_cast<std::size_t>(world_size()), common);
   const auto locate = [&](const void* data, std::size_t nbytes) {
-    return context.group().locate(data, nbytes, common.captured, name(mine.op));
+    return context.peer_memory().locate(data, nbytes, common.captured, name(mine.op));
   };
   const bool one_piece = mine.input_parts.empty();  // looked up once
   const std::size_t pieces = mine.op == Op::kAllGather ? 1 : static_cast<std::size_t>(world_size());
@@ -127,22 +127,22 @@ void CopyCall::exchange(const std::vector<std::vector<CallInfo>>& infos) {
   for (auto check_at = Clock::now() + kCheckInterval;;) {
     Item* open = nullptr;
     // A socket's queue holds few messages, and a peer whose message finds no room waits here too.
-    for (const LaunchMember& member : members_) member.context->group().read_messages();
+    for (const LaunchMember& member : members_) member.context->peer_memory().read_messages();
     for (Item& item : items) {
-      Group& group = members_[item.member].context->group();
+      PeerMemory& memory = members_[item.member].context->peer_memory();
       ControlMessage message;
       if (!item.sent) {
         message.kind = ControlMessage::kCopies;
-        message.from = group.rank();
+        message.from = memory.rank();
         message.call = number_;
         message.text = infos[item.member][item.peer].text();
-        const ControlSocket::SendResult sent = group.send(item.peer, message);
+        const ControlSocket::SendResult sent = memory.send(item.peer, message);
         item.sent = sent == ControlSocket::SendResult::kSent;
         item.unreachable = sent == ControlSocket::SendResult::kUnreachable;
       }
       const bool first = !open && !(item.sent && item.received);
-      if (!item.received && group.receive(ControlMessage::kCopies, item.peer, std::numeric_limits<std::uint64_t>::max(),
-                                          first ? 1 : 0, message))
+      if (!item.received && memory.receive(ControlMessage::kCopies, item.peer,
+                                           std::numeric_limits<std::uint64_t>::max(), first ? 1 : 0, message))
         item.received = infos_[item.member][item.peer].read(message.text);
       if (!open && !(item.sent && item.received)) open = &item;
     }
@@ -157,7 +157,7 @@ void CopyCall::exchange(const std::vector<std::vector<CallInfo>>& infos) {
            "something else", kAdvice);
     if (now < check_at) continue;
     check_at = now + kCheckInterval;
-    const Process& process = waiting.group().process(open->peer);
+    const Process& process = waiting.peer_memory().process(open->peer);
     const bool exited = process.has_exited();
     if (open->lost)
       fail(ErrorCode::kRankLost, name(op), ": rank ", waiting.rank(), " expected rank ", open->peer, " (process ",
@@ -165,7 +165,7 @@ void CopyCall::exchange(const std::vector<std::vector<CallInfo>>& infos) {
            "; see its own output", kAdvice);
     open->lost = open->unreachable || exited;
     for (const LaunchMember& member : members_)
-      member.context->waits().copy_abort_flag(member.context->group().stream());
+      member.context->waits().copy_abort_flag(member.context->peer_memory().stream());
   }
 }
 
@@ -185,7 +185,8 @@ void CopyCall::check_no_copy_call(const std::vector<LaunchMember>& members, std:
   for (const LaunchMember& member : members) {
     ControlMessage message;
     CallInfo info;
-    if (!member.context->group().receive(ControlMessage::kCopies, -1, number, 0, message) || !info.read(message.text))
+    if (!member.context->peer_memory().receive(ControlMessage::kCopies, -1, number, 0, message) ||
+        !info.read(message.text))
       continue;
     const Call& mine = member.batch->first();
     mismatch(mine, member.rank, signature_of(mine, member.context->world_size(), number), message.from, info.signature);
@@ -235,7 +236,7 @@ const char* CopyCall::source(std::size_t member, int from) const {
   if (is_here(from)) return static_cast<const char*>(given(member_of_[from], members_[member].rank).data);
   const Location part = infos_[member][from].part;
   if (part.arena < 0) return reinterpret_cast<const char*>(part.where);
-  const char* const base = members_[member].context->group().region(from, part.arena);
+  const char* const base = members_[member].context->peer_memory().region(from, part.arena);
   if (!base)
     fail(ErrorCode::kSystem, name(call(member).op), ": rank ", members_[member].rank, " expected memory of rank ", from,
          " to be mapped here, got none; see the errors of the other ranks");
@@ -245,11 +246,11 @@ const char* CopyCall::source(std::size_t member, int from) const {
 std::vector<WordOp> CopyCall::word_ops(std::uint32_t CopyWords::* word, bool waits) const {
   std::vector<WordOp> ops;
   for (const LaunchMember& member : members_) {
-    const Group& group = member.context->group();
+    const PeerMemory& memory = member.context->peer_memory();
     for (int p = 0; p < world_size(); ++p) {
       if (is_here(p)) continue;
-      char* const at = waits ? group.segment(member.rank) + group.layout().copy_words_at(p)
-                             : group.segment(p) + group.layout().copy_words_at(member.rank);
+      char* const at = waits ? memory.segment(member.rank) + memory.layout().copy_words_at(p)
+                             : memory.segment(p) + memory.layout().copy_words_at(member.rank);
       ops.push_back({&(reinterpret_cast<CopyWords*>(at)->*word), ticket(), waits});
     }
   }

@@ -153,7 +153,7 @@ void LocalGroup::enqueue(PendingLaunch& pending, std::size_t lead) {
            " outside of it; capture the calls of all of them from one thread, on streams forked from one");
   }
   LaunchBuilder builder(members, lead, pending.number);
-  for (const LaunchMember& member : members) member.context->group().attend(name(mine.first().op));
+  for (const LaunchMember& member : members) member.context->peer_memory().attend(name(mine.first().op));
   builder.agree();
   for (std::size_t i = 0; i < members.size(); ++i) {
     const Batch& batch = pending.batches[i];
@@ -179,7 +179,7 @@ void LocalGroup::enqueue(PendingLaunch& pending, std::size_t lead) {
     }
     throw;
   }
-  for (const LaunchMember& member : members) member.context->group().called();
+  for (const LaunchMember& member : members) member.context->peer_memory().called();
   const StreamEventPtr end = put_end();
   for (const LaunchMember& member : members) {
     if (waits) member.context->calls(mine.first().op, member.batch->limit_ms);

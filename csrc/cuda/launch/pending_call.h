@@ -38,19 +38,19 @@ class PendingCall {
   void enqueued(StreamEventPtr end, bool waits_for_ranks);
   void fail(std::exception_ptr error);
 
-  // Makes an open call fail, so that no rank reads its arguments any more. False: it was not open.
-  virtual bool cancel() = 0;
-  // The ranks that have not come, and what they call instead: "ranks 1 and 2 to come to call #5, got ...".
-  virtual std::string missing() const = 0;
+  void came_from(int rank) { source_ = rank; }
 
- protected:
-  int source_ = -1;
+  // Of a call that may be open. Makes it fail, so that no rank reads its arguments any more. False: it was not open.
+  virtual bool cancel() { return false; }
+  // The ranks that have not come, and what they call instead: "ranks 1 and 2 to come to call #5, got ...".
+  virtual std::string missing() const { return ""; }
 
  private:
   enum State { kOpen, kEnqueued, kFailed };
   void settle(State state);
 
   std::atomic<int> state_{kOpen};
+  int source_ = -1;
   StreamEventPtr end_event_;
   bool waits_for_ranks_ = false;
   std::exception_ptr error_;

@@ -115,7 +115,7 @@ std::exception_ptr DeviceRequest::result() {
 void Watcher::watch(std::shared_ptr<DeviceRequest> request, std::function<void(std::exception_ptr)> callback) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    items_.push_back({std::move(request), std::move(callback)});
+    items_.emplace_back(std::move(request), std::move(callback));
     if (!thread_.joinable() && !stopping_) thread_ = std::thread([this] { run(); });
   }
   changed_.notify_all();
@@ -136,12 +136,12 @@ bool Watcher::sweep(std::unique_lock<std::mutex>& lock) {
   lock.unlock();
   std::deque<Item> left;
   bool any = false;
-  for (Item& item : items) {
-    if (item.request->poll()) {
-      item.callback(item.request->result());
+  for (auto& [request, callback] : items) {
+    if (request->poll()) {
+      callback(request->result());
       any = true;
     } else {
-      left.push_back(std::move(item));
+      left.emplace_back(std::move(request), std::move(callback));
     }
   }
   items.clear();

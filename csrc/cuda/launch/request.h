@@ -61,10 +61,7 @@ class Watcher {
   bool runs_this_thread() const { return id_.load() == std::this_thread::get_id(); }
 
  private:
-  struct Item {
-    std::shared_ptr<DeviceRequest> request;
-    std::function<void(std::exception_ptr)> callback;
-  };
+  using Item = std::pair<std::shared_ptr<DeviceRequest>, std::function<void(std::exception_ptr)>>;
   void run();
   void loop();
   // Makes the callbacks of requests that are over, without the lock. True: there were some.

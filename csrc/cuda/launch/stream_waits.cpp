@@ -28,7 +28,7 @@ bool is_through(cudaStream_t stream, int rank) {
 void StreamWaits::add(Wait wait) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    items_.push_back({std::move(wait), false, {}});
+    waits_.push_back(std::move(wait));
     if (!thread_.joinable() && !stopping_) thread_ = std::thread([this] { run(); });
   }
   changed_.notify_all();
@@ -44,16 +44,15 @@ void StreamWaits::stop() {
 }
 
 void StreamWaits::copy_abort_flag(cudaStream_t stream) const {
-  const Group& group = context_.group();
-  check(cudaMemcpyAsync(&group.page()->stopped.value, group.segment(group.rank()), sizeof(Flag), cudaMemcpyDefault,
+  const PeerMemory& memory = context_.peer_memory();
+  check(cudaMemcpyAsync(&memory.page()->stopped.value, memory.segment(memory.rank()), sizeof(Flag), cudaMemcpyDefault,
                         stream),
-        "cudaMemcpyAsync of the abort flag", group.rank());
+        "cudaMemcpyAsync of the abort flag", memory.rank());
 }
 
 void StreamWaits::run() {
   try {
-    const DeviceGuard guard(context_.device(), context_.rank());
-    const RelaxedCapture relaxed(context_.rank());
+    const OnDevice on(context_.device(), context_.rank());
     loop();
   } catch (const Error& error) {
     context_.abort(error.what(), error.code());  // nobody looks after the waits any more
@@ -63,35 +62,34 @@ void StreamWaits::run() {
 void StreamWaits::loop() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopping_ && !process_is_ending()) {
-    if (items_.empty()) {
-      changed_.wait(lock, [this] { return stopping_ || !items_.empty(); });
+    if (waits_.empty()) {
+      changed_.wait(lock, [this] { return stopping_ || !waits_.empty(); });
       continue;
     }
-    std::deque<Item> items;
-    items.swap(items_);
+    std::deque<Wait> waits;
+    waits.swap(waits_);
     lock.unlock();
-    items.erase(std::remove_if(items.begin(), items.end(), [this](Item& item) { return attend(item); }), items.end());
+    waits.erase(std::remove_if(waits.begin(), waits.end(), [this](Wait& wait) { return attend(wait); }), waits.end());
     lock.lock();
-    items_.insert(items_.begin(), std::make_move_iterator(items.begin()), std::make_move_iterator(items.end()));
+    waits_.insert(waits_.begin(), std::make_move_iterator(waits.begin()), std::make_move_iterator(waits.end()));
     changed_.wait_for(lock, kPause, [this] { return stopping_; });
   }
 }
 
-bool StreamWaits::attend(Item& item) {
+bool StreamWaits::attend(Wait& wait) {
   const int rank = context_.rank();
-  if (reached(*item.wait.end, rank)) return true;
+  if (reached(*wait.end, rank)) return true;
   if (context_.ended()) {
-    release(item.wait);
+    release(wait);
     return false;
   }
   const auto now = Clock::now();
-  if (!item.begun) {
-    item.begun = reached(*item.wait.begin, rank);
-    item.since = now;
-  } else if (now > item.since + std::chrono::milliseconds(item.wait.limit_ms)) {
-    report_timeout(item.wait);
-  } else if (now > item.since + kPatience && is_through(context_.group().stream(), rank)) {
-    copy_abort_flag(context_.group().stream());
+  if (!wait.since) {
+    if (reached(*wait.begin, rank)) wait.since = now;
+  } else if (now > *wait.since + std::chrono::milliseconds(wait.limit_ms)) {
+    report_timeout(wait);
+  } else if (now > *wait.since + kPatience && is_through(context_.peer_memory().stream(), rank)) {
+    copy_abort_flag(context_.peer_memory().stream());
   }
   return false;
 }
@@ -99,39 +97,39 @@ bool StreamWaits::attend(Item& item) {
 // All on one stream, in this order. The peers may write the words once more, so this is repeated until the streams are
 // through.
 void StreamWaits::release(const Wait& wait) {
-  Group& group = context_.group();
-  if (released_ && !is_through(group.stream(), group.rank())) return;  // the last time is still under way
+  PeerMemory& memory = context_.peer_memory();
+  if (released_ && !is_through(memory.stream(), memory.rank())) return;  // the last time is still under way
   released_ = true;
-  group.stop();
+  memory.stop();
   std::vector<WordOp> ops;
-  for (int p = 0; p < group.world_size(); ++p) {
-    auto* const words = reinterpret_cast<CopyWords*>(group.segment(group.rank()) + group.layout().copy_words_at(p));
+  for (int p = 0; p < memory.world_size(); ++p) {
+    auto* const words = reinterpret_cast<CopyWords*>(memory.segment(memory.rank()) + memory.layout().copy_words_at(p));
     ops.push_back({&words->ready, wait.ticket + kReleased, false});
     ops.push_back({&words->done, wait.ticket + kReleased, false});
   }
-  enqueue_word_ops(ops, group.stream(), group.rank());
+  enqueue_word_ops(ops, memory.stream(), memory.rank());
 }
 
 void StreamWaits::report_timeout(const Wait& wait) {
-  Group& group = context_.group();
-  CopyWords* const words = group.words_seen();
-  for (int p = 0; p < group.world_size(); ++p)
-    check(cudaMemcpyAsync(&words[p], group.segment(group.rank()) + group.layout().copy_words_at(p), sizeof(Flag),
-                          cudaMemcpyDefault, group.stream()),
-          "cudaMemcpyAsync of a peer's words", group.rank());
+  PeerMemory& memory = context_.peer_memory();
+  CopyWords* const words = memory.words_seen();
+  for (int p = 0; p < memory.world_size(); ++p)
+    check(cudaMemcpyAsync(&words[p], memory.segment(memory.rank()) + memory.layout().copy_words_at(p), sizeof(Flag),
+                          cudaMemcpyDefault, memory.stream()),
+          "cudaMemcpyAsync of a peer's words", memory.rank());
   const auto last = Clock::now() + kLongestLook;
-  bool seen = is_through(group.stream(), group.rank());
-  for (; !seen && Clock::now() < last; seen = is_through(group.stream(), group.rank()))
+  bool seen = is_through(memory.stream(), memory.rank());
+  for (; !seen && Clock::now() < last; seen = is_through(memory.stream(), memory.rank()))
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   const auto late = [&](int p, std::uint32_t CopyWords::* word) {
-    return seen && p != group.rank() && static_cast<std::int32_t>(words[p].*word - wait.ticket) < 0;
+    return seen && p != memory.rank() && static_cast<std::int32_t>(words[p].*word - wait.ticket) < 0;
   };
   std::string missing = "its peers to finish";
-  for (int p = group.world_size(); p-- > 0;)
+  for (int p = memory.world_size(); p-- > 0;)
     if (late(p, &CopyWords::done)) missing = concat("rank ", p, " to finish its part");
-  for (int p = group.world_size(); p-- > 0;)
+  for (int p = memory.world_size(); p-- > 0;)
     if (late(p, &CopyWords::ready)) missing = concat("the stream of rank ", p, " to come to this call");
-  context_.abort(concat(name(wait.op), ": rank ", group.rank(), " expected ", missing, " within ",
+  context_.abort(concat(name(wait.op), ": rank ", memory.rank(), " expected ", missing, " within ",
                         seconds(wait.limit_ms), ", got no answer; see whether it has stalled", kAdvice),
                  ErrorCode::kTimeout);
 }

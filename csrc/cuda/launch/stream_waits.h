@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 #include "core/engine.h"
@@ -34,7 +35,8 @@ class StreamWaits {
     Op op;
     std::uint32_t ticket;  // value of the words
     std::int64_t limit_ms;
-    StreamEventPtr begin, end;  // around the waits
+    StreamEventPtr begin, end;                    // around the waits
+    std::optional<Clock::time_point> since = {};  // when the host saw that its stream had come to `begin`
   };
   void add(Wait wait);
   // Enqueues a copy of the abort flag to where the host looks.
@@ -42,22 +44,17 @@ class StreamWaits {
   void stop();
 
  private:
-  struct Item {
-    Wait wait;
-    bool begun = false;
-    Clock::time_point since;
-  };
   void run();
   void loop();
   // Whether it is over.
-  bool attend(Item& item);
+  bool attend(Wait& wait);
   void report_timeout(const Wait& wait);
   void release(const Wait& wait);
 
   Context& context_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Item> items_;
+  std::deque<Wait> waits_;
   std::thread thread_;
   bool stopping_ = false;
   bool released_ = false;  // of the thread alone

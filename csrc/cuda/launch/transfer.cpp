@@ -27,7 +27,6 @@ class Matcher::Message final : public PendingCall {
     return call.root == receive.rank && (receive.call.root == rank || receive.call.root == kAnySource) &&
            call.tag == receive.call.tag;
   }
-  void came_from(int rank) { source_ = rank; }
 
   bool cancel() override { return owner_.cancel(*this); }
   std::string missing() const override {
@@ -145,29 +144,14 @@ void Matcher::end_all() {
 
 // ---- between processes ----------------------------------------------------------------------------------------------
 
-namespace {
-
-// The host has nothing to wait for.
-class EnqueuedTransfer final : public PendingCall {
- public:
-  EnqueuedTransfer(StreamEventPtr event, int source) {
-    source_ = source;
-    enqueued(std::move(event), true);
-  }
-  bool cancel() override { return false; }
-  std::string missing() const override { return ""; }
-};
-
-}  // namespace
-
 Links::~Links() {
   if (process_is_ending()) return;
   for (const auto& [way, stream] : streams_) tolerate(cudaStreamDestroy(stream), "cudaStreamDestroy");
 }
 
 bool Links::leads_to(int peer) const {
-  if (context_.group().one_process() || peer == context_.rank()) return false;
-  return peer == kAnySource || context_.group().reach(peer) != "pointer";
+  if (context_.peer_memory().one_process() || peer == context_.rank()) return false;
+  return peer == kAnySource || context_.peer_memory().reach(peer) != "pointer";
 }
 
 void Links::connect() {
@@ -175,8 +159,8 @@ void Links::connect() {
   const int set = context_.setting().threads;
   threads_ = set ? set : kUsualBlockThreads;
   room_ = room_for(reinterpret_cast<const void*>(transfer_kernel()), threads_, context_.device(), context_.rank()) /
-          context_.group().most_ranks_of_a_device();
-  channels_ = link_channels(context_.group().layout(), room_);
+          context_.peer_memory().most_ranks_of_a_device();
+  channels_ = link_channels(context_.peer_memory().layout(), room_);
   for (int peer = 0; peer < context_.world_size(); ++peer) {
     if (!leads_to(peer)) continue;
     for (const bool sends : {false, true}) {
@@ -197,11 +181,11 @@ std::vector<StreamEventPtr> Links::last() const {
 std::shared_ptr<PendingCall> Links::post(const std::vector<const Call*>& calls, cudaStream_t stream,
                                          unsigned long long capture) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const Group& group = context_.group();
+  const PeerMemory& memory = context_.peer_memory();
   const int rank = context_.rank();
   TransferArgs args{};
-  args.layout = group.layout();
-  args.rank = group.args();
+  args.layout = memory.layout();
+  args.rank = memory.args();
   std::int64_t limit_ms = 0;
   std::map<Way, int> channels;  // the blocks of a way's first message serve all of them
   for (const Call* call : calls) {
@@ -213,7 +197,7 @@ std::shared_ptr<PendingCall> Links::post(const std::vector<const Call*>& calls, 
     transfer.data = sends ? static_cast<char*>(const_cast<void*>(call->input)) : static_cast<char*>(call->output);
     transfer.nbytes = call->count * element_bytes(call->dtype);
     transfer.count = call->count;
-    if (transfer.nbytes) transfer.at = group.locate_own(transfer.data, transfer.nbytes);
+    if (transfer.nbytes) transfer.at = memory.locate_own(transfer.data, transfer.nbytes);
     transfer.channels = static_cast<std::int8_t>(message_channels(transfer.nbytes, channels_));
     transfer.peer = static_cast<std::int16_t>(call->root);
     transfer.tag = call->tag;
@@ -238,7 +222,10 @@ std::shared_ptr<PendingCall> Links::post(const std::vector<const Call*>& calls, 
   for (const Call* call : calls) latest_[way(*call)].put(end);
   context_.calls(calls[0]->op, limit_ms);
   if (capture) context_.captured.store(true);
-  return std::make_shared<EnqueuedTransfer>(end, calls[0]->op == Op::kRecv ? calls[0]->root : -1);
+  auto pending = std::make_shared<PendingCall>();
+  if (calls[0]->op == Op::kRecv) pending->came_from(calls[0]->root);
+  pending->enqueued(end, true);
+  return pending;
 }
 
 std::vector<std::vector<const Call*>> split_into_launches(const std::vector<const Call*>& calls) {

@@ -185,11 +185,10 @@ void Buffers::offer(const Allocation& allocation, const char* call) {
   own.handle.nbytes = allocation.nbytes;
   std::string why_not;
   if (allocation.chunk) {
-    const auto way = allocation.chunk->export_kind(device_);
-    own.handle.kind = way == VmmReference::Export::kFabric ? HandleKind::kFabric : HandleKind::kVmm;
+    own.handle.kind = allocation.chunk->handle_kind(device_);
     static_assert(sizeof own.handle.ipc >= kFabricBytes, "a handle has room for the driver's");
-    if (way == VmmReference::Export::kNot ||
-        (way == VmmReference::Export::kFabric && !allocation.chunk->export_fabric(&own.handle.ipc)))
+    if (own.handle.kind == HandleKind::kPrivate ||
+        (own.handle.kind == HandleKind::kFabric && !allocation.chunk->export_fabric(&own.handle.ipc)))
       why_not = kUnexportableMemory;
   } else {
     const RelaxedCapture relaxed(rank_);

@@ -128,7 +128,7 @@ bool unpack(const std::string& text, MemoryHandle& handle) {
   return handle.magic == kMemoryMagic;
 }
 
-std::string GroupHandle::pack() const {
+std::string RankHandle::pack() const {
   std::ostringstream out;
   out << machine << ' ' << text_of(instance) << ' ' << process.pid << ' ' << process.start << ' ' << rank << ' '
       << layout.world_size << ' ' << text_of(layout) << ' ' << text_of(identity) << ' ' << text_of(control.name) << ' '
@@ -139,8 +139,8 @@ std::string GroupHandle::pack() const {
   return add_checksum(kVersion, out.str());
 }
 
-GroupHandle GroupHandle::unpack(const std::string& text, int rank) {
-  GroupHandle h;
+RankHandle RankHandle::unpack(const std::string& text, int rank) {
+  RankHandle h;
   std::string instance, layout, identity, name, secret, segment;
   std::size_t num_paths = 0;
   std::istringstream in(strip_checksum(kVersion, text, "cuda", rank));
@@ -168,9 +168,9 @@ GroupHandle GroupHandle::unpack(const std::string& text, int rank) {
   return h;
 }
 
-std::string GroupHandle::device_text() const { return concat("GPU ", device, " (", bus_id, ")"); }
+std::string RankHandle::device_text() const { return concat("GPU ", device, " (", bus_id, ")"); }
 
-Path GroupHandle::path_to(const GroupHandle& other) const {
+Path RankHandle::path_to(const RankHandle& other) const {
   if (uuid == other.uuid) return {Path::kSame, 0};
   for (const auto& [to, path] : paths)
     if (to == other.uuid) return path;

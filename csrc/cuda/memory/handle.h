@@ -15,7 +15,7 @@
 
 namespace ringcomm::cuda {
 
-struct GroupHandle {
+struct RankHandle {
   std::string machine;  // kernel and namespaces: equal if the processes can reach each other
   Identity instance{};  // of the process; a forked child has another one
   Process process;
@@ -32,9 +32,9 @@ struct GroupHandle {
 
   std::string pack() const;
   // `rank`: the reader, for errors.
-  static GroupHandle unpack(const std::string& text, int rank);
+  static RankHandle unpack(const std::string& text, int rank);
   std::string device_text() const;  // "GPU 0 (0000:3b:00.0)"
-  Path path_to(const GroupHandle& other) const;
+  Path path_to(const RankHandle& other) const;
 };
 
 std::string machine_identity();

@@ -72,8 +72,7 @@ void DeviceMemory::allocate_vmm(const char* what, int rank) {
 
 std::shared_ptr<DeviceMemory> DeviceMemory::create(int device, std::size_t nbytes, bool zeroed, const char* what,
                                                    int rank) {
-  const DeviceGuard guard(device, rank);
-  const RelaxedCapture relaxed(rank);
+  const OnDevice on(device, rank);
   const std::shared_ptr<DeviceMemory> memory(new DeviceMemory);
   memory->device_ = device;
   memory->pid_ = getpid();
@@ -106,8 +105,7 @@ std::shared_ptr<DeviceMemory> DeviceMemory::create(int device, std::size_t nbyte
 }
 
 std::shared_ptr<DeviceMemory> DeviceMemory::open(const MemoryHandle& handle, int fd, int device, int rank, int peer) {
-  const DeviceGuard guard(device, rank);
-  const RelaxedCapture relaxed(rank);
+  const OnDevice on(device, rank);
   const std::shared_ptr<DeviceMemory> memory(new DeviceMemory);
   memory->device_ = device;
   memory->pid_ = getpid();
@@ -140,8 +138,7 @@ DeviceMemory::~DeviceMemory() {
   close_fd();
   if (!data_ || process_is_ending() || pid_ != getpid()) return;
   try {
-    const DeviceGuard guard(device_, -1);
-    const RelaxedCapture relaxed(-1);
+    const OnDevice on(device_, -1);
     if (range_.data)
       vmm_release(range_);
     else if (opened_)
@@ -169,8 +166,8 @@ namespace {
 struct DeferredFree {
   std::unique_ptr<ControlSocket> control;
   std::vector<std::shared_ptr<DeviceMemory>> memories;
-  std::vector<DeferredFrees::Peer> peers;
-  DeferredFrees::Messages unsent;
+  std::vector<deferred_frees::Peer> peers;
+  deferred_frees::Messages unsent;
   int pid;
 
   // Whether no peer has the memory open any more, and all have been told.
@@ -192,40 +189,39 @@ struct DeferredFree {
   }
 };
 
-struct Registry {
-  std::mutex mutex;
-  std::list<DeferredFree> all;
-  static Registry& get() {
-    static Registry* const registry = new Registry;  // outlives whatever may still be destroyed at exit
-    return *registry;
-  }
-};
+// These outlive whatever may still be destroyed at exit.
+std::mutex& deferred_mutex() {
+  static auto* const mutex = new std::mutex;
+  return *mutex;
+}
+std::list<DeferredFree>& all_deferred() {
+  static auto* const all = new std::list<DeferredFree>;
+  return *all;
+}
 
 }  // namespace
 
-void DeferredFrees::add(std::unique_ptr<ControlSocket> control, std::vector<std::shared_ptr<DeviceMemory>> memories,
-                        std::vector<Peer> peers, Messages unsent) {
-  Registry& registry = Registry::get();
-  const std::lock_guard<std::mutex> lock(registry.mutex);
-  registry.all.push_back({std::move(control), std::move(memories), std::move(peers), std::move(unsent), getpid()});
+void deferred_frees::add(std::unique_ptr<ControlSocket> control, std::vector<std::shared_ptr<DeviceMemory>> memories,
+                         std::vector<Peer> peers, Messages unsent) {
+  const std::lock_guard<std::mutex> lock(deferred_mutex());
+  all_deferred().push_back({std::move(control), std::move(memories), std::move(peers), std::move(unsent), getpid()});
 }
 
-void DeferredFrees::sweep() {
+void deferred_frees::sweep() {
   if (process_is_ending()) return;
   std::list<DeferredFree> done;  // memory is freed outside the lock
-  Registry& registry = Registry::get();
-  const std::lock_guard<std::mutex> lock(registry.mutex);
-  for (auto it = registry.all.begin(); it != registry.all.end();) {
+  const std::lock_guard<std::mutex> lock(deferred_mutex());
+  std::list<DeferredFree>& all = all_deferred();
+  for (auto it = all.begin(); it != all.end();) {
     const auto next = std::next(it);
-    if (it->pid == getpid() && it->is_due()) done.splice(done.end(), registry.all, it);
+    if (it->pid == getpid() && it->is_due()) done.splice(done.end(), all, it);
     it = next;
   }
 }
 
-std::size_t DeferredFrees::count() {
-  Registry& registry = Registry::get();
-  const std::lock_guard<std::mutex> lock(registry.mutex);
-  return registry.all.size();
+std::size_t deferred_frees::count() {
+  const std::lock_guard<std::mutex> lock(deferred_mutex());
+  return all_deferred().size();
 }
 
 }  // namespace ringcomm::cuda

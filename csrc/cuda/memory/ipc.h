@@ -3,7 +3,7 @@
 // does not work. RINGCOMM_CUDA_HANDLES=ipc|vmm forces one.
 //
 // If IPC memory is freed while a peer has it open, the result is undefined for that peer. Freeing therefore waits: see
-// DeferredFrees.
+// deferred_frees.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,9 +20,6 @@
 
 namespace ringcomm::cuda {
 
-// kPrivate: this device cannot export memory. kVmm: a file descriptor goes with the handle. kFabric: only for memory of
-// the user, see Buffers; the driver's handle takes the place of the IPC handle.
-enum class HandleKind : std::uint32_t { kPrivate, kIpc, kVmm, kFabric };
 const char* name(HandleKind kind);
 
 struct MemoryHandle {
@@ -74,17 +71,16 @@ class DeviceMemory {
 // Memory of ranks that are gone, until the peers that opened it have closed it, and the messages of such ranks to peers
 // whose sockets were full. It is checked whenever a rank comes or goes in this process. The end of the process frees
 // the rest, and tells the peers too.
-class DeferredFrees {
- public:
-  struct Peer {
-    int rank;
-    Process process;
-  };
-  using Messages = std::vector<std::pair<ControlSocket::Address, ControlMessage>>;
-  static void add(std::unique_ptr<ControlSocket> control, std::vector<std::shared_ptr<DeviceMemory>> memories,
-                  std::vector<Peer> peers, Messages unsent);
-  static void sweep();
-  static std::size_t count();  // for tests
+namespace deferred_frees {
+struct Peer {
+  int rank;
+  Process process;
 };
+using Messages = std::vector<std::pair<ControlSocket::Address, ControlMessage>>;
+void add(std::unique_ptr<ControlSocket> control, std::vector<std::shared_ptr<DeviceMemory>> memories,
+         std::vector<Peer> peers, Messages unsent);
+void sweep();
+std::size_t count();  // for tests
+}  // namespace deferred_frees
 
 }  // namespace ringcomm::cuda

@@ -173,15 +173,15 @@ VmmReference::~VmmReference() {
   if (Driver::get().may_release()) Driver::get().release(number_);
 }
 
-VmmReference::Export VmmReference::export_kind(int device) const {
+HandleKind VmmReference::handle_kind(int device) const {
   CUmemAllocationProp properties{};
   if (Driver::get().properties(&properties, number_) != CUDA_SUCCESS ||
       properties.location.type != CU_MEM_LOCATION_TYPE_DEVICE || properties.location.id != device)
-    return Export::kNot;
+    return HandleKind::kPrivate;
   const int types = properties.requestedHandleTypes;
-  return types & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR ? Export::kFile
-         : types & kFabric                                ? Export::kFabric
-                                                          : Export::kNot;
+  return types & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR ? HandleKind::kVmm
+         : types & kFabric                                ? HandleKind::kFabric
+                                                          : HandleKind::kPrivate;
 }
 
 bool VmmReference::export_fabric(void* to) const {

@@ -10,6 +10,10 @@
 
 namespace ringcomm::cuda {
 
+// How memory is passed to other processes. kPrivate: not at all. kVmm: a file descriptor goes with the handle. kFabric:
+// only for memory of the user, see Buffers; the driver's handle takes the place of the IPC handle.
+enum class HandleKind : std::uint32_t { kPrivate, kIpc, kVmm, kFabric };
+
 struct VmmRange {
   char* data = nullptr;
   std::size_t nbytes = 0;
@@ -40,9 +44,8 @@ class VmmReference {
   VmmReference& operator=(const VmmReference&) = delete;
 
   std::uint64_t number() const { return number_; }  // its handle
-  // How it can be passed to other processes, if it lies on `device`.
-  enum class Export { kNot, kFile, kFabric };
-  Export export_kind(int device) const;
+  // kPrivate too if it does not lie on `device`.
+  HandleKind handle_kind(int device) const;
   // kFabric: writes kFabricBytes, a handle that is valid in every process.
   bool export_fabric(void* to) const;
 

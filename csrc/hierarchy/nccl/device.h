@@ -13,18 +13,8 @@
 namespace ringcomm::nccl {
 
 using cuda::check;
+using cuda::OnDevice;
 using cuda::process_is_ending;
-
-// Within its scope the calling thread uses `device`, and may allocate and query even while other threads capture
-// graphs.
-class OnDevice {
- public:
-  OnDevice(int device, int rank) : device_(device, rank), relaxed_(rank) {}
-
- private:
-  const cuda::DeviceGuard device_;
-  const cuda::RelaxedCapture relaxed_;
-};
 
 bool is_capturing(cudaStream_t stream, int rank);
 

@@ -80,7 +80,7 @@ NcclTransport::NcclTransport(const NcclOptions& options)
       longest_ms_(options.timeout_ms) {
   const OnDevice on = on_device();
   for (std::size_t i = 1; i < kNcclIds; ++i)
-    queues_->all.push_back(std::make_unique<MessageQueue>(library_, shared_, options.unique_ids[i], end_of(options)));
+    queues_->push_back(std::make_unique<MessageQueue>(library_, shared_, options.unique_ids[i], end_of(options)));
 }
 
 NcclTransport::~NcclTransport() {
@@ -190,9 +190,9 @@ void NcclTransport::compare(const std::vector<CallSignature>& signatures, const 
 
 // ---- messages
 
-bool NcclTransport::Queues::advance(bool hurry) {
+bool NcclTransport::advance(const Queues& queues, bool hurry) {
   bool more = false;
-  for (const auto& queue : all) more = queue->advance(hurry) || more;
+  for (const auto& queue : queues) more = queue->advance(hurry) || more;
   return more;
 }
 
@@ -213,7 +213,7 @@ std::shared_ptr<Request> NcclTransport::message(const Call& call, std::int64_t l
   void* const data = sends ? const_cast<void*>(call.input) : call.output;
   const auto hurry = [queues = std::weak_ptr<Queues>(queues_), abort_state = shared_->abort_state] {
     try {
-      if (const auto all = queues.lock()) all->advance(true);
+      if (const auto all = queues.lock()) advance(*all, true);
     } catch (const TransportFailure& failure) {
       abort_state->fail(failure);
     } catch (const Error& error) {
@@ -222,7 +222,7 @@ std::shared_ptr<Request> NcclTransport::message(const Call& call, std::int64_t l
   };
   auto request = std::make_shared<TransportRequest>(shared_, call.op, call.root, hurry);
   const bool up = sends == (call.root > rank());  // from a lower to a higher rank
-  queues_->all[up ? 0 : 1]->post({call.root, data, nbytes}, sends, limit_ms, stream, request);
+  (*queues_)[up ? 0 : 1]->post({call.root, data, nbytes}, sends, limit_ms, stream, request);
   if (sends) sent_bytes_ += nbytes;
   shared_->watcher->wake();
   return request;
@@ -292,10 +292,10 @@ void NcclTransport::release(void* data) {
 
 // Runs in the watcher's thread.
 bool NcclTransport::tick() {
-  const bool more = queues_->advance(false);
+  const bool more = advance(*queues_, false);
   if (shared_->abort_state->is_over()) return false;
   std::optional<TransportFailure> trouble = communicator_.trouble();
-  for (const auto& queue : queues_->all)
+  for (const auto& queue : *queues_)
     if (!trouble) trouble = queue->communicator().trouble();
   if (trouble) throw *trouble;
   return more;
@@ -304,7 +304,7 @@ bool NcclTransport::tick() {
 void NcclTransport::abort() {
   if (!shared_->abort_state->end()) return;
   communicator_.abort();
-  for (const auto& queue : queues_->all) queue->communicator().abort();
+  for (const auto& queue : *queues_) queue->communicator().abort();
   shared_->watcher->wake();
 }
 
@@ -313,13 +313,13 @@ bool NcclTransport::await_idle() {
   const auto limit = TransportClock::now() + std::chrono::milliseconds(2 * longest_ms_.load()) + kGrace;
   const auto idle = [&] {
     bool messages = true;
-    for (const auto& queue : queues_->all) messages = messages && queue->idle();
+    for (const auto& queue : *queues_) messages = messages && queue->idle();
     return messages && shared_->watcher->idle();
   };
   while (!idle()) {
     if (shared_->abort_state->is_over() || TransportClock::now() >= limit) return false;
     try {
-      queues_->advance(true);
+      advance(*queues_, true);
     } catch (const TransportFailure&) {
       return false;
     }
@@ -335,7 +335,7 @@ void NcclTransport::close() {
     bool good = !shared_->watcher->runs_this_thread() && await_idle();
     const auto limit = TransportClock::now() + kGrace;
     good = good && communicator_.close(limit);
-    for (const auto& queue : queues_->all) good = good && queue->communicator().close(limit);
+    for (const auto& queue : *queues_) good = good && queue->communicator().close(limit);
     if (!good) abort();
   } catch (const Error&) {
     abort();  // the device is lost

@@ -47,10 +47,8 @@ class NcclTransport final : public Transport {
     bool released = false;
     Event behind = {};
   };
-  struct Queues {
-    std::vector<std::unique_ptr<MessageQueue>> all;
-    bool advance(bool hurry);
-  };
+  using Queues = std::vector<std::unique_ptr<MessageQueue>>;
+  static bool advance(const Queues& queues, bool hurry);
 
   int rank() const { return shared_->place.rank; }
   OnDevice on_device() const { return OnDevice(shared_->place.device, rank()); }

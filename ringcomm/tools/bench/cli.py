@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.replace import VARIABLE
 from ringcomm.tools.bench.options import Options, parse_options
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
              for something unavailable; 130 after Ctrl-C.
     """
     options = parse_options(sys.argv[1:] if argv is None else argv)
+    os.environ.pop(VARIABLE, None)  # so that --peer gloo is Gloo
     started = time.strftime("%Y-%m-%d %H:%M:%S")
     try:
         tables = run(options)

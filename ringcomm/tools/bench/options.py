@@ -62,8 +62,9 @@ class Options:
     ranks_as: str
     device: str
     roots: tuple[int, ...]  # (-1,): every rank in turn
-    iters: int | None  # None: at least 20, and enough to fill `round_ms`
-    warmup: int
+    iters: int | None  # in a turn; None: at least 20, and enough to fill `round_ms`
+    warmup: int | None  # None: as many as fill `warmup_ms`
+    warmup_ms: float
     agg: int
     cycles: int
     check: int
@@ -115,7 +116,7 @@ def sizes_between(low: int, high: int, step: int, factor: int) -> tuple[int, ...
 def build_parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="ringcomm bench",
-        usage="%(prog)s [COLLECTIVE ...] [-g RANKS] [-b SIZE] [-e SIZE] [-f FACTOR] [flags, see --help]",
+        usage="%(prog)s [COLLECTIVE ...] [-g RANKS] [-b SIZE] [-e SIZE]\n       [-f FACTOR] [flags, see --help]",
         description="Bandwidth and latency of the collectives, measured and printed as nccl-tests does.",
         epilog="Sizes take K, M, G. Exit status 1: a wrong element, or an average bus bandwidth below --min-bw.",
     )  # fmt: skip
@@ -147,8 +148,8 @@ def _add_scan_flags(p: argparse.ArgumentParser) -> None:
 
 def _add_measure_flags(p: argparse.ArgumentParser) -> None:
     g = p.add_argument_group("how to measure")
-    g.add_argument("-n", "--iters", type=int, metavar="N", help="calls per measurement (20, or what fills --round-ms)")
-    g.add_argument("-w", "--warmup_iters", type=int, default=1, metavar="N", help="calls before it (1)")
+    g.add_argument("-n", "--iters", type=int, metavar="N", help="calls in a turn (20, or what fills --round-ms)")
+    g.add_argument("-w", "--warmup_iters", type=int, metavar="N", help="calls before it (what fills --warmup-ms)")
     g.add_argument("-m", "--agg_iters", type=int, default=1, metavar="N", help="calls aggregated into one group (1)")
     g.add_argument(
         "-N", "--run_cycles", type=int, default=1, metavar="N", help="runs of the whole table, 0 endless (1)"
@@ -184,7 +185,12 @@ def _add_own_flags(p: argparse.ArgumentParser) -> None:
     g.add_argument("--algorithm", choices=["auto", *ALGORITHM_HAS], default="auto")
     g.add_argument("--peer", metavar="BACKEND", help="a torch.distributed backend (gloo), measured in turns with ours")
     g.add_argument("--limit", action="store_true", help="copy bandwidth of this machine, and the fraction reached")
-    g.add_argument("--rounds", type=int, metavar="N", help="turns (1; 7 with --peer or --limit)")
+    g.add_argument("--rounds", type=int, metavar="N", help="turns, of which the median counts (5; 1 with -n; 7 with "
+                   "--peer or --limit)")  # fmt: skip
+    g.add_argument(
+        "--warmup-ms", type=float, default=50.0, metavar="MS", help="time of the calls before it without -w; five "
+        "times as long before the first turn (50)"
+    )  # fmt: skip
     g.add_argument(
         "--round-ms", type=float, default=10.0, metavar="MS", help="length of a turn where -n is not given (10)"
     )
@@ -293,6 +299,9 @@ def _check_ranges(parser: argparse.ArgumentParser, a: argparse.Namespace) -> Non
         value = getattr(a, name)
         if value is not None and value < low:
             parser.error(f"--{name} is {value}; it must be at least {low}")
+    for name in ("timeout", "round_ms", "warmup_ms"):
+        if not 0 <= getattr(a, name) < float("inf"):
+            parser.error(f"--{name.replace('_', '-')} is {getattr(a, name):g}; expected a time from 0 on")
     _fill_sizes(parser, a)
     if a.level == "dist" and (a.agg_iters > 1 or a.algorithm != "auto"):
         parser.error("--level dist goes through torch.distributed, which has neither -m groups nor --algorithm")
@@ -326,9 +335,10 @@ def parse_options(argv: Sequence[str]) -> Options:
         collectives=tuple(collectives), reductions=tuple(reductions), dtypes=tuple(_dtypes(parser, a.datatype)),
         sizes=sizes_between(a.minbytes, a.maxbytes, a.stepbytes, a.stepfactor), step=step,
         ranks=a.ranks, ranks_as=a.ranks_as, device=a.device, roots=(-1,) if a.root == "all" else (int(a.root),),
-        iters=a.iters, warmup=a.warmup_iters, agg=a.agg_iters, cycles=a.run_cycles, check=a.check, average=a.average,
+        iters=a.iters, warmup=a.warmup_iters, warmup_ms=a.warmup_ms, agg=a.agg_iters, cycles=a.run_cycles,
+        check=a.check, average=a.average,
         unalign=a.unalign, per_iter=bool(a.per_iter_timing), skip=a.per_iter_skip, timestamps=bool(a.report_timestamps),
         timeout_s=a.timeout, registered=a.registered or a.local_register == "2", level=a.level, algorithm=a.algorithm,
-        peer=a.peer, limit=a.limit, rounds=a.rounds or (7 if compared else 1), round_ms=a.round_ms,
+        peer=a.peer, limit=a.limit, rounds=a.rounds or (7 if compared else 1 if a.iters else 5), round_ms=a.round_ms,
         same_buffer=a.same_buffer, json=a.json, plot=a.plot, min_bw=a.min_bw, args=tuple(argv),
     )  # fmt: skip

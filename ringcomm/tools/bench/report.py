@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ringcomm.tools.terminal import columns, folded
+
 if TYPE_CHECKING:
     from ringcomm.tools.bench.options import Options
 
@@ -51,8 +53,8 @@ class Stats:
 
 @dataclass
 class Timing:
-    """Times of one target on one half: nccl-tests' mean over the calls, every round's median call, and more if
-    stamped."""
+    """Times of one target on one half: the median over the rounds of nccl-tests' mean over the calls, every round's
+    median call, and more if stamped."""
 
     mean_us: float
     iterations: int
@@ -126,6 +128,10 @@ class Table:
         return exact + sum(row.canonical[1] for row in self.rows if row.canonical)
 
     @property
+    def is_checked(self) -> bool:
+        return any(half.wrong is not None for row in self.rows for half in row.halves.values())
+
+    @property
     def out_of_bounds(self) -> int:
         """nccl-tests' count of half lines with a wrong element."""
         return sum(bool(half.wrong) for row in self.rows for half in row.halves.values())
@@ -155,11 +161,12 @@ def header(name: str, options: Options, devices: Sequence[Device]) -> str:
     import ringcomm
 
     iters = options.iters if options.iters else f"20 or {options.round_ms:g} ms"
+    warmup = f"{options.warmup_ms:g} ms" if options.warmup is None else options.warmup
     words = [
         f"# ringcomm bench version {ringcomm.__version__}",
         f"# Collective test starting: {name}",
         f"# nRanks {len(devices)} ({options.ranks_as}) minBytes {options.sizes[0]} maxBytes {options.sizes[-1]} "
-        f"step: {options.step} warmup iters: {options.warmup} iters: {iters} agg iters: {options.agg} "
+        f"step: {options.step} warmup iters: {warmup} iters: {iters} agg iters: {options.agg} "
         f"validation: {options.check} unalign: {options.unalign}",
         f"# level: {options.level} buffers: {'registered' if options.registered else 'private'} algorithm: "
         f"{options.algorithm} peer: {options.peer or 'none'} rounds: {options.rounds} average: {options.average}",
@@ -168,9 +175,13 @@ def header(name: str, options: Options, devices: Sequence[Device]) -> str:
         *(f"#  Rank {d.rank:2d} Pid {d.pid:6d} on {d.host:>10s} {d.name}, {d.cores} cores" for d in devices),
         *shared(devices),
         "#",
-        *_titles(options),
     ]
-    return "\n".join(words)
+    return "\n".join([folded("\n".join(words)), *_titles(options)])
+
+
+def _short(options: Options) -> bool:
+    """Whether the terminal is too narrow for nccl-tests' columns: then a line has those of the faster half alone."""
+    return columns() < len(_wide_titles(options)[1])
 
 
 def shared(devices: Sequence[Device]) -> list[str]:
@@ -179,7 +190,34 @@ def shared(devices: Sequence[Device]) -> list[str]:
     return [f"# {most} ranks sharing one GPU (L2/HBM)"] if most > 1 else []
 
 
+_SHORT = "{:>10s} {:>8s} {:>6s} {:>7s} {:>6s} {:>6s}"
+
+
 def _titles(options: Options) -> list[str]:
+    if not _short(options):
+        return _wide_titles(options)
+    more = " " + f"{'ratio':>6s}" if options.peer else ""
+    more += " " + f"{'of it':>5s}" if options.limit else ""
+    names = _SHORT.format("size", "type", "redop", "time", "busbw", "#wrong")
+    units = _SHORT.format("(B)", "", "", "(us)", "(GB/s)", "")
+    return ["#" + names[1:] + more, "#" + units[1:].rstrip()]
+
+
+def _short_line(row: Row, options: Options) -> str:
+    half = max(row.halves.values(), key=lambda half: half.busbw, default=None)
+    cells = ("N/A",) * 3
+    if half is not None:
+        wrong = "N/A" if half.wrong is None else f"{half.wrong:g}"
+        cells = (number(half.timing.mean_us, 7), number(half.busbw, 6), wrong)
+    text = _SHORT.format(str(row.nbytes), row.type_name, row.reduction, *cells)
+    if options.peer:
+        text += f" {statistics.median(row.peer.ratios):6.2f}" if row.peer and row.peer.ratios else f" {'N/A':>6s}"
+    if options.limit:
+        text += f" {100 * row.of_limit:4.0f}%" if row.of_limit is not None else f" {'N/A':>5s}"
+    return text
+
+
+def _wide_titles(options: Options) -> list[str]:
     half, units = "  {:>7s}  {:>6s}  {:>6s}  {:>6s}", ("(us)", "(GB/s)", "(GB/s)", "")
     spread = "  {:>7s}  {:>7s}  {:>7s}  {:>7s}" if options.per_iter else ""
     more, more_units = ("i_min", "i_max", "i_p99", "i_cv%"), ("(us)", "(us)", "(us)", "(%)")
@@ -216,6 +254,8 @@ def _half_text(half: Half | None, options: Options) -> str:
 
 def line(row: Row, options: Options) -> str:
     """Returns one line of numbers."""
+    if _short(options):
+        return _short_line(row, options)
     text = f"{row.nbytes:12d}  {row.count:12d}  {row.type_name:>8s}  {row.reduction:>6s}  {row.root:6d}"
     text += _half_text(row.halves.get("out_of_place"), options) + _half_text(row.halves.get("in_place"), options)
     if options.peer and row.peer is None:
@@ -234,8 +274,9 @@ def footer(table: Table, options: Options) -> str:
     """Returns the text below the numbers: nccl-tests' two verdicts, and the verdict on the canonical order."""
     bad, slow = table.out_of_bounds, table.too_slow(options.min_bw)
     verdict = "" if options.min_bw is None else "FAILED" if slow else "OK"
+    bounds = f"{bad} {'FAILED' if bad else 'OK'}" if table.is_checked else "not checked"
     words = [
-        f"# {'Out of bounds values':<20s} : {bad} {'FAILED' if bad else 'OK'}",
+        f"# {'Out of bounds values':<20s} : {bounds}",
         f"# {'Avg bus bandwidth':<20s} : {table.average_busbw:g} {verdict}".rstrip(),
     ]
     checked = [row.canonical for row in table.rows if row.canonical]
@@ -251,7 +292,7 @@ def footer(table: Table, options: Options) -> str:
             f"# {'Ratio to ' + (options.peer or ''):<20s} : {several if len(ratios) > 1 else f'{ratios[0]:.2f}'}, "
             "its time over ours"
         )
-    return "\n".join([*words, "#", f"# Collective test concluded: {table.collective}"])
+    return folded("\n".join(words)) + "\n".join(["", "#", f"# Collective test concluded: {table.collective}"])
 
 
 def _half_json(half: Half | None) -> dict[str, Any] | None:
@@ -295,7 +336,10 @@ def as_json(tables: Sequence[Table], options: Options, devices: Sequence[Device]
         "config": config, "devices": [asdict(device) for device in devices],
         "label": "".join(shared(devices)).removeprefix("# "),
         "results": [_row_json(row) for table in tables for row in table.rows],
-        "out_of_bounds": {"count": wrong, "okay": str(wrong == 0).lower()},
+        "out_of_bounds": {
+            "count": wrong,
+            "okay": str(wrong == 0).lower() if any(table.is_checked for table in tables) else "unchecked",
+        },
         "average_bus_bandwidth": {
             "bandwidth": average, "okay": "unchecked" if options.min_bw is None else str(not slow).lower(),
         },
@@ -309,25 +353,57 @@ def write_json(path: str, document: dict[str, Any]) -> None:
         file.write("\n")
 
 
-def _series(rows: Sequence[Row], value: str) -> dict[str, tuple[list[int], list[float]]]:
-    """Returns curves by label: x in bytes, y in us (`time`) or GB/s (`busbw`)."""
-    curves: dict[str, tuple[list[int], list[float]]] = {}
+@dataclass
+class _Curve:
+    """One curve of a plot: x in bytes, y in us (`time`) or GB/s (`busbw`), and its bounds over the rounds."""
 
-    def add(label: str, row: Row, y: float | None) -> None:
+    xs: list[int] = field(default_factory=list)
+    ys: list[float] = field(default_factory=list)
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+
+
+def _kind(row: Row) -> tuple[str, str, str]:
+    root = f"root {row.root}" if row.root >= 0 else ""
+    return row.type_name, "" if row.reduction == "none" else row.reduction, root
+
+
+def _differing(rows: Sequence[Row], row: Row) -> list[str]:
+    """Returns what tells a row's curve from the others': its type, reduction and root, where the rows have several."""
+    columns = zip(*map(_kind, rows), strict=True)
+    return [mine for mine, column in zip(_kind(row), columns, strict=True) if mine and len({*column}) > 1]
+
+
+def _common(rows: Sequence[Row]) -> list[str]:
+    """Returns the type, reduction and root that all rows have."""
+    return [column[0] for column in zip(*map(_kind, rows), strict=True) if column[0] and len({*column}) == 1]
+
+
+def _series(rows: Sequence[Row], value: str) -> dict[str, _Curve]:
+    """Returns curves by label."""
+    curves: dict[str, _Curve] = {}
+
+    def add(label: str, row: Row, us: float, gbps: float, rounds: Sequence[float]) -> None:
+        y = us if value == "time" else gbps
         if row.nbytes and y:
-            xs, ys = curves.setdefault(label, ([], []))
-            xs.append(row.nbytes)
-            ys.append(y)
+            curve = curves.setdefault(label, _Curve())
+            # Both are proportional to 1 over the other; the rounds' spread is relative to their median.
+            spread = [each / statistics.median(rounds) for each in rounds] or [1.0]
+            around = [y * each if value == "time" else y / each for each in spread if each > 0]
+            curve.xs.append(row.nbytes)
+            curve.ys.append(y)
+            curve.low.append(min(around))
+            curve.high.append(max(around))
 
-    many = len({(row.type_name, row.reduction, row.root) for row in rows}) > 1
     for row in rows:
-        kind = f" {row.type_name} {row.reduction} {row.root}" if many else ""
+        kind = "".join(f" {each}" for each in _differing(rows, row))
         for name, half in row.halves.items():
-            add(f"ringcomm {name.replace('_', '-')}{kind}", row, half.timing.mean_us if value == "time" else half.busbw)
+            label = f"ringcomm {name.replace('_', '-')}{kind}"
+            add(label, row, half.timing.mean_us, half.busbw, half.timing.round_us)
         if row.peer:
-            add(row.peer.name + kind, row, row.peer.timing.mean_us if value == "time" else row.peer.busbw)
+            add(row.peer.name + kind, row, row.peer.timing.mean_us, row.peer.busbw, row.peer.timing.round_us)
         if row.copy_gbps:
-            add("plain copy" + kind, row, row.nbytes / row.copy_gbps / 1e3 if value == "time" else row.copy_gbps)
+            add("plain copy" + kind, row, row.nbytes / row.copy_gbps / 1e3, row.copy_gbps, ())
     return curves
 
 
@@ -339,10 +415,19 @@ def _bytes_label(nbytes: float, _: int) -> str:
 
 
 def _draw(axis: Any, rows: Sequence[Row], value: str) -> None:
-    styles = {"plain copy": {"color": "grey", "linestyle": "--"}, "ringcomm out-of-place": {"color": "C0"},
-              "ringcomm in-place": {"color": "C2"}, "gloo": {"color": "C1"}}  # fmt: skip
-    for label, (xs, ys) in _series(rows, value).items():
-        axis.plot(xs, ys, marker="o", markersize=3, linewidth=1.4, label=label, **styles.get(label, {}))
+    from matplotlib import colormaps
+
+    curves = _series(rows, value)
+    ours = [label for label in curves if label.startswith("ringcomm")]
+    shades = [colormaps["tab10"](i) for i in range(10) if i != 7]  # without its grey, which is the copy's
+    if len(curves) > len(shades):
+        shades = [colormaps["turbo"](i / (len(curves) - 1)) for i in range(len(curves))]
+    colors = dict(zip([*ours, *(label for label in curves if label not in ours)], shades, strict=False))
+    for label, curve in curves.items():
+        style = {"color": "grey", "linestyle": "--"} if label == "plain copy" else {"color": colors[label]}
+        axis.plot(curve.xs, curve.ys, marker="o", markersize=3, linewidth=1.4, label=label, **style)
+        if curve.low != curve.high:
+            axis.fill_between(curve.xs, curve.low, curve.high, color=style["color"], alpha=0.15, linewidth=0)
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter(_bytes_label)
     axis.set_xlabel("message, bytes")
@@ -361,16 +446,39 @@ def plot(path: str, tables: Sequence[Table]) -> None:
         ) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import LogFormatter
 
     shown = [table for table in tables if any(row.nbytes for row in table.rows)]
     count = max(1, len(shown))
-    figure, axes = pyplot.subplots(count, 2, figsize=(11, 3.6 * count), squeeze=False, layout="constrained")
-    for table, (left, right) in zip(shown, axes, strict=True):
+    figure, axes = pyplot.subplots(count, 2, figsize=(11, 0.5 + 3.6 * count), squeeze=False, layout="constrained")
+    for table, (left, right) in zip(shown, axes, strict=False):
         _draw(left, table.rows, "time")
         _draw(right, table.rows, "busbw")
         left.set_yscale("log")
-        left.set_title(f"{table.collective}, {table.world_size} ranks", loc="left")
+        left.yaxis.set_major_formatter(LogFormatter(labelOnlyBase=True))
+        left.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.7)))
+        left.set_title(", ".join([table.collective, f"{table.world_size} ranks", *_common(table.rows)]), loc="left")
         right.set_ylim(bottom=0)
-        right.legend(fontsize=8)
+        if len(right.lines) <= 9:
+            right.legend(fontsize=8)
+        else:
+            right.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    for axis in axes[: count - 1].flat:
+        axis.set_xlabel("")
+    figure.suptitle(machine(tables[0].devices) + "\nline: median turn; band: fastest to slowest turn", fontsize=9)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def machine(devices: Sequence[Device]) -> str:
+    """Returns the machine in words, such as "node7: 2 cores, AMD EPYC; ringcomm 0.1.0, torch 2.13"."""
+    import torch
+
+    import ringcomm
+    from ringcomm.observe.info import processor
+
+    hosts = list(dict.fromkeys(device.host for device in devices))
+    names = list(dict.fromkeys(device.name.partition(" ")[2] or device.name for device in devices))
+    what = processor() if names == ["cpu"] else ", ".join(names)
+    cores = f"{devices[0].cores} cores, " if devices else ""
+    return f"{', '.join(hosts)}: {cores}{what}; ringcomm {ringcomm.__version__}, torch {torch.__version__}"

@@ -1,9 +1,10 @@
 """
 One rank of the benchmark: for every line of the table it times the calls, checks them, and sends the numbers to rank 0.
 
-A measurement is the same as nccl-tests': a barrier, then `iters` consecutive calls with shifting buffers; the time is
-divided by the number of calls and averaged over the ranks. With a peer or the limit, the targets alternate (A B A B,
-reversed in every second round) in the same processes and on the same buffers, and ratios are taken within a round.
+A turn is a measurement of nccl-tests: a barrier, then `iters` consecutive calls with shifting buffers; the time is
+divided by the number of calls and averaged over the ranks, and the median turn counts. With a peer or the limit, the
+targets alternate (A B A B, reversed in every second round) in the same processes and on the same buffers, and ratios
+are taken within a round.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import math
 import os
 import socket
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 HALVES = ("out_of_place", "in_place")
 MAX_ITERS = 10_000
+COLD = 5  # the first warm-up of a run takes this many times --warmup-ms: until every rank has a core to itself
 PEER_PATIENCE = 10  # a peer's turn may last this many times --round-ms; after that it makes fewer calls than -n
 
 
@@ -73,6 +76,7 @@ class Bench:
             self.others.insert(0, DistTarget(options.peer, self.groups[options.peer]))
         self.devices: list[report.Device] = []
         self.arena = Arena(max(options.sizes), options.unalign, self._allocate)
+        self.is_warm = False
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         x = (
@@ -111,11 +115,11 @@ class Bench:
                         yield runner
 
     def _warm_up(self, runner: Runner, peer: bool) -> bool:
-        """Runs the untimed calls; sets the number of timed ones. Returns False if a peer refuses the case."""
+        """Runs the untimed calls, and from the fastest batch of them sets the number of timed ones. Returns False if a
+        peer refuses the case."""
         options = self.options
         try:
-            for call in islice(cycle(runner.calls), options.warmup + 1):
-                call()
+            runner.calls[0]()
             clock.synchronize(self.comm)
         except (RuntimeError, ValueError, NotImplementedError) as error:
             if not peer:
@@ -123,13 +127,27 @@ class Bench:
             if self.rank == 0:
                 print(f"# {runner.target.name}: {str(error).splitlines()[0]}", flush=True)
             return False
-        runner.iters = 3
-        self.comm.barrier()
-        seconds = max(self.most(float(runner.loop(False))), 1e-7)
-        fitting = options.round_ms * 1e-3 / seconds
+        fitting = options.round_ms * 1e-3 / self._seconds_when_warm(runner)
         iters = options.iters or max(20, min(MAX_ITERS, math.ceil(fitting)))
         runner.iters = max(1, min(iters, int(fitting * PEER_PATIENCE))) if peer else iters
         return True
+
+    def _seconds_when_warm(self, runner: Runner) -> float:
+        """Makes calls, -w of them or for --warmup-ms; returns the slowest rank's time of a call in the fastest batch.
+
+        Every batch doubles, so that the last one fills half of the time, and all ranks make the same calls.
+        """
+        warmup = self.options.warmup
+        enough = 0.0 if warmup is not None else self.options.warmup_ms * 1e-3 * (1 if self.is_warm else COLD)
+        runner.iters, spent, fastest = max(1, warmup or 1), 0.0, math.inf
+        while True:
+            self.comm.barrier()
+            seconds = max(self.most(float(runner.loop(False))), 1e-7)
+            spent, fastest = spent + seconds * runner.iters, min(fastest, seconds)
+            if spent >= enough:
+                self.is_warm = True
+                return fastest
+            runner.iters *= 2
 
     def measure(self, runners: list[Runner]) -> None:
         for turn in range(self.options.rounds):
@@ -196,11 +214,12 @@ class Bench:
         agg = self.options.agg if runner.target is self.main else 1
         local = torch.stack(runner.rounds) / agg * 1e6
         ranks = self.everyone(local.flatten()).view(self.world_size, *local.shape)
-        means = ranks.mean((1, 2))
-        mean = (means[0], means.mean(), means.min(), means.max())[self.options.average]
+        means = ranks.mean(2)  # by rank and turn
+        turns = (means[0], means.mean(0), means.amin(0), means.amax(0))[self.options.average]
         slowest = ranks.max(0).values  # a call has ended when its slowest rank has
         stats = report.Stats.of(slowest.flatten()[self.options.skip :].tolist()) if self.options.stamped else None
-        return report.Timing(float(mean), runner.iters * len(runner.rounds), slowest.median(1).values.tolist(), stats)
+        calls = runner.iters * len(runner.rounds)
+        return report.Timing(statistics.median(turns.tolist()), calls, slowest.median(1).values.tolist(), stats)
 
     def cases(self, name: str) -> Iterator[Case]:
         """Yields the cases in nccl-tests' order: type, operator, root, size."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from ringcomm.data_parallel.budget import _count as parse_count
 from ringcomm.errors import InvalidArgumentError, RingcommError
+from ringcomm.progress import Progress
 from ringcomm.tools.bench.options import parse_size, sizes_between
 from ringcomm.tools.simulate import (
     COLLECTIVES,
@@ -26,6 +27,7 @@ from ringcomm.tools.simulate import (
 )
 from ringcomm.tools.simulate.calibrate import calibrate
 from ringcomm.tools.simulate.presets import PRESETS, preset
+from ringcomm.tools.terminal import columns, folded
 
 _UNITS = {"us": 1.0, "ms": 1e3, "s": 1e6}
 _GIVEN = ("latency_us", "bandwidth_gbps", "overhead_us", "reduce_gbps")
@@ -39,6 +41,8 @@ def main(argv: Sequence[str]) -> int:
         return int(ended.code or 0)
     try:
         _run(a)
+    except BrokenPipeError:
+        raise
     except (RingcommError, OSError, ValueError) as error:
         print(f"ringcomm simulate: {error}", file=sys.stderr)
         return 2
@@ -50,7 +54,7 @@ def _run(a: argparse.Namespace) -> None:
     print(f"# {cluster.hosts} hosts x {cluster.ranks_per_host} ranks")
     for what, source in cluster.sources.items():
         if cluster.hosts > 1 or what == "inside":
-            print(f"# {what}: {source}")
+            print(folded(f"# {what}: {source}"))
     document: dict[str, Any] = {"cluster": asdict(cluster), "collectives": [], "steps": []}
     if a.model_parameters is not None:
         document["steps"] = _steps(a, cluster)
@@ -92,15 +96,17 @@ def _report_in(path: str) -> Any:
 def _cluster(a: argparse.Namespace) -> Cluster:
     cluster = preset(a.preset, a.hosts, a.ranks_per_host)
     for path, hosts in a.calibrate:
-        found = calibrate(_report_in(path), cluster, hosts=hosts)
+        with Progress(f"calibrate by {path}"):
+            found = calibrate(_report_in(path), cluster, hosts=hosts)
         worst = max(found.deviations, key=lambda each: abs(each.relative))
-        print(
+        said = (
             f"# {path}: links {'between' if found.between else 'inside'} hosts from {len(found.deviations)} "
             f"measurements; the worst, {worst.sample.collective} of {worst.sample.nbytes} bytes, is off by "
             f"{100 * worst.relative:+.0f} %"
         )
+        print(folded(said))
         if abs(worst.relative) > _FAR_OFF:
-            print("# the model does not fit this report: measure on a quiet machine, with more iterations (-n)")
+            print(folded("# the model does not fit this report: measure on a quiet machine, with more iterations (-n)"))
         sources = {**cluster.sources, "between" if found.between else "inside": f"as measured in {path}"}
         cluster = replace(found.cluster, hosts=a.hosts, ranks_per_host=a.ranks_per_host, sources=sources)
     given: dict[str, Any] = {name: getattr(a, name) for name in _GIVEN if getattr(a, name) is not None}
@@ -125,23 +131,20 @@ def _cluster(a: argparse.Namespace) -> Cluster:
 
 def _collective(a: argparse.Namespace, cluster: Cluster, collective: str) -> list[Prediction]:
     names = algorithms(collective, cluster) if a.algorithm == "all" else (a.algorithm,)
-    lowest = a.minbytes or 1 << 10
-    sizes = sizes_between(lowest, max(lowest, a.maxbytes or 1 << 30), 0, max(2, a.stepfactor))
+    sizes = _sizes(a)
     equal = cluster.without_differences()
     more = "" if cluster.equal else f"{'x equal':>9}"
-    print(
-        f"\n# {collective}, {a.dtype}; * is the fastest that is not flat, within 1 %"
-        if len(names) > 1
-        else f"\n# {collective}, {a.dtype}"
-    )
-    print(
-        f"{'size (B)':>12} {'algorithm':<12} {'time (us)':>12} {'algbw':>8} {'busbw':>8} {'latency':>11} "
-        f"{'bandwidth':>11} {'reduce':>11} {'host sends (B)':>15}{more}"
-    )
+    marked = "; * is the fastest that is not flat, within 1 %" if len(names) > 1 else ""
+    print("\n" + folded(f"# {collective}, {a.dtype}{marked}"))
+    titles = f"{'size (B)':>12} {'algorithm':<12} {'time (us)':>12} {'algbw':>8} {'busbw':>8}"
+    parts = f" {'latency':>11} {'bandwidth':>11} {'reduce':>11} {'host sends (B)':>15}"
+    narrow = columns() < len(titles + parts + more)
+    print(titles + ("" if narrow else parts) + more)
     found: list[Prediction] = []
     winners: list[tuple[int, str]] = []
     for nbytes in sizes:
-        some = [predict(collective, nbytes, cluster, name, a.dtype, root_host=a.root_host) for name in names]
+        with Progress(f"simulate {collective} of {nbytes} bytes"):
+            some = [predict(collective, nbytes, cluster, name, a.dtype, root_host=a.root_host) for name in names]
         usual = winners[-1][1] if winners else in_order(collective, cluster)
         best = winner({each.algorithm: each for each in some}, usual)
         if not winners or winners[-1][1] != best:
@@ -151,19 +154,34 @@ def _collective(a: argparse.Namespace, cluster: Cluster, collective: str) -> lis
             if more:
                 alike = predict(collective, nbytes, equal, each.algorithm, a.dtype, root_host=a.root_host)
                 cost = f"{each.time_us / alike.time_us:>9.2f}" if alike.time_us else f"{'-':>9}"
-            print(_line(each, len(some) > 1 and each.algorithm == best) + cost)
+            print(_line(each, len(some) > 1 and each.algorithm == best, narrow) + cost)
         found += some
     if len(names) > 1:
-        print("# fastest: " + ", ".join(f"{name} from {_size(nbytes)}" for nbytes, name in winners))
+        print(folded("# fastest: " + ", ".join(f"{name} from {_size(nbytes)}" for nbytes, name in winners)))
     return found
 
 
-def _line(p: Prediction, best: bool) -> str:
-    parts = (p.latency_us, p.bandwidth_us, p.reduce_us)
-    return (
+def _sizes(a: argparse.Namespace) -> tuple[int, ...]:
+    lowest = min(1 << 10, a.maxbytes or 1 << 10) if a.minbytes is None else a.minbytes
+    largest = max(lowest, 1 << 30) if a.maxbytes is None else a.maxbytes
+    if largest < max(1, lowest):
+        raise InvalidArgumentError(
+            f"simulate: got -b {_size(lowest)} and -e {_size(largest)}, expected sizes above 0, the smallest first; "
+            "exchange them"
+        )
+    return sizes_between(max(1, lowest), largest, 0, max(2, a.stepfactor))
+
+
+def _line(p: Prediction, best: bool, narrow: bool) -> str:
+    """Returns one line of the table; a narrow one is without the parts of the time."""
+    front = (
         f"{p.nbytes:>12} {p.algorithm + ('*' if best else ''):<12} {p.time_us:>12.1f} {p.algbw_gbps:>8.2f} "
-        f"{p.busbw_gbps:>8.2f} " + " ".join(f"{part:>11.1f}" for part in parts) + f" {p.between_bytes:>15}"
+        f"{p.busbw_gbps:>8.2f}"
     )
+    if narrow:
+        return front
+    parts = (p.latency_us, p.bandwidth_us, p.reduce_us)
+    return front + "".join(f" {part:>11.1f}" for part in parts) + f" {p.between_bytes:>15}"
 
 
 def _size(nbytes: int) -> str:
@@ -181,28 +199,30 @@ def _steps(a: argparse.Namespace, cluster: Cluster) -> list[dict[str, Any]]:
 
     passes_us = forward_us(a.model_parameters, a.tokens, a.tflops)
     algorithm = "auto" if a.algorithm == "all" else a.algorithm
-    print(
-        f"\n# a step of {a.model_parameters:,} parameters in {a.layers} layers, {a.microbatches} micro-batches of "
+    said = (
+        f"# a step of {a.model_parameters:,} parameters in {a.layers} layers, {a.microbatches} micro-batches of "
         f"{a.tokens} tokens a rank, {a.tflops:g} TFLOP/s, parameters {a.dtype}, gradients {a.reduce_dtype}, "
         f"algorithm {algorithm}"
     )
-    print(f"{'stage':>6} {'step (ms)':>12} {'compute':>12} {'exposed':>12} {'all comm.':>12} {'efficiency':>11}")
+    print("\n" + folded(said))
+    print(f"{'stage':>5} {'step (ms)':>10} {'compute':>10} {'exposed':>10} {'all comm.':>10} {'efficiency':>10}")
     found = []
     for stage in range(4) if a.stage is None else (a.stage,):
-        each = step(
-            a.model_parameters,
-            cluster,
-            stage=stage,
-            layers=a.layers,
-            forward_us=passes_us,
-            microbatches=a.microbatches,
-            param_dtype=a.dtype,
-            reduce_dtype=a.reduce_dtype,
-            overlap=not a.no_overlap,
-            algorithm=algorithm,
-        )
+        with Progress(f"simulate a step of stage {stage}"):
+            each = step(
+                a.model_parameters,
+                cluster,
+                stage=stage,
+                layers=a.layers,
+                forward_us=passes_us,
+                microbatches=a.microbatches,
+                param_dtype=a.dtype,
+                reduce_dtype=a.reduce_dtype,
+                overlap=not a.no_overlap,
+                algorithm=algorithm,
+            )
         times = (each.time_us, each.compute_us, each.exposed_us, each.communication_us)
-        print(f"{stage:>6} " + " ".join(f"{us / 1e3:>12.2f}" for us in times) + f" {each.efficiency:>10.1%}")
+        print(f"{stage:>5} " + " ".join(f"{us / 1e3:>10.2f}" for us in times) + f" {each.efficiency:>10.1%}")
         found.append({"stage": stage, **asdict(each), "exposed_us": each.exposed_us, "efficiency": each.efficiency})
     return found
 

@@ -1,7 +1,7 @@
 // One rank's segment and those of its peers: where each rank runs, which memory all of them can access, and how every
 // wait is ended.
 //
-//   Group(...)        allocates the segment, zeroed, and the host page; puts a pattern into the segment's probe lines
+//   PeerMemory(...)   allocates the segment, zeroed, and the host page; puts a pattern into the segment's probe lines
 //   handle()          what the peers need; at most a few KiB of printable text
 //   connect(handles)  opens every peer's segment, copies the patterns over the mapped pointers both ways and compares;
 //                     returns once every rank has found them right, throws on every rank if one has not
@@ -30,19 +30,20 @@
 #include "cuda/memory/handle.h"
 #include "cuda/memory/ipc.h"
 #include "cuda/runtime.h"
+#include "runtime/registry.h"
 
 namespace ringcomm::cuda {
 
 // Bytes of the handle of an arena. All zeros: this rank could not allocate one.
 inline constexpr std::size_t kArenaHandleBytes = sizeof(MemoryHandle);
 
-class Group {
+class PeerMemory {
  public:
-  Group(int rank, int world_size, int device, const EngineOptions& options);
-  Group(int rank, int device, const Layout& layout, std::int64_t timeout_ms);
-  ~Group();  // not collective; call it after the last kernel of this rank has ended
-  Group(const Group&) = delete;
-  Group& operator=(const Group&) = delete;
+  PeerMemory(int rank, int world_size, int device, const EngineOptions& options);
+  PeerMemory(int rank, int device, const Layout& layout, std::int64_t timeout_ms);
+  ~PeerMemory();  // not collective; call it after the last kernel of this rank has ended
+  PeerMemory(const PeerMemory&) = delete;
+  PeerMemory& operator=(const PeerMemory&) = delete;
 
   std::string handle() const;
   // Collective: waits for all ranks (at most the timeout of the options), so each rank calls it in a thread of its own.
@@ -138,21 +139,20 @@ class Group {
     std::shared_ptr<DeviceMemory> find(const Identity& arena);
     void forget(const std::shared_ptr<DeviceMemory>& arena);
   };
-  class Registry;  // of the Owns of this process
-  static std::shared_ptr<Own> find_here(const Identity& identity);
+  static Registry<Identity, Own>& owns_here();  // of this process
   struct Arena {
     std::shared_ptr<DeviceMemory> memory;
     Pieces pieces;
   };
   struct Peer {
-    GroupHandle handle;
+    RankHandle handle;
     std::shared_ptr<Own> own;                           // in this process
     std::vector<std::shared_ptr<DeviceMemory>> opened;  // in another one: the segment, then arenas
     bool here() const { return own != nullptr; }
   };
   using Mapped = std::vector<std::shared_ptr<DeviceMemory>>;  // by rank
 
-  // group.cpp
+  // peer_memory.cpp
   void allocate_own();
   void write_own_probe();
   char* scratch() const;  // a line of this device's memory
@@ -164,9 +164,9 @@ class Group {
   void free_own() noexcept;
   void close_peers() noexcept;
 
-  // group_connect.cpp
+  // connect.cpp
   void read_handles(const std::vector<std::string>& handles);
-  void check_handle(int peer, const GroupHandle& mine, const GroupHandle& theirs) const;
+  void check_handle(int peer, const RankHandle& mine, const RankHandle& theirs) const;
   void enable_peer_access(int peer) const;
   std::shared_ptr<DeviceMemory> map(int peer, const MemoryHandle& handle, std::int64_t deadline);
   void offer(const DeviceMemory& memory, std::int64_t deadline);

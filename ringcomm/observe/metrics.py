@@ -1,0 +1,163 @@
+"""Metrics: what the calls of this process have moved and how long they took, as a dict, a file or a port.
+
+The flight recorder counts them (RINGCOMM_RECORD=0: nothing is counted); this module reads its memory and counts
+nothing itself. RINGCOMM_METRICS=file:PATH or port:N also gives them in the text format of Prometheus.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from ringcomm.errors import InvalidArgumentError, shown
+from ringcomm.observe import record
+from ringcomm.validation import expects, validate_int
+
+VARIABLE = "RINGCOMM_METRICS"
+INTERVAL_S = 5.0
+"""How often the file is written, and how often a process without communicators looks whether it has one."""
+
+_HELP = {  # name: what it is
+    "ringcomm_calls_total": "Calls that were begun.",
+    "ringcomm_failed_calls_total": "Calls that ended with an error.",
+    "ringcomm_bytes_total": "Bytes of this rank's messages, of the larger of input and output.",
+    "ringcomm_call_seconds_total": "Time from the begin of a call to its end.",
+    "ringcomm_wait_seconds_total": "Time that collectives waited for a peer.",
+}
+
+
+@expects("metrics", pid=validate_int(1, (1 << 31) - 1))
+def metrics(pid: int | None = None) -> dict[str, Any]:
+    """Returns the counters of a process's communicators, from their beginning.
+
+    Args:
+        pid: a process of this user on this machine; None: this one.
+    Returns: ``calls``, ``failed``, ``bytes`` and ``seconds`` of all calls, and ``communicators``: a dict for each rank
+             of each communicator, with ``group``, ``engine``, ``rank`` and ``world_size``; ``ops``, which has the same
+             counters for each op and the algorithm that was asked for; and ``waited``, the seconds that collectives
+             waited for each peer. ``seconds`` is missing where no end of a call is known, as on a device, and
+             ``waited`` where the engine does not know for whom it waits (every engine but the cpu's inside a host).
+    Raises:  InvalidArgumentError: the process does not exist, belongs to another user, or runs another version.
+    """
+    found = [_communicator(*each) for each in record.totals(os.getpid() if pid is None else pid)]
+    return {**_sums([op for each in found for op in each["ops"]]), "communicators": found}
+
+
+def _communicator(facts: dict[str, Any], totals: list[dict[str, Any]], waited: list[int]) -> dict[str, Any]:
+    ops = []
+    for each in totals:
+        ns = each.pop("ns")
+        ops.append({**each, **({"seconds": ns / 1e9} if ns else {})})
+    named = {key: facts[key] for key in ("engine", "rank", "world_size")}
+    peers = {peer: ns / 1e9 for peer, ns in enumerate(waited) if peer != facts["rank"]}
+    return {"group": f"{facts['group']:x}", **named, "ops": ops, **({"waited": peers} if waited else {})}
+
+
+def _sums(ops: list[dict[str, Any]]) -> dict[str, Any]:
+    names = ("calls", "failed", "bytes", *(["seconds"] if any("seconds" in op for op in ops) else []))
+    return {name: sum(op.get(name, 0) for op in ops) for name in names}
+
+
+# ---- the text format of Prometheus ---------------------------------------------------------------------------------
+
+
+def text() -> str:
+    """Returns the metrics of this process in Prometheus' text format."""
+    samples: dict[str, list[str]] = {name: [] for name in _HELP}
+    for each in metrics()["communicators"]:
+        for name, labels, value in _samples(each):
+            said = ",".join(f'{key}="{label}"' for key, label in labels.items())
+            samples[name].append(f"{name}{{{said}}} {value}")
+    lines = []
+    for name, some in samples.items():
+        if some:
+            lines += [f"# HELP {name} {_HELP[name]}", f"# TYPE {name} counter", *some]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _samples(communicator: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], float]]:
+    whose = {key: communicator[key] for key in ("group", "engine", "rank", "world_size")}
+    columns = {"calls": "calls", "failed": "failed_calls", "bytes": "bytes", "seconds": "call_seconds"}
+    for op in communicator["ops"]:
+        labels = {**whose, "op": op["op"], "algorithm": op["algorithm"]}
+        for key, name in columns.items():
+            if key in op:
+                yield f"ringcomm_{name}_total", labels, op[key]
+    for peer, seconds in communicator.get("waited", {}).items():
+        yield "ringcomm_wait_seconds_total", {**whose, "peer": peer}, seconds
+
+
+# ---- a file or a port, for the whole process -----------------------------------------------------------------------
+
+
+def serve_process(wish: str) -> None:
+    """Starts the thread that writes or serves the metrics of this process once it has a communicator.
+
+    Args:
+        wish: "file:PATH" or "port:N".
+    """
+    kind, _, where = wish.partition(":")
+    is_port = kind == "port" and where.isdecimal() and 1 <= int(where) <= 65535
+    if not is_port and not (kind == "file" and where):
+        raise InvalidArgumentError(
+            f"metrics: got {VARIABLE}={shown(wish)}, expected file:PATH or port:N with N from 1 to 65535; set one"
+        )
+    work = (lambda: _serve(int(where))) if is_port else (lambda: _keep_written(where))
+    threading.Thread(target=_guarded, args=(work,), name="ringcomm-metrics", daemon=True).start()
+
+
+def _guarded(work: Any) -> None:
+    try:
+        work()
+    except Exception as error:  # the job must not end because its metrics cannot be had
+        print(
+            f"ringcomm metrics: {type(error).__name__}: {error}; this process gives none", file=sys.stderr, flush=True
+        )
+
+
+def _first_rank() -> int:
+    """Returns this process's lowest rank in its largest communicator, once it has one."""
+    pause = threading.Event()
+    while True:
+        ranks = [(-facts["world_size"], facts["rank"]) for facts, _, _ in record.totals(os.getpid()) if facts["group"]]
+        if ranks:
+            return int(min(ranks)[1])
+        pause.wait(min(0.1, INTERVAL_S))
+
+
+def _keep_written(where: str) -> None:
+    """Writes the file again and again, each time at once for its readers."""
+    path = Path(where.replace("{rank}", str(_first_rank())).replace("{pid}", str(os.getpid())))
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    pause = threading.Event()
+    while True:
+        found = text()
+        if found:  # else every communicator has ended: its last figures stay
+            beside.write_text(found, encoding="utf-8")
+            beside.replace(path)
+        pause.wait(INTERVAL_S)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = text().encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing: the output is the program's."""
+
+
+def _serve(port: int) -> None:
+    """Serves the metrics on the loopback interface; each further rank of this host has the next port."""
+    own = int(os.environ.get("LOCAL_RANK") or _first_rank())
+    with ThreadingHTTPServer(("127.0.0.1", port + own), _Handler) as server:
+        server.serve_forever()

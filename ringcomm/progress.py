@@ -1,0 +1,97 @@
+"""Progress of what takes longer than two seconds: one line on a terminal, which is removed at the end.
+
+It goes to the standard error, so that the output stays what a program reads. Without a terminal it is quiet, except for
+what `note` says.
+
+    with Progress("tune all_reduce", total=len(candidates)) as progress:
+        for candidate in candidates:
+            measure(candidate)
+            progress.done += 1
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import time
+from contextlib import suppress
+
+QUIET_S = 2.0  # nothing is shown before
+NOTE_S = 10.0  # nothing is noted before
+_REFRESH_S = 0.5
+
+
+class Progress:
+    """The progress of one thing; a context manager.
+
+    Attributes:
+        what: the thing in words; may change.
+        done: how much of ``total`` is done.
+    """
+
+    def __init__(self, what: str, total: int = 0, shows: bool = True, limit_s: float | None = None) -> None:
+        self.what, self.total, self.done = what, total, 0
+        self._limit = "" if limit_s is None else f" of {limit_s:g}"
+        self._shows = shows
+        self._begun = time.monotonic()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._noted = False
+
+    def __enter__(self) -> Progress:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def start(self) -> None:
+        """Begins to show it, where no block spans it."""
+        if self._shows and _is_terminal():
+            self._thread = threading.Thread(target=self._draw, name="ringcomm-progress", daemon=True)
+            self._thread.start()
+
+    def end(self) -> None:
+        """Removes the line; idempotent."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._begun
+
+    def note(self, what: str) -> None:
+        """Says what is waited for: on a terminal in the line, else once, in a line of its own."""
+        self.what = what
+        if self._shows and self._thread is None and not self._noted and self.seconds >= NOTE_S:
+            self._noted = True
+            _write(f"{self.text()}\n")
+
+    def text(self) -> str:
+        """Returns the line."""
+        counts = f": {self.done} of {self.total}" if self.total else ""
+        return f"{self.what}{counts} ({self.seconds:.0f} s{self._limit})"
+
+    def _draw(self) -> None:
+        pause = QUIET_S
+        while not self._over.wait(pause):
+            width = shutil.get_terminal_size().columns - 1
+            _write(f"\r{self.text()[:width]}\x1b[K")
+            pause = _REFRESH_S
+        if pause != QUIET_S:
+            _write("\r\x1b[K")
+
+
+def _is_terminal() -> bool:
+    with suppress(AttributeError, ValueError):  # replaced, or closed
+        return sys.stderr.isatty()
+    return False
+
+
+def _write(text: str) -> None:
+    with suppress(AttributeError, ValueError, OSError):
+        sys.stderr.write(text)
+        sys.stderr.flush()

