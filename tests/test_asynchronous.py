@@ -356,7 +356,7 @@ def test_a_worker_that_stalls_is_named() -> None:
         comm.timeout = 0.7
         model = AsynchronousDataParallel(copy.deepcopy(PLAIN), comm, optimizer=sgd, max_staleness=1, servers=[0])
         said = "has made 2 steps and expected step 1 of rank 1, which has made 0, within" if comm.rank == 0 else ""
-        with pytest.raises(CollectiveTimeoutError, match=said):
+        with pytest.raises(CollectiveTimeoutError, match=said or None):
             steps(model, 1.5 * comm.rank)
 
     run_ranks(rank, 2, timeout=20)
