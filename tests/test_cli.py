@@ -146,6 +146,7 @@ def test_output_fits_a_narrow_terminal(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert cli.main(words) == 0
     lines = capsys.readouterr().out.splitlines()
     long = [line for line in lines if len(line) > 60 and " " in line.strip("# ")]

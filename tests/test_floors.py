@@ -74,7 +74,7 @@ FORBIDDEN_INCLUDES = {
     "tests/support/emulator": r"cuda\.h|nccl|pybind11|torch|c10|ATen|Python\.h|(core|runtime|cpu|cuda|hierarchy|bind)/",
 }
 FLOORS = (
-    *("_c10d", "errors", "validation", "progress", "arrays", "comm", "backend", "replace", "observe", "mesh"),
+    *("_c10d", "errors", "validation", "terminal", "arrays", "comm", "backend", "replace", "observe", "mesh"),
     "data_parallel",
     *("tensor_parallel", "pipeline_parallel", "context", "checkpoint", "tools", "__main__"),
 )

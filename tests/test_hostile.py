@@ -341,7 +341,7 @@ MESSAGES = [b"", b"x", b"\x80\x04.", pickle.dumps(3), pickle.dumps(("word", 1)),
 
 def _of_rank_0(ours: Any) -> launch._Processes:
     """A run of one rank at whose pipe this test sits."""
-    ranks = launch._Processes(1)
+    ranks = launch._Processes(1, returns_errors=False)
     ranks.processes.append(current_process())
     ranks.pipes[ours] = ranks.open[ours] = 0
     return ranks

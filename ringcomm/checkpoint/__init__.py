@@ -35,7 +35,7 @@ from ringcomm.checkpoint.state import Saving
 from ringcomm.checkpoint.world import World
 from ringcomm.data_parallel.arguments import DTYPE, MODULE, OPTIMIZER
 from ringcomm.errors import UnsupportedError
-from ringcomm.progress import Progress
+from ringcomm.terminal import Progress
 from ringcomm.validation import PATH, expects
 
 

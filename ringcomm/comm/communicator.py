@@ -213,7 +213,7 @@ class Communicator:
             return NotImplemented
         if starts:
             return self._keep(Work(made, engine, op, root if op == "recv" else out, None, out if x is None else x))
-        return out if made < 0 else made
+        return made if op == "recv" else out
 
     # ---- reductions ----------------------------------------------------------------------------------------------
 

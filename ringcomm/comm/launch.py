@@ -23,7 +23,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.engine import NativeEngine
 from ringcomm.comm.hosts import Hosts, Network, check_network, client_store, memory_store, server_store
 from ringcomm.errors import AbortedError, InvalidArgumentError, RankFailedError, RankLostError, one_line, shown
-from ringcomm.progress import Progress
+from ringcomm.terminal import Progress
 from ringcomm.validation import as_int
 
 _UNGUARDED = (

@@ -20,7 +20,7 @@ from ringcomm.comm.engine import NativeEngine
 from ringcomm.comm.hosts import Hosts, Network, check_network, identity
 from ringcomm.comm.store import add_checksum, generation, strip_checksum
 from ringcomm.errors import CollectiveTimeoutError, EngineError, InvalidArgumentError, rank_list, shown
-from ringcomm.progress import Progress
+from ringcomm.terminal import Progress
 from ringcomm.validation import as_int
 
 if TYPE_CHECKING:

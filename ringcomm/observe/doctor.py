@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.observe import info, record
+from ringcomm.terminal import columns
 
 if TYPE_CHECKING:
     from ringcomm.observe.record import View
@@ -74,7 +74,7 @@ def _show(views: Sequence[View], calls: int) -> None:
     from ringcomm.errors import rank_list
     from ringcomm.observe.record import seconds
 
-    console = Console(highlight=False, width=shutil.get_terminal_size((160, 24)).columns)
+    console = Console(highlight=False, width=min(160, columns()))
     called = [view for view in views if view.lines(1)]
     for view in called or views:
         console.print(Text(view.title, style="bold"))

@@ -11,12 +11,12 @@ import os
 import platform
 import re
 import resource
-import shutil
 import textwrap
 from dataclasses import asdict
 
 from ringcomm.observe import cuda
 from ringcomm.observe.cuda import Fact
+from ringcomm.terminal import columns
 
 
 def _torch_version() -> str | None:
@@ -194,8 +194,8 @@ def facts() -> list[Fact]:
 
 def text(found: list[Fact]) -> str:
     """Returns the facts as plain lines, one section after another, for a terminal of any width."""
-    columns = shutil.get_terminal_size((1 << 20, 24)).columns
-    indent = 33 if columns >= 100 else 6
+    width = columns()
+    indent = 33 if width >= 100 else 6
     lines, section = [], ""
     for fact in found:
         if fact.section != section:
@@ -204,7 +204,7 @@ def text(found: list[Fact]) -> str:
         mark = {None: " ", True: "+", False: "-"}[fact.usable]
         name = f"{fact.name:<28s}" if indent > 6 else f"{fact.name}:"
         line = f"  {mark} {name} {fact.text}"
-        lines += textwrap.wrap(line, columns, subsequent_indent=" " * indent, replace_whitespace=False)
+        lines += textwrap.wrap(line, width, subsequent_indent=" " * indent, replace_whitespace=False)
     return "\n".join([*lines, "", "+ usable   - not usable"])
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
-import shutil
 import signal
 import sys
 import textwrap
 from collections.abc import Sequence
+
+from ringcomm.terminal import columns
 
 COMMANDS = {  # name: (module, what it does)
     "bench": ("ringcomm.tools.bench.cli", "bandwidth and latency of the collectives, as nccl-tests measures them"),
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def usage() -> str:
     """Returns what `ringcomm --help` prints, as wide as the terminal."""
-    width = min(100, shutil.get_terminal_size((100, 24)).columns)
+    width = min(100, columns())
     lines = ["usage: ringcomm COMMAND [ARGUMENTS]", "", "commands:"]
     for name, (_, what) in COMMANDS.items():
         lines += textwrap.wrap(what, width, initial_indent=f"  {name:<10s}", subsequent_indent=" " * 12)

@@ -21,7 +21,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ringcomm.errors import InvalidArgumentError, RingcommError, UnsupportedError
-from ringcomm.progress import Progress
+from ringcomm.terminal import Progress
 from ringcomm.tools.bench.options import parse_size, sizes_between
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ringcomm.tools.terminal import columns, folded
+from ringcomm.terminal import columns, folded
 
 if TYPE_CHECKING:
     from ringcomm.tools.bench.options import Options

@@ -12,7 +12,7 @@ from typing import Any
 
 from ringcomm.data_parallel.budget import _count as parse_count
 from ringcomm.errors import InvalidArgumentError, RingcommError
-from ringcomm.progress import Progress
+from ringcomm.terminal import Progress, columns, folded
 from ringcomm.tools.bench.options import parse_size, sizes_between
 from ringcomm.tools.simulate import (
     COLLECTIVES,
@@ -27,7 +27,6 @@ from ringcomm.tools.simulate import (
 )
 from ringcomm.tools.simulate.calibrate import calibrate
 from ringcomm.tools.simulate.presets import PRESETS, preset
-from ringcomm.tools.terminal import columns, folded
 
 _UNITS = {"us": 1.0, "ms": 1e3, "s": 1e6}
 _GIVEN = ("latency_us", "bandwidth_gbps", "overhead_us", "reduce_gbps")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -11,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from ringcomm import progress
+from ringcomm import terminal
 from ringcomm.comm import rendezvous
 from ringcomm.errors import CollectiveTimeoutError
-from ringcomm.progress import Progress
+from ringcomm.terminal import Progress
 
 
 class Screen(io.StringIO):
@@ -36,9 +37,9 @@ class Screen(io.StringIO):
 @pytest.fixture
 def screen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Screen:
     made = Screen(request.param)
-    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=made))
-    monkeypatch.setattr(progress, "QUIET_S", 0.01)
-    monkeypatch.setattr(progress, "NOTE_S", 0.0)
+    monkeypatch.setattr(terminal, "sys", SimpleNamespace(stderr=made))
+    monkeypatch.setattr(terminal, "QUIET_S", 0.01)
+    monkeypatch.setattr(terminal, "NOTE_S", 0.0)
     monkeypatch.setenv("COLUMNS", "40")
     return made
 
@@ -60,7 +61,7 @@ def test_a_terminal_gets_a_line_that_fits_and_is_removed(screen: Screen) -> None
 
 @pytest.mark.parametrize("screen", [True], indirect=True)
 def test_what_is_quick_shows_nothing(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "QUIET_S", 60.0)
+    monkeypatch.setattr(terminal, "QUIET_S", 60.0)
     with Progress("save"):
         pass
     with Progress("save", shows=False):
@@ -118,3 +119,13 @@ def test_the_time_limit_still_ends_it(rank: int, screen: Screen, monkeypatch: py
     with pytest.raises(CollectiveTimeoutError, match=r"got none of ranks \["):
         rendezvous._exchange(LateStore(10**9), "init", rank, 2, b"handle", timedelta(seconds=0.1))
     assert ("waiting for rank 1" in screen.getvalue()) is (rank == 0)
+
+
+def test_a_file_gets_lines_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Python whose terminal is read by readline gives its children COLUMNS, also where they write to a pipe."""
+    monkeypatch.setenv("COLUMNS", "60")
+    assert terminal.columns() > 1000
+    assert terminal.folded("# " + "word " * 40) == "# " + "word " * 40
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert terminal.columns() == 60
+    assert max(map(len, terminal.folded("# " + "word " * 40).splitlines())) <= 60

@@ -1,7 +1,7 @@
-"""Progress of what takes longer than two seconds: one line on a terminal, which is removed at the end.
+"""What is written for a person at a terminal: its width, and the progress of what takes longer than two seconds.
 
-It goes to the standard error, so that the output stays what a program reads. Without a terminal it is quiet, except for
-what `note` says.
+Progress is one line on the standard error, which is removed at the end, so that the output stays what a program reads.
+Without a terminal it is quiet, except for what `note` says.
 
     with Progress("tune all_reduce", total=len(candidates)) as progress:
         for candidate in candidates:
@@ -13,13 +13,30 @@ from __future__ import annotations
 
 import shutil
 import sys
+import textwrap
 import threading
 import time
 from contextlib import suppress
+from typing import TextIO
 
 QUIET_S = 2.0  # nothing is shown before
 NOTE_S = 10.0  # nothing is noted before
 _REFRESH_S = 0.5
+
+
+def columns() -> int:
+    """Returns the width of the terminal that the standard output is, or COLUMNS there; a large number for a file or a
+    pipe, whose lines may have any length."""
+    return shutil.get_terminal_size().columns if _is_terminal(sys.stdout) else 1 << 20
+
+
+def folded(text: str) -> str:
+    """Returns text whose comment lines fit the terminal."""
+    width, lines = columns(), []
+    for line in text.splitlines():
+        is_long = line.startswith("# ") and len(line) > width
+        lines += textwrap.wrap(line, width, subsequent_indent="#   ", break_long_words=False) if is_long else [line]
+    return "\n".join(lines)
 
 
 class Progress:
@@ -48,7 +65,7 @@ class Progress:
 
     def start(self) -> None:
         """Begins to show it, where no block spans it."""
-        if self._shows and _is_terminal():
+        if self._shows and _is_terminal(sys.stderr):
             self._thread = threading.Thread(target=self._draw, name="ringcomm-progress", daemon=True)
             self._thread.start()
 
@@ -85,9 +102,9 @@ class Progress:
             _write("\r\x1b[K")
 
 
-def _is_terminal() -> bool:
+def _is_terminal(stream: TextIO | None) -> bool:
     with suppress(AttributeError, ValueError):  # replaced, or closed
-        return sys.stderr.isatty()
+        return stream is not None and stream.isatty()
     return False
 
 
