@@ -16,7 +16,6 @@ from __future__ import annotations
 import atexit
 import pickle
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -37,9 +36,11 @@ from ringcomm.data_parallel.parameter_server import (
     PULL,
     STATE,
     STEP,
+    ArrivalOrder,
     Channel,
     FlatParameters,
     ParameterServer,
+    Shard,
     raise_answer,
     unsharded_state,
 )
@@ -53,13 +54,11 @@ from ringcomm.errors import (
     MismatchError,
     RingcommError,
     UnsupportedError,
-    rank_list,
     shown,
 )
 from ringcomm.validation import COMMUNICATOR, FLAG, FUNCTION, INTEGER, expects, or_none, several, validate_int
 
 CALL = "AsynchronousDataParallel"
-_LOOK_S = 0.5  # between two looks whether a worker is silent, while a rank only serves
 _open: set[AsynchronousDataParallel] = set()  # ended with the program, because a server's threads are inside calls
 
 
@@ -148,29 +147,15 @@ class AsynchronousDataParallel(nn.Module):
         self._steps, self._step_s = 0, 0.0
         self._server: ParameterServer | None = None
         if self.rank in self.servers:
-            shard = [x.clone() for x in self._flat.shard(self._values, self.servers.index(self.rank))]
-            self._server = ParameterServer(
-                self._flat,
-                self.servers,
-                shard,
-                made,
-                self.rank,
-                range(comm.world_size),
-                max_staleness,
-                staleness_scale,
-                record,
-                replay,
-                comm.timeout,
-            )
+            mine = self.servers.index(self.rank)
+            values = [x.clone() for x in self._flat.shard(self._values, mine)]
+            shard = Shard(self._flat, mine, values, made, staleness_scale)
+            order, workers = ArrivalOrder(record, replay), range(comm.world_size)
+            self._server = ParameterServer(shard, order, self.rank, self.servers, workers, max_staleness, comm.timeout)
         choose_kernels()  # before threads use them at once
-        self._asked, self._served = _connect(comm, self.servers)
-        serve = None if self._server is None else self._server.serve
-        self._threads = [
-            threading.Thread(target=serve, args=(channel,), name=f"ringcomm server of rank {peer}", daemon=True)
-            for peer, channel in self._served.items()
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._asked, served = _connect(comm, self.servers)
+        if self._server is not None:
+            self._server.start(served.values())
         _open.add(self)
         self.module = module
 
@@ -298,7 +283,7 @@ class AsynchronousDataParallel(nn.Module):
     def order(self) -> list[int]:
         """With ``record``, what came to this rank's server in which order, for ``replay``: a rank for a gradient of
         that rank, and ``-1 - rank`` for its look at the values."""
-        return [] if self._server is None else list(self._server.order)
+        return [] if self._server is None else list(self._server.order.events)
 
     def counters(self) -> dict[str, Any]:
         """Returns what this rank has done so far.
@@ -308,17 +293,18 @@ class AsynchronousDataParallel(nn.Module):
                  which; with max_staleness=0 a mean counts as one), "waits" and "waited_s" (answers that waited for
                  slower workers), "lost" (why workers were lost, by rank).
         """
-        channels = [*self._asked.values(), *self._served.values()]
+        server = self._server
+        channels = [*self._asked.values(), *([] if server is None else server.channels)]
         found: dict[str, Any] = {
             "steps": self._steps,
             "step_s": self._step_s,
             "sent_bytes": sum(channel.sent_bytes for channel in channels),
             "received_bytes": sum(channel.received_bytes for channel in channels),
         }
-        server = self._server
         if server is not None:
-            found |= {"updates": server.version, "staleness": dict(sorted(server.staleness.items()))}
-            found |= {"waits": server.waits, "waited_s": server.waited_s, "lost": dict(server.lost)}
+            its = server.counters
+            found |= {"updates": its.updates, "staleness": dict(sorted(its.staleness.items()))}
+            found |= {"waits": its.waits, "waited_s": its.waited_s, "lost": dict(its.lost)}
         return found
 
     # ---- state -----------------------------------------------------------------------------------------------------
@@ -404,24 +390,11 @@ class AsynchronousDataParallel(nn.Module):
                     channel.receive(self.comm.timeout)
             if self._server is not None:
                 self._server.leave(self.rank)
-            self._await_workers()
+                self._server.join()
         except BaseException as error:
             self._end(error)
             raise
         self._disconnect()
-
-    def _await_workers(self) -> None:
-        """Waits until the workers that this rank serves have closed or are lost."""
-        began = time.monotonic()
-        for thread in self._threads:
-            while thread.is_alive():
-                thread.join(_LOOK_S)
-                silent = [] if self._server is None else self._server.silent(began)
-                if silent:
-                    raise CollectiveTimeoutError(
-                        f"close: rank {self.rank} expected a step or close() of {rank_list(silent)}, which it serves, "
-                        f"got none within the timeout of {self.comm.timeout:g} s; see whether they have stalled"
-                    )
 
     def _end(self, error: BaseException) -> None:
         """Closes because of an error: if this rank serves, the workers are told."""
@@ -430,16 +403,18 @@ class AsynchronousDataParallel(nn.Module):
         self._failure = self._failure or f", got {type(error).__name__} in an earlier call: {error}"
         if self._server is not None:
             self._server.fail(error if isinstance(error, RingcommError) else AbortedError(reason))
-        for channel in (*self._asked.values(), *self._served.values()):
+        for channel in self._asked.values():
             channel.abort(reason, error)
-        for thread in self._threads:
-            thread.join()
+        if self._server is not None:
+            self._server.abort(reason, error)
         self._disconnect()
 
     def _disconnect(self) -> None:
         _open.discard(self)
-        for channel in (*self._asked.values(), *self._served.values()):
+        for channel in self._asked.values():
             channel.close()
+        if self._server is not None:
+            self._server.close()
         if self._made_comm:
             self.comm.close()
 
