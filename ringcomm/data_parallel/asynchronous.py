@@ -16,7 +16,6 @@ from __future__ import annotations
 import atexit
 import pickle
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -37,9 +36,11 @@ from ringcomm.data_parallel.parameter_server import (
     PULL,
     STATE,
     STEP,
+    ArrivalOrder,
     Channel,
     FlatParameters,
     ParameterServer,
+    Shard,
     raise_answer,
     unsharded_state,
 )
@@ -53,13 +54,11 @@ from ringcomm.errors import (
     MismatchError,
     RingcommError,
     UnsupportedError,
-    rank_list,
     shown,
 )
 from ringcomm.validation import COMMUNICATOR, FLAG, FUNCTION, INTEGER, expects, or_none, several, validate_int
 
 CALL = "AsynchronousDataParallel"
-_LOOK_S = 0.5  # between two looks whether a worker is silent, while a rank only serves
 _open: set[AsynchronousDataParallel] = set()  # ended with the program, because a server's threads are inside calls
 
 
@@ -122,7 +121,7 @@ class AsynchronousDataParallel(nn.Module):
         self._closed, self._failure = False, ""
         self._made_comm = comm is None
         self.comm = comm = communicator_of(None, CALL) if comm is None else comm
-        self.rank, self.max_staleness = comm.rank, max_staleness
+        self.max_staleness = max_staleness
         _refuse_engine(comm)
         self.servers = _servers(servers, comm)
         named = [(name, p) for name, p in named_parameters(module, CALL, comm.rank) if p.requires_grad]
@@ -132,45 +131,30 @@ class AsynchronousDataParallel(nn.Module):
         named = [(name, p) for name, p in named if id(p) in group_of]
         # Some optimizers begin with state, which has the shapes of the parameters.
         atom = "element" if is_elementwise(made) and not made.state else "tensor"
-        self._flat = FlatParameters(named, group_of, len(self.servers), atom)
+        flat = FlatParameters(named, group_of, len(self.servers), atom)
         facts = [f"max_staleness={max_staleness}", f"servers={self.servers}", f"the optimizer {type(made).__name__}"]
         facts += [f"{'no ' if staleness_scale is None else ''}staleness_scale", f"replay={replay is not None}"]
         facts += [f"the parameter {name} of {tuple(p.shape)} {p.dtype}" for name, p in named]
         DataParallelGroup(comm).agree(CALL, facts)
         _send_values(module, comm)
-        self._params = [p for params in self._flat.params for p in params]
-        self._gradient, self._values = self._flat.empty(), self._flat.empty()
-        self._gradients, self._new = self._flat.parts(self._gradient), self._flat.parts(self._values)
-        self._collect([p.detach() for p in self._params], self._new)
-        self._options = b""
-        self._base = dict.fromkeys(self.servers, 0)  # by server: the version of the values in the module
-        self._knows: dict[int, bytes] = {}  # by server: the options that it was sent last
+        self._flat_buffers = FlatBuffers(flat)
+        self._flat_buffers.pack_values()
+        self._own_version = 0  # of the values in the module, of the shard that this rank serves
         self._steps, self._step_s = 0, 0.0
         self._server: ParameterServer | None = None
         if self.rank in self.servers:
-            shard = [x.clone() for x in self._flat.shard(self._values, self.servers.index(self.rank))]
-            self._server = ParameterServer(
-                self._flat,
-                self.servers,
-                shard,
-                made,
-                self.rank,
-                range(comm.world_size),
-                max_staleness,
-                staleness_scale,
-                record,
-                replay,
-                comm.timeout,
-            )
+            mine = self.servers.index(self.rank)
+            shard = Shard(flat, mine, [x.clone() for x in self._flat_buffers.value_shard(mine)], made, staleness_scale)
+            order, workers = ArrivalOrder(record, replay), range(comm.world_size)
+            self._server = ParameterServer(shard, order, self.rank, self.servers, workers, max_staleness, comm.timeout)
         choose_kernels()  # before threads use them at once
-        self._asked, self._served = _connect(comm, self.servers)
-        serve = None if self._server is None else self._server.serve
-        self._threads = [
-            threading.Thread(target=serve, args=(channel,), name=f"ringcomm server of rank {peer}", daemon=True)
-            for peer, channel in self._served.items()
-        ]
-        for thread in self._threads:
-            thread.start()
+        asked, served = _connect(comm, self.servers)
+        self._connections = {
+            rank: ServerConnection(channel, self._flat_buffers, self.servers.index(rank))
+            for rank, channel in asked.items()
+        }
+        if self._server is not None:
+            self._server.start(served.values())
         _open.add(self)
         self.module = module
 
@@ -203,6 +187,11 @@ class AsynchronousDataParallel(nn.Module):
             )
         return made
 
+    @property
+    def rank(self) -> int:
+        """This rank in `comm`."""
+        return self.comm.rank
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward."""
         return self.module(*args, **kwargs)
@@ -222,14 +211,14 @@ class AsynchronousDataParallel(nn.Module):
                  object is closed. ClosedError: it was closed before.
         """
         self._check_open("step")
-        for p in self._params:
+        for p in self._flat_buffers.params:
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise UnsupportedError(
                     f"step: rank {self.rank} got a gradient of layout {p.grad.layout}, expected a dense one; use "
                     "sparse=False"
                 )
         began = time.perf_counter()
-        self._collect([p.grad for p in self._params], self._gradients)
+        self._flat_buffers.pack_gradients()
         self._ask(STEP)
         self._steps += 1
         self._step_s += time.perf_counter() - began
@@ -244,53 +233,21 @@ class AsynchronousDataParallel(nn.Module):
         call = "step" if kind == STEP else "pull"
         options = pickle.dumps(self.optimizer.options()) if kind == STEP else b""
         try:
-            for rank, channel in self._asked.items():
-                new = options if options != self._knows.get(rank) else b""
-                gradient = self._flat.shard(self._gradient, self.servers.index(rank)) if kind == STEP else []
-                with self._explained(call, rank):
-                    channel.send((kind, self._base[rank], 0), new, gradient)
-                self._knows[rank] = options or self._knows.get(rank, b"")
+            for connection in self._connections.values():
+                connection.request(call, kind, options)
             if self._server is not None:
                 mine = self.servers.index(self.rank)
                 if kind == STEP:
-                    shard = self._flat.shard(self._gradient, mine)
-                    self._server.push(self.rank, self._base[self.rank], shard, self.optimizer.options())
-                self._base[self.rank] = self._server.pull(self.rank, self._flat.shard(self._values, mine))
-            for rank, channel in self._asked.items():
-                with self._explained(call, rank):
-                    # The server waits for other workers as long as the limit is, and answers then.
-                    (status, version, _), blob = channel.receive(2 * self.comm.timeout)
-                raise_answer(status, blob)
-                with self._explained(call, rank):
-                    channel.receive_tensors(self._flat.shard(self._values, self.servers.index(rank)))
-                self._base[rank] = version
+                    gradient = self._flat_buffers.gradient_shard(mine)
+                    self._server.push(self.rank, self._own_version, gradient, self.optimizer.options())
+                self._own_version = self._server.pull(self.rank, self._flat_buffers.value_shard(mine))
+            for connection in self._connections.values():
+                # The server waits for other workers as long as the limit is, and answers then.
+                connection.receive_values(call, 2 * self.comm.timeout)
         except BaseException as error:  # a message may be sent or received in part
             self._end(error)
             raise
-        with torch.no_grad():
-            torch._foreach_copy_(self._params, self._new)
-
-    def _collect(self, sources: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor]) -> None:
-        """Copies tensors to their places in flat buffers."""
-        pairs = [(target, source) for target, source in zip(targets, sources, strict=True) if source is not None]
-        with torch.no_grad():
-            if pairs:
-                torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
-            for target, source in zip(targets, sources, strict=True):
-                if source is None:
-                    target.zero_()
-
-    @contextmanager
-    def _explained(self, call: str, server: int) -> Iterator[None]:
-        """Errors of a connection count its two ranks from 0; says which they are."""
-        try:
-            yield
-        except (AbortedError, CollectiveTimeoutError, MismatchError) as error:
-            raise type(error)(
-                f"{call}: rank {self.rank} expected the server on rank {server} to answer, got an error of the "
-                f"connection, whose ranks 0 and 1 are ranks {min(server, self.rank)} and {max(server, self.rank)}: "
-                f"{error}"
-            ) from error
+        self._flat_buffers.unpack_values()
 
     # ---- what it has done ------------------------------------------------------------------------------------------
 
@@ -298,7 +255,7 @@ class AsynchronousDataParallel(nn.Module):
     def order(self) -> list[int]:
         """With ``record``, what came to this rank's server in which order, for ``replay``: a rank for a gradient of
         that rank, and ``-1 - rank`` for its look at the values."""
-        return [] if self._server is None else list(self._server.order)
+        return [] if self._server is None else list(self._server.order.events)
 
     def counters(self) -> dict[str, Any]:
         """Returns what this rank has done so far.
@@ -308,17 +265,19 @@ class AsynchronousDataParallel(nn.Module):
                  which; with max_staleness=0 a mean counts as one), "waits" and "waited_s" (answers that waited for
                  slower workers), "lost" (why workers were lost, by rank).
         """
-        channels = [*self._asked.values(), *self._served.values()]
+        server = self._server
+        channels = [connection.channel for connection in self._connections.values()]
+        channels += [] if server is None else server.channels
         found: dict[str, Any] = {
             "steps": self._steps,
             "step_s": self._step_s,
             "sent_bytes": sum(channel.sent_bytes for channel in channels),
             "received_bytes": sum(channel.received_bytes for channel in channels),
         }
-        server = self._server
         if server is not None:
-            found |= {"updates": server.version, "staleness": dict(sorted(server.staleness.items()))}
-            found |= {"waits": server.waits, "waited_s": server.waited_s, "lost": dict(server.lost)}
+            its = server.counters
+            found |= {"updates": its.updates, "staleness": dict(sorted(its.staleness.items()))}
+            found |= {"waits": its.waits, "waited_s": its.waited_s, "lost": dict(its.lost)}
         return found
 
     # ---- state -----------------------------------------------------------------------------------------------------
@@ -336,9 +295,9 @@ class AsynchronousDataParallel(nn.Module):
             )
         with self._alone():
             found = super().load_state_dict(state_dict, strict)
-            self._collect([p.detach() for p in self._params], self._new)
+            self._flat_buffers.pack_values()
             if self._server is not None:
-                self._server.set_values(self._flat.shard(self._values, self.servers.index(self.rank)))
+                self._server.set_values(self._flat_buffers.value_shard(self.servers.index(self.rank)))
         return found
 
     @contextmanager
@@ -357,15 +316,12 @@ class AsynchronousDataParallel(nn.Module):
                 if rank == self.rank and self._server is not None:
                     states.append(self._server.state())
                     continue
-                with self._explained("state_dict", rank):
-                    self._asked[rank].send((STATE, 0, 0))
-                    (status, _, _), blob = self._asked[rank].receive(self.comm.timeout)
-                raise_answer(status, blob)
-                states.append(pickle.loads(blob))
+                self._connections[rank].request("state_dict", STATE)
+                states.append(pickle.loads(self._connections[rank].receive("state_dict", self.comm.timeout)[1]))
         except BaseException as error:
             self._end(error)
             raise
-        return unsharded_state(self._flat, states)
+        return unsharded_state(self._flat_buffers.flat, states)
 
     def load_optimizer_state(self, state: Mapping[nn.Parameter, dict[str, Any]]) -> None:
         """Gives this rank's server its part of an optimizer's state; a collective."""
@@ -398,30 +354,17 @@ class AsynchronousDataParallel(nn.Module):
             return
         self._closed = True
         try:
-            for channel in self._asked.values():
+            for connection in self._connections.values():
                 with suppress(RingcommError):  # a server that is gone needs not be told
-                    channel.send((LEAVE, 0, 0))
-                    channel.receive(self.comm.timeout)
+                    connection.request("close", LEAVE)
+                    connection.receive("close", self.comm.timeout)
             if self._server is not None:
                 self._server.leave(self.rank)
-            self._await_workers()
+                self._server.join()
         except BaseException as error:
             self._end(error)
             raise
         self._disconnect()
-
-    def _await_workers(self) -> None:
-        """Waits until the workers that this rank serves have closed or are lost."""
-        began = time.monotonic()
-        for thread in self._threads:
-            while thread.is_alive():
-                thread.join(_LOOK_S)
-                silent = [] if self._server is None else self._server.silent(began)
-                if silent:
-                    raise CollectiveTimeoutError(
-                        f"close: rank {self.rank} expected a step or close() of {rank_list(silent)}, which it serves, "
-                        f"got none within the timeout of {self.comm.timeout:g} s; see whether they have stalled"
-                    )
 
     def _end(self, error: BaseException) -> None:
         """Closes because of an error: if this rank serves, the workers are told."""
@@ -430,16 +373,18 @@ class AsynchronousDataParallel(nn.Module):
         self._failure = self._failure or f", got {type(error).__name__} in an earlier call: {error}"
         if self._server is not None:
             self._server.fail(error if isinstance(error, RingcommError) else AbortedError(reason))
-        for channel in (*self._asked.values(), *self._served.values()):
-            channel.abort(reason, error)
-        for thread in self._threads:
-            thread.join()
+        for connection in self._connections.values():
+            connection.channel.abort(reason, error)
+        if self._server is not None:
+            self._server.abort(reason, error)
         self._disconnect()
 
     def _disconnect(self) -> None:
         _open.discard(self)
-        for channel in (*self._asked.values(), *self._served.values()):
-            channel.close()
+        for connection in self._connections.values():
+            connection.channel.close()
+        if self._server is not None:
+            self._server.close()
         if self._made_comm:
             self.comm.close()
 
@@ -460,6 +405,91 @@ class AsynchronousDataParallel(nn.Module):
                 f"{call}: rank {self.rank} expected an open {CALL}{self._failure or ', got one that was closed'}; "
                 "create a new one"
             )
+
+
+class FlatBuffers:
+    """A worker's trained parameters, and the flat buffers in which their gradients and values travel.
+
+    Attributes:
+        flat: the layouts of the buffers.
+        params: the module's, in the order of the layouts.
+    """
+
+    def __init__(self, flat: FlatParameters) -> None:
+        self.flat, self.params = flat, [p for params in flat.params for p in params]
+        self._gradients, self._values = flat.empty(), flat.empty()
+        self._gradient_of, self._value_of = flat.parts(self._gradients), flat.parts(self._values)  # views, by parameter
+
+    def gradient_shard(self, server: int) -> list[torch.Tensor]:
+        """Returns a server's part of the buffers of gradients."""
+        return self.flat.shard(self._gradients, server)
+
+    def value_shard(self, server: int) -> list[torch.Tensor]:
+        """Returns a server's part of the buffers of values."""
+        return self.flat.shard(self._values, server)
+
+    def pack_gradients(self) -> None:
+        """Copies the parameters' gradients to the buffers: zeros, where there is none."""
+        _fill(self._gradient_of, [p.grad for p in self.params])
+
+    def pack_values(self) -> None:
+        """Copies the parameters to the buffers."""
+        _fill(self._value_of, [p.detach() for p in self.params])
+
+    def unpack_values(self) -> None:
+        """Copies the buffers to the parameters."""
+        with torch.no_grad():
+            torch._foreach_copy_(self.params, self._value_of)
+
+
+class ServerConnection:
+    """A worker's connection to a server.
+
+    Args:
+        channel: belongs to this object.
+        buffers: of the worker's gradients and values.
+        server: the server's index among the servers.
+    """
+
+    def __init__(self, channel: Channel, buffers: FlatBuffers, server: int) -> None:
+        self.channel = channel
+        self._gradient, self._values = buffers.gradient_shard(server), buffers.value_shard(server)
+        self._version = 0  # of the values in the module
+        self._options = b""  # those that the server was sent last
+
+    def request(self, call: str, kind: int, options: bytes = b"") -> None:
+        """Asks the server for something: with STEP, sends the gradient, and the options if they have changed."""
+        new = options if options != self._options else b""
+        with self._explained(call):
+            self.channel.send((kind, self._version, 0), new, self._gradient if kind == STEP else ())
+        self._options = options or self._options
+
+    def receive(self, call: str, limit_s: float) -> tuple[int, bytes]:
+        """Returns the server's answer: (version of the values that follow, bytes); raises the server's error."""
+        with self._explained(call):
+            (status, version, _), blob = self.channel.receive(limit_s)
+        raise_answer(status, blob)
+        return version, blob
+
+    def receive_values(self, call: str, limit_s: float) -> None:
+        """Receives the values that the server answers."""
+        version, _ = self.receive(call, limit_s)
+        with self._explained(call):
+            self.channel.receive_tensors(self._values)
+        self._version = version
+
+    @contextmanager
+    def _explained(self, call: str) -> Iterator[None]:
+        """Errors of a connection count its two ranks from 0; says which they are."""
+        try:
+            yield
+        except (AbortedError, CollectiveTimeoutError, MismatchError) as error:
+            rank, server = self.channel.rank, self.channel.peer
+            raise type(error)(
+                f"{call}: rank {rank} expected the server on rank {server} to answer, got an error of the "
+                f"connection, whose ranks 0 and 1 are ranks {min(server, rank)} and {max(server, rank)}: "
+                f"{error}"
+            ) from error
 
 
 class AsynchronousOptimizer(torch.optim.Optimizer):
@@ -517,6 +547,17 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         order = [p for group in self.param_groups for p in group["params"]]
         super().load_state_dict({**state_dict, "state": {}})
         self.model.load_optimizer_state({order[int(i)]: its for i, its in state_dict["state"].items()})
+
+
+def _fill(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor | None]) -> None:
+    """Copies each source to its target; None: zeros."""
+    pairs = [(target, source) for target, source in zip(targets, sources, strict=True) if source is not None]
+    with torch.no_grad():
+        if pairs:
+            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+        for target, source in zip(targets, sources, strict=True):
+            if source is None:
+                target.zero_()
 
 
 def _refuse_engine(comm: Communicator) -> None:

@@ -17,7 +17,8 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -26,13 +27,14 @@ from torch import nn
 from ringcomm import errors
 from ringcomm.comm.communicator import Communicator
 from ringcomm.data_parallel.layout import Atom, FlatLayout, Segment
-from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, RingcommError
+from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, RingcommError, rank_list
 
 STEP, PULL, STATE, LEAVE = range(4)
 """What a worker asks for: an update and the new values, the values, the optimizer's state, the end."""
 _OK, _ERROR = 0, 1
 _HEAD, _BODY = 0, 1  # tags
 _FOREVER_S = 1e8  # a server waits for its workers' requests as long as they live
+_LOOK_S = 0.5  # between two looks whether a worker is silent, while a rank only serves
 Options = list[dict[str, Any]]
 """The options of an optimizer's groups, such as the learning rate, without the parameters."""
 
@@ -183,60 +185,33 @@ class Channel:
         self._pair.close()
 
 
-class ParameterServer:
-    """A rank's shard of the parameters, and the optimizer that updates it; threads of several workers use it.
+class Shard:
+    """A server's shard of the parameters, and the optimizer over it. One thread at a time may use it.
 
     Args:
-        servers: the ranks that serve, in order; this rank is one of them.
-        values: this server's shard; it belongs to this object from now on.
+        server: its index among the servers.
+        values: of the shard; they belong to this object from now on.
         optimizer: a new one over the module's parameters; from now on it is over the shard.
-        workers: the ranks that work; all have made no step.
-        max_staleness, staleness_scale, record, replay: see `AsynchronousDataParallel`.
-        limit_s: how long an answer may wait for another worker.
-
-    Attributes:
-        version: the number of updates so far.
-        order: what came in which order: a rank for its gradient, and ``-1 - rank`` for its look at the values.
-        staleness: how many gradients came with which staleness.
-        lost: the workers that were lost, and why.
+        staleness_scale: see `AsynchronousDataParallel`.
     """
 
     def __init__(
         self,
         flat: FlatParameters,
-        servers: Sequence[int],
+        server: int,
         values: list[torch.Tensor],
         optimizer: torch.optim.Optimizer,
-        rank: int,
-        workers: Sequence[int],
-        max_staleness: int | None,
         staleness_scale: Callable[[int], float] | None,
-        record: bool,
-        replay: Sequence[int] | None,
-        limit_s: float,
     ) -> None:
-        self._flat, self._servers, self._values, self._optimizer = flat, servers, values, optimizer
-        self._server = servers.index(rank)
-        self._rank, self._scale = rank, staleness_scale
-        self._max_staleness = math.inf if max_staleness is None else max_staleness
-        self._limit_s, self._record, self._replay, self._next = limit_s, record, replay, 0
-        self._left = Counter(replay)  # the events of the replay that have not happened
-        self._changed = threading.Condition()
-        self._clock = dict.fromkeys(workers, 0)  # of those that still work: the steps that they have made
-        self._heard = dict.fromkeys(workers, time.monotonic())  # when each asked for something, or was answered
-        self._round: dict[int, tuple[list[torch.Tensor], Options]] = {}  # max_staleness=0: the step's gradients so far
-        self._failure: RingcommError | None = None
-        self._entries = [*flat.entries(self._server)]
-        self._params = [nn.Parameter(x) for x in flat.cut(values, self._server)]
-        self._place(optimizer)
-        self.version = self.waits = 0
-        self.waited_s = 0.0
-        self.order: list[int] = []
-        self.staleness: Counter[int] = Counter()
-        self.lost: dict[int, str] = {}
+        self._flat, self._server, self._values = flat, server, values
+        self._optimizer, self._scale = optimizer, staleness_scale
+        self._entries = [*flat.entries(server)]
+        self._params = [nn.Parameter(x) for x in flat.cut(values, server)]
+        self._replace_params()
 
-    def _place(self, optimizer: torch.optim.Optimizer) -> None:
+    def _replace_params(self) -> None:
         """Puts the shard's parameters, and the state with which some optimizers begin, in place of the module's."""
+        optimizer = self._optimizer
         begun = {id(p): state for p, state in optimizer.state.items()}
         optimizer.state.clear()
         for number, group in enumerate(optimizer.param_groups):
@@ -246,12 +221,206 @@ class ParameterServer:
             if id(first) in begun:  # then each entry is one whole parameter
                 optimizer.state[p] = begun[id(first)]
 
-    # ---- what workers ask for --------------------------------------------------------------------------------------
+    def empty(self) -> list[torch.Tensor]:
+        """Returns new buffers of the shard's size."""
+        return [torch.empty_like(x) for x in self._values]
 
-    def serve(self, channel: Channel) -> None:
+    def copy_values(self, out: Sequence[torch.Tensor]) -> None:
+        """Copies the values to ``out``."""
+        for target, source in zip(out, self._values, strict=True):
+            target.copy_(source)
+
+    def set_values(self, values: Sequence[torch.Tensor]) -> None:
+        """Replaces the values."""
+        with torch.no_grad():
+            for target, source in zip(self._values, values, strict=True):
+                target.copy_(source)
+
+    def update(self, gradient: list[torch.Tensor], options: Options, staleness: int) -> None:
+        """Makes one step of the optimizer, with a worker's options."""
+        try:
+            for group, new in zip(self._optimizer.param_groups, options, strict=True):
+                group.update(new)
+                if self._scale is not None:
+                    group["lr"] = group["lr"] * self._scale(staleness)
+            for p, grad in zip(self._params, self._flat.cut(gradient, self._server), strict=True):
+                p.grad = grad
+            self._optimizer.step()
+        finally:
+            for p in self._params:
+                p.grad = None
+
+    def state(self) -> list[dict[str, Any]]:
+        """Returns the optimizer's state of each of the shard's entries."""
+        return [dict(self._optimizer.state.get(p, {})) for p in self._params]
+
+    def set_state(self, state_of: Callable[[nn.Parameter], dict[str, Any]]) -> None:
+        """Takes the shard's part of the state of the module's parameters."""
+        self._optimizer.state.clear()
+        for p, entry in zip(self._params, self._entries, strict=True):
+            for its, inside, place in self._flat.overlaps(entry):
+                for key, value in state_of(its).items():
+                    whole = torch.is_tensor(value) and value.shape == its.shape and value.dim() > 0
+                    mine = self._optimizer.state[p]
+                    if not whole:
+                        mine[key] = value.clone() if torch.is_tensor(value) else value
+                        continue
+                    if key not in mine:
+                        mine[key] = torch.zeros(p.shape, dtype=value.dtype)
+                    mine[key].view(-1)[place] = value.reshape(-1)[inside].cpu()
+
+
+class ArrivalOrder:
+    """The order of a server's events: as they come, or that of an earlier run.
+
+    An event is a worker's rank for its gradient, and ``-1 - rank`` for its look at the values.
+
+    Args:
+        record: whether the events are kept.
+        replay: the events of an earlier run; None: any order.
+
+    Attributes:
+        events: those that have happened, if they are kept.
+    """
+
+    def __init__(self, record: bool, replay: Sequence[int] | None) -> None:
+        self._record, self._replay = record, replay
+        self._next = 0
+        self._left = Counter(replay)  # the events of the replay that have not happened
+        self.events: list[int] = []
+
+    def validate(self, event: int, server: int) -> None:
+        """Raises an error if the event is not among those of the replay that have not happened.
+
+        Args:
+            server: the server's rank.
+        """
+        if self._replay is not None and not self._left[event]:
+            raise InvalidArgumentError(
+                f"step: the server on rank {server} got a {'gradient' if event >= 0 else 'request for values'} of "
+                f"rank {max(event, -1 - event)} that is not in replay, expected one of its {len(self._replay)} events, "
+                f"of which {self._next} have happened; make the steps of the recorded run"
+            )
+
+    def expected(self, event: int) -> int:
+        """Returns the event that has to happen next; without a replay, ``event`` may."""
+        return event if self._replay is None else self._replay[self._next]
+
+    def timeout_error(self, event: int, server: int, limit_s: float) -> CollectiveTimeoutError:
+        """Returns the error of a worker whose event was not the next one within the limit."""
+        worker, other = (max(each, -1 - each) for each in (event, self.expected(event)))
+        return CollectiveTimeoutError(
+            f"step: rank {worker} expected its turn on the server on rank {server} within the timeout of "
+            f"{limit_s:g} s, but event {self._next} of replay belongs to rank {other}, which did not come; make the "
+            "steps of the recorded run"
+        )
+
+    def add(self, event: int) -> None:
+        """Notes that the event has happened."""
+        if self._record:
+            self.events.append(event)
+        self._left[event] -= 1
+        self._next += 1
+
+
+@dataclass
+class ServerCounters:
+    """What a server has done so far.
+
+    Attributes:
+        updates: of the shard; the number is also the version of its values.
+        staleness: how many gradients came with which staleness.
+        waits, waited_s: the answers that waited for slower workers, and how long.
+        lost: the workers that were lost, and why.
+    """
+
+    updates: int = 0
+    staleness: Counter[int] = field(default_factory=Counter)
+    waits: int = 0
+    waited_s: float = 0.0
+    lost: dict[int, str] = field(default_factory=dict)
+
+
+class ParameterServer:
+    """Serves a shard to the workers: with a thread for each other worker, and `push` and `pull` for this rank's own.
+
+    Args:
+        order: of the gradients and of the looks at the values.
+        rank: this one.
+        servers: the ranks that serve.
+        workers: the ranks that work; all have made no step.
+        max_staleness: see `AsynchronousDataParallel`.
+        limit_s: how long an answer may wait for another worker.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        order: ArrivalOrder,
+        rank: int,
+        servers: Sequence[int],
+        workers: Sequence[int],
+        max_staleness: int | None,
+        limit_s: float,
+    ) -> None:
+        self._shard, self.order, self._rank, self._servers = shard, order, rank, servers
+        self._max_staleness = math.inf if max_staleness is None else max_staleness
+        self._limit_s = limit_s
+        self._changed = threading.Condition()
+        self._clock = dict.fromkeys(workers, 0)  # of those that still work: the steps that they have made
+        self._heard = dict.fromkeys(workers, time.monotonic())  # when each asked for something, or was answered
+        self._round: dict[int, tuple[list[torch.Tensor], Options]] = {}  # max_staleness=0: the step's gradients so far
+        self._failure: RingcommError | None = None
+        self._threads: dict[Channel, threading.Thread] = {}
+        self.counters = ServerCounters()
+
+    # ---- threads ---------------------------------------------------------------------------------------------------
+
+    def start(self, channels: Iterable[Channel]) -> None:
+        """Serves the workers at the other ends of the channels, which belong to this object from now on."""
+        for channel in channels:
+            name = f"ringcomm server of rank {channel.peer}"
+            self._threads[channel] = threading.Thread(target=self._serve, args=(channel,), name=name, daemon=True)
+        for thread in self._threads.values():
+            thread.start()
+
+    @property
+    def channels(self) -> list[Channel]:
+        """Those to the workers that it serves."""
+        return [*self._threads]
+
+    def join(self) -> None:
+        """Waits until the other workers have closed or are lost.
+
+        Raises:  CollectiveTimeoutError: one that has not closed has asked for nothing within the time limit.
+        """
+        began = time.monotonic()
+        for thread in self._threads.values():
+            while thread.is_alive():
+                thread.join(_LOOK_S)
+                silent = self._silent(began)
+                if silent:
+                    raise CollectiveTimeoutError(
+                        f"close: rank {self._rank} expected a step or close() of {rank_list(silent)}, which it serves, "
+                        f"got none within the timeout of {self._limit_s:g} s; see whether they have stalled"
+                    )
+
+    def abort(self, reason: str, cause: BaseException) -> None:
+        """Ends the connections to the workers with an error, and the threads."""
+        for channel in self._threads:
+            channel.abort(reason, cause)
+        for thread in self._threads.values():
+            thread.join()
+
+    def close(self) -> None:
+        """Disconnects from the workers, once the threads have ended."""
+        for channel in self._threads:
+            channel.close()
+
+    def _serve(self, channel: Channel) -> None:
         """Answers a worker's requests until it leaves or is lost; the body of a thread."""
         worker = channel.peer
-        buffers = [torch.empty_like(x) for x in self._values]  # of its gradient, then of the answer
+        buffers = self._shard.empty()  # of its gradient, then of the answer
         options: Options = []
         try:
             while True:
@@ -270,7 +439,7 @@ class ParameterServer:
                 if kind == LEAVE:
                     return
         except RingcommError as error:
-            self.lose(worker, error)
+            self._lose(worker, error)
         except Exception as error:  # a thread that ends silently would leave the worker waiting
             self.fail(
                 RingcommError(
@@ -293,6 +462,31 @@ class ParameterServer:
         self.leave(worker)
         return 0, b""
 
+    def _lose(self, worker: int, error: RingcommError) -> None:
+        """Notes that a worker was lost; the others go on without it, unless it serves, too: they get an error then."""
+        with self._changed:
+            ends = worker in self._servers or self._failure is not None or worker not in self._clock
+            self.counters.lost.setdefault(worker, str(error))
+        if not ends:
+            warnings.warn(
+                f"AsynchronousDataParallel: the server on rank {self._rank} lost worker {worker}, the others go on "
+                f"without it: {error}",
+                stacklevel=2,
+            )
+        self.leave(worker)
+
+    def _silent(self, since: float) -> list[int]:
+        """Returns the workers that still work, and have asked for nothing within the time limit.
+
+        Args:
+            since: on the clock of `time.monotonic`: the earliest time that counts.
+        """
+        now = time.monotonic()
+        with self._changed:
+            return [w for w in self._clock if now - max(since, self._heard[w]) > self._limit_s]
+
+    # ---- what workers ask for --------------------------------------------------------------------------------------
+
     def push(self, worker: int, base: int, gradient: list[torch.Tensor], options: Options) -> None:
         """Updates the shard with a worker's gradient.
 
@@ -301,10 +495,10 @@ class ParameterServer:
             gradient: of the shard; kept until the worker's next `pull` returns.
         """
         with self._changed:
-            self._await_turn(worker, worker)
+            self._await_turn(worker)
             self._clock[worker] += 1
             if self._max_staleness:
-                self._update(gradient, options, self.version - base)
+                self._update(gradient, options, self.counters.updates - base)
             else:
                 self._round[worker] = gradient, options
                 self._end_round()
@@ -314,11 +508,15 @@ class ParameterServer:
         """Copies the shard's values to ``out``, once the worker may go on; returns their version."""
         with self._changed:
             self._await_others(worker)
-            self._await_turn(worker, -1 - worker)
-            for target, source in zip(out, self._values, strict=True):
-                target.copy_(source)
+            self._await_turn(-1 - worker)
+            self._shard.copy_values(out)
             self._happened(-1 - worker)
-            return self.version
+            return self.counters.updates
+
+    def state(self) -> list[dict[str, Any]]:
+        """Returns the optimizer's state of each of the shard's entries."""
+        with self._changed:
+            return self._shard.state()
 
     def leave(self, worker: int) -> None:
         """Notes that a worker makes no more steps."""
@@ -328,28 +526,17 @@ class ParameterServer:
                 self._end_round()
             self._changed.notify_all()
 
-    def lose(self, worker: int, error: RingcommError) -> None:
-        """Notes that a worker was lost; the others go on without it, unless it serves, too: they get an error then."""
-        with self._changed:
-            ends = worker in self._servers or self._failure is not None or worker not in self._clock
-            self.lost.setdefault(worker, str(error))
-        if not ends:
-            warnings.warn(
-                f"AsynchronousDataParallel: the server on rank {self._rank} lost worker {worker}, the others go on "
-                f"without it: {error}",
-                stacklevel=2,
-            )
-        self.leave(worker)
+    # ---- what its own rank asks for --------------------------------------------------------------------------------
 
-    def silent(self, since: float) -> list[int]:
-        """Returns the workers that still work, and have asked for nothing within the time limit.
-
-        Args:
-            since: on the clock of `time.monotonic`: the earliest time that counts.
-        """
-        now = time.monotonic()
+    def set_values(self, values: Sequence[torch.Tensor]) -> None:
+        """Replaces the shard's values."""
         with self._changed:
-            return [w for w in self._clock if now - max(since, self._heard[w]) > self._limit_s]
+            self._shard.set_values(values)
+
+    def set_state(self, state_of: Callable[[nn.Parameter], dict[str, Any]]) -> None:
+        """Takes the shard's part of the state of the module's parameters."""
+        with self._changed:
+            self._shard.set_state(state_of)
 
     def fail(self, error: RingcommError) -> None:
         """Ends the training: every request from now on raises ``error``."""
@@ -368,9 +555,9 @@ class ParameterServer:
 
         if worker in self._clock and not may_go():
             began = time.monotonic()
-            self.waits += 1
+            self.counters.waits += 1
             self._wait(may_go, lambda: self._slow(worker))
-            self.waited_s += time.monotonic() - began
+            self.counters.waited_s += time.monotonic() - began
         self._check()
 
     def _slow(self, worker: int) -> CollectiveTimeoutError:
@@ -383,25 +570,13 @@ class ParameterServer:
             "it makes no more steps"
         )
 
-    def _await_turn(self, worker: int, event: int) -> None:
+    def _await_turn(self, event: int) -> None:
         """With ``replay``, waits until the event is the next one."""
-        replay = self._replay
         self._check()
-        if replay is None:
-            return
-        if not self._left[event]:
-            raise InvalidArgumentError(
-                f"step: the server on rank {self._rank} got a {'gradient' if event >= 0 else 'request for values'} of "
-                f"rank {worker} that is not in replay, expected one of its {len(replay)} events, of which "
-                f"{self._next} have happened; make the steps of the recorded run"
-            )
-        self._wait(lambda: replay[self._next] == event, lambda: self._not_replayed(replay[self._next], worker))
-
-    def _not_replayed(self, event: int, worker: int) -> CollectiveTimeoutError:
-        return CollectiveTimeoutError(
-            f"step: rank {worker} expected its turn on the server on rank {self._rank} within the timeout of "
-            f"{self._limit_s:g} s, but event {self._next} of replay belongs to rank {max(event, -1 - event)}, which "
-            "did not come; make the steps of the recorded run"
+        self.order.validate(event, self._rank)
+        self._wait(
+            lambda: self.order.expected(event) == event,
+            lambda: self.order.timeout_error(event, self._rank, self._limit_s),
         )
 
     def _wait(self, ready: Callable[[], bool], late: Callable[[], CollectiveTimeoutError]) -> None:
@@ -414,10 +589,7 @@ class ParameterServer:
             raise self._failure
 
     def _happened(self, event: int) -> None:
-        if self._record:
-            self.order.append(event)
-        self._left[event] -= 1
-        self._next += 1
+        self.order.add(event)
         self._changed.notify_all()
 
     # ---- updates ---------------------------------------------------------------------------------------------------
@@ -432,15 +604,9 @@ class ParameterServer:
         self._update(mean, came[0][1], 0)
 
     def _update(self, gradient: list[torch.Tensor], options: Options, staleness: int) -> None:
-        """Makes one step of the optimizer, with a worker's options."""
+        """Updates the shard, and counts it; an error of the optimizer ends the training."""
         try:
-            for group, new in zip(self._optimizer.param_groups, options, strict=True):
-                group.update(new)
-                if self._scale is not None:
-                    group["lr"] = group["lr"] * self._scale(staleness)
-            for p, grad in zip(self._params, self._flat.cut(gradient, self._server), strict=True):
-                p.grad = grad
-            self._optimizer.step()
+            self._shard.update(gradient, options, staleness)
         except Exception as error:
             self._failure = RingcommError(
                 f"step: the optimizer of the server on rank {self._rank} expected to update its shard, raised "
@@ -448,40 +614,8 @@ class ParameterServer:
             )
             self._changed.notify_all()
             raise self._failure from error
-        finally:
-            for p in self._params:
-                p.grad = None
-        self.version += 1
-        self.staleness[staleness] += 1
-
-    # ---- values and state ------------------------------------------------------------------------------------------
-
-    def set_values(self, values: Sequence[torch.Tensor]) -> None:
-        """Replaces the shard's values."""
-        with self._changed, torch.no_grad():
-            for target, source in zip(self._values, values, strict=True):
-                target.copy_(source)
-
-    def state(self) -> list[dict[str, Any]]:
-        """Returns the optimizer's state of each of the shard's entries."""
-        with self._changed:
-            return [dict(self._optimizer.state.get(p, {})) for p in self._params]
-
-    def set_state(self, state_of: Callable[[nn.Parameter], dict[str, Any]]) -> None:
-        """Takes the shard's part of the state of the module's parameters."""
-        with self._changed:
-            self._optimizer.state.clear()
-            for p, entry in zip(self._params, self._entries, strict=True):
-                for its, inside, place in self._flat.overlaps(entry):
-                    for key, value in state_of(its).items():
-                        whole = torch.is_tensor(value) and value.shape == its.shape and value.dim() > 0
-                        mine = self._optimizer.state[p]
-                        if not whole:
-                            mine[key] = value.clone() if torch.is_tensor(value) else value
-                            continue
-                        if key not in mine:
-                            mine[key] = torch.zeros(p.shape, dtype=value.dtype)
-                        mine[key].view(-1)[place] = value.reshape(-1)[inside].cpu()
+        self.counters.updates += 1
+        self.counters.staleness[staleness] += 1
 
 
 def unsharded_state(
