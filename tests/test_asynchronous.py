@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,15 @@ from torch.distributed import FileStore
 
 import ringcomm
 from ringcomm import AsynchronousDataParallel, Communicator, run_ranks
+from ringcomm.data_parallel import asynchronous
 from ringcomm.errors import (
+    AbortedError,
     ClosedError,
     CollectiveTimeoutError,
     InvalidArgumentError,
     MismatchError,
     RingcommError,
+    ShapeError,
     UnsupportedError,
 )
 from tests.support import forked
@@ -162,6 +166,67 @@ def test_a_saved_run_goes_on_with_the_same_bits() -> None:
 
     for expected, found in run_ranks(rank, 2, timeout=20):
         assert equal(expected, found)
+
+
+class _Scaled(nn.Module):
+    """It has a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.tensor(1.5)), nn.Linear(3, 2)
+
+
+def _give_gradients(module: nn.Module) -> None:
+    for p in module.parameters():
+        p.grad = torch.linspace(-1, 1, p.numel()).view(p.shape).to(p.dtype) + 0.5
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"), [(torch.optim.AdamW, torch.float32), (adagrad, torch.float32), (adamw, torch.bfloat16)]
+)
+def test_state_of_torchs_own_optimizer_is_loaded_as_torch_does(make: Make, dtype: torch.dtype) -> None:
+    """A parameter without dimensions, one without state, and one whose counter is another one's less one."""
+    start = _Scaled()
+    optimizer = make(start.parameters())
+    for step in range(2):
+        _give_gradients(start)
+        start.linear.bias.grad = None
+        start.scale.grad = None if step == 0 else start.scale.grad
+        optimizer.step()
+    expected = copy.deepcopy(start).to(dtype)
+    its_optimizer = make(expected.parameters())
+    its_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    _give_gradients(expected)
+    its_optimizer.step()
+
+    def rank(comm: Communicator) -> tuple[Values, Any]:
+        module = copy.deepcopy(start).to(dtype)
+        with AsynchronousDataParallel(module, comm, optimizer=make, max_staleness=0) as model:
+            model.optimizer.load_state_dict(optimizer.state_dict())
+            _give_gradients(module)
+            model.step()
+            comm.barrier()
+            return values(module), model.optimizer.state_dict()["state"]
+
+    for found, state in run_ranks(rank, 2, timeout=20):
+        assert equal(found, values(expected))
+        for i, its in its_optimizer.state_dict()["state"].items():
+            assert all(
+                torch.equal(value, state[i][key]) and value.dtype == state[i][key].dtype for key, value in its.items()
+            )
+
+
+def test_a_state_dict_is_a_copy() -> None:
+    def rank(comm: Communicator) -> None:
+        with AsynchronousDataParallel(copy.deepcopy(PLAIN), comm, optimizer=adamw) as model:
+            loss_of(model, 0, 0).backward()
+            model.step()
+            state = model.optimizer.state_dict()["state"]
+            model.step()
+        assert {float(its["step"]) for its in state.values()} == {1.0}
+        assert len({its["step"].data_ptr() for its in state.values()}) == len(state)
+
+    run_ranks(rank, 1, timeout=20)
 
 
 # ---- asynchronous --------------------------------------------------------------------------------------------------
@@ -313,6 +378,8 @@ def test_what_is_refused() -> None:
         model = made()
         with pytest.raises(UnsupportedError, match="copy model"):
             copy.deepcopy(model)
+        with pytest.raises(UnsupportedError, match="not to be copied"):
+            copy.deepcopy(model.optimizer)
         with pytest.raises(UnsupportedError, match="make a new one"):
             model.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
         model.close()
@@ -360,6 +427,92 @@ def test_a_worker_that_stalls_is_named() -> None:
             steps(model, 1.5 * comm.rank)
 
     run_ranks(rank, 2, timeout=20)
+
+
+def test_a_load_that_fails_on_one_rank_is_told_to_all() -> None:
+    def rank(comm: Communicator) -> None:
+        model = AsynchronousDataParallel(copy.deepcopy(PLAIN), comm, optimizer=adamw)
+        with pytest.raises(RuntimeError, match="Missing key"):
+            model.load_state_dict({})  # on all: it stays open
+        state = model.optimizer.state_dict()
+        if comm.rank == 1:
+            state["state"] = {0: {"exp_avg": torch.ones(1)}}
+        kind, said = (ShapeError, "got exp_avg of") if comm.rank == 1 else (AbortedError, "error on rank 1: ShapeError")
+        with pytest.raises(kind, match=said):
+            model.optimizer.load_state_dict(state)
+        assert model.closed
+
+    run_ranks(rank, 2, timeout=10)
+
+
+def test_a_rank_that_only_serves_raises_the_error_of_its_server() -> None:
+    def rank(comm: Communicator) -> None:
+        model = AsynchronousDataParallel(copy.deepcopy(PLAIN), comm, optimizer=_NoRate, servers=[0])
+        with pytest.raises(RingcommError, match="no such step"):
+            model.step() if comm.rank else model.close()
+
+    run_ranks(rank, 2, timeout=20)
+
+
+@pytest.mark.filterwarnings("error:AsynchronousDataParallel. the server")
+def test_a_lost_worker_is_left_out_even_if_warnings_are_errors() -> None:
+    def rank(comm: Communicator) -> int:
+        model = AsynchronousDataParallel(copy.deepcopy(PLAIN), comm, optimizer=sgd, max_staleness=0, servers=[0])
+        with suppress(ValueError), model:
+            for step in range(3):
+                loss_of(model, comm.rank, step).backward()
+                if comm.rank == 2 and step == 1:
+                    raise ValueError
+                model.step()
+        return int(model.counters()["steps"])
+
+    assert run_ranks(rank, 3, timeout=10) == [3, 3, 1]
+
+
+@pytest.mark.filterwarnings("ignore:AsynchronousDataParallel. the server")
+def test_a_server_that_stalls_is_named_by_close() -> None:
+    stalls, came = threading.Event(), threading.Event()
+
+    def rank(comm: Communicator) -> None:
+        model = AsynchronousDataParallel(copy.deepcopy(PLAIN), comm, optimizer=sgd, servers=[0])
+        if comm.rank == 1:
+            assert stalls.wait(20)
+            model._limit_s = 0.3
+            with pytest.raises(CollectiveTimeoutError, match="server on rank 0 to answer"):
+                model.close()
+            came.set()
+            return
+        assert model._server is not None
+        with model._server._changed:
+            stalls.set()
+            assert came.wait(20)
+        model.close()
+
+    run_ranks(rank, 2, timeout=10)
+
+
+def test_at_the_end_of_the_program_every_model_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the first one raises; an error that was typed in an interactive interpreter did not end the program."""
+
+    def stalls() -> None:
+        raise CollectiveTimeoutError("it stalls")
+
+    def rank(comm: Communicator) -> None:
+        first, second = (AsynchronousDataParallel(copy.deepcopy(PLAIN), comm, optimizer=sgd) for _ in range(2))
+        with monkeypatch.context() as patched:
+            patched.setattr(first, "close", stalls)
+            patched.setattr(sys, "last_exc", ValueError("typed"), raising=False)
+            patched.setattr(sys, "ps1", ">>> ", raising=False)
+            with pytest.raises(CollectiveTimeoutError, match="it stalls"):
+                asynchronous._end_all()
+            patched.delattr(sys, "ps1")
+            asynchronous._end_all()
+        with pytest.raises(ClosedError, match="ValueError in an earlier call: typed"):
+            first.step()
+        with pytest.raises(ClosedError, match="one that was closed"):
+            second.step()
+
+    run_ranks(rank, 1, timeout=10)
 
 
 # ---- processes that end --------------------------------------------------------------------------------------------

@@ -59,7 +59,9 @@ from ringcomm.errors import (
 from ringcomm.validation import COMMUNICATOR, FLAG, FUNCTION, INTEGER, expects, or_none, several, validate_int
 
 CALL = "AsynchronousDataParallel"
-_open: set[AsynchronousDataParallel] = set()  # ended with the program, because a server's threads are inside calls
+# Ended with the program, because a server's threads are inside calls; in the order in which they were made, which is
+# the same on all ranks.
+_open: dict[AsynchronousDataParallel, None] = {}
 
 
 class AsynchronousDataParallel(nn.Module):
@@ -67,8 +69,9 @@ class AsynchronousDataParallel(nn.Module):
 
     Each rank works: ``backward()`` leaves its own gradients, and ``optimizer.step()`` sends them to the servers, which
     update the parameters at once, and copies the new values into the module. Each rank also serves a shard of the
-    parameters, on threads of its own, unless ``servers`` names fewer ranks. A rank that only serves calls `close` at
-    once. Use it as a context manager, or call `close`: it serves until every worker has closed.
+    parameters, on threads of its own, unless ``servers`` names fewer ranks. A rank that only serves calls `close`
+    once it has joined the others' collectives: `load_state_dict`, and those of ``comm``. Use it as a context manager,
+    or call `close`: it serves until every worker has closed.
 
     Args:
         module: the same on all ranks; all get rank 0's parameters and buffers now. Parameters that require no gradient
@@ -121,7 +124,7 @@ class AsynchronousDataParallel(nn.Module):
         self._closed, self._failure = False, ""
         self._made_comm = comm is None
         self.comm = comm = communicator_of(None, CALL) if comm is None else comm
-        self.max_staleness = max_staleness
+        self.max_staleness, self._limit_s = max_staleness, comm.timeout
         _refuse_engine(comm)
         self.servers = _servers(servers, comm)
         named = [(name, p) for name, p in named_parameters(module, CALL, comm.rank) if p.requires_grad]
@@ -146,7 +149,7 @@ class AsynchronousDataParallel(nn.Module):
             mine = self.servers.index(self.rank)
             shard = Shard(flat, mine, [x.clone() for x in self._flat_buffers.value_shard(mine)], made, staleness_scale)
             order, workers = ArrivalOrder(record, replay), range(comm.world_size)
-            self._server = ParameterServer(shard, order, self.rank, self.servers, workers, max_staleness, comm.timeout)
+            self._server = ParameterServer(shard, order, self.rank, self.servers, workers, max_staleness, self._limit_s)
         choose_kernels()  # before threads use them at once
         asked, served = _connect(comm, self.servers)
         self._connections = {
@@ -155,7 +158,7 @@ class AsynchronousDataParallel(nn.Module):
         }
         if self._server is not None:
             self._server.start(served.values())
-        _open.add(self)
+        _open[self] = None
         self.module = module
 
     def _make(
@@ -243,7 +246,7 @@ class AsynchronousDataParallel(nn.Module):
                 self._own_version = self._server.pull(self.rank, self._flat_buffers.value_shard(mine))
             for connection in self._connections.values():
                 # The server waits for other workers as long as the limit is, and answers then.
-                connection.receive_values(call, 2 * self.comm.timeout)
+                connection.receive_values(call, 2 * self._limit_s)
         except BaseException as error:  # a message may be sent or received in part
             self._end(error)
             raise
@@ -285,15 +288,15 @@ class AsynchronousDataParallel(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state dict, the same on every rank, and gives the servers its values; a collective.
 
-        Raises:  UnsupportedError: with ``assign``, which would replace the parameters.
+        Raises:  UnsupportedError: with ``assign``, which would replace the parameters. What torch raises. If only some
+                 ranks raise, the others raise AbortedError, and this object is closed on all.
         """
-        self._check_open("load_state_dict")
-        if assign:
-            raise UnsupportedError(
-                f"load_state_dict: rank {self.rank} got assign=True, expected False: the wrapped parameters stay; "
-                "leave it out"
-            )
-        with self._alone():
+        with self._alone("load_state_dict"):
+            if assign:
+                raise UnsupportedError(
+                    f"load_state_dict: rank {self.rank} got assign=True, expected False: the wrapped parameters stay; "
+                    "leave it out"
+                )
             found = super().load_state_dict(state_dict, strict)
             self._flat_buffers.pack_values()
             if self._server is not None:
@@ -301,11 +304,30 @@ class AsynchronousDataParallel(nn.Module):
         return found
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Inside, no rank makes a step."""
+    def _alone(self, call: str) -> Iterator[None]:
+        """Inside, no rank makes a step. If only some ranks raise inside, every rank raises and closes this object; if
+        all do, it stays open."""
+        self._check_open(call)
         self.comm.barrier()
-        yield
-        self.comm.barrier()
+        mine: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            mine = error
+        try:
+            said = self.comm.exchange(b"" if mine is None else f"{type(mine).__name__}: {mine}".encode())
+        except BaseException as error:  # it is not known what the others have loaded
+            self._end(error)
+            raise
+        failed = [rank for rank, text in enumerate(said) if text]
+        if 0 < len(failed) < len(said):
+            mine = mine or AbortedError(
+                f"{call}: rank {self.rank} expected every rank to load the same state, got an error on rank "
+                f"{failed[0]}: {said[failed[0]].decode()}; create a new {CALL}, and load the same on every rank"
+            )
+            self._end(mine)
+        if mine is not None:
+            raise mine
 
     def optimizer_state(self) -> dict[nn.Parameter, dict[str, Any]]:
         """Returns the optimizer's state of each parameter, gathered from the servers; other workers may go on."""
@@ -317,16 +339,21 @@ class AsynchronousDataParallel(nn.Module):
                     states.append(self._server.state())
                     continue
                 self._connections[rank].request("state_dict", STATE)
-                states.append(pickle.loads(self._connections[rank].receive("state_dict", self.comm.timeout)[1]))
+                states.append(pickle.loads(self._connections[rank].receive("state_dict", self._limit_s)[1]))
         except BaseException as error:
             self._end(error)
             raise
         return unsharded_state(self._flat_buffers.flat, states)
 
-    def load_optimizer_state(self, state: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-        """Gives this rank's server its part of an optimizer's state; a collective."""
-        self._check_open("load_state_dict")
-        with self._alone():
+    def load_optimizer_state(self, load: Callable[[], Mapping[nn.Parameter, dict[str, Any]]]) -> None:
+        """Gives this rank's server its part of an optimizer's state; a collective.
+
+        Args:
+            load: loads the options, and returns the state of each parameter.
+        """
+        with self._alone("load_state_dict"):
+            state = load()
+            self._flat_buffers.flat.separate(lambda p: state.get(p, {}), self.rank)
             if self._server is not None:
                 self._server.set_state(lambda p: state.get(p, {}))
 
@@ -348,16 +375,20 @@ class AsynchronousDataParallel(nn.Module):
         does nothing. The module keeps its last values.
 
         Raises:  CollectiveTimeoutError: a worker that has not closed has asked for nothing within the communicator's
-                 time limit.
+                 time limit, or the servers have not answered within it. RingcommError: the server of this rank has
+                 failed.
         """
         if self._closed:
             return
         self._closed = True
         try:
+            ends = time.monotonic() + self._limit_s
             for connection in self._connections.values():
-                with suppress(RingcommError):  # a server that is gone needs not be told
+                with suppress(AbortedError, ClosedError):  # a server that is gone needs not be told
                     connection.request("close", LEAVE)
-                    connection.receive("close", self.comm.timeout)
+            for connection in self._connections.values():
+                with suppress(AbortedError, ClosedError):
+                    connection.receive("close", max(ends - time.monotonic(), 0.001))
             if self._server is not None:
                 self._server.leave(self.rank)
                 self._server.join()
@@ -380,7 +411,7 @@ class AsynchronousDataParallel(nn.Module):
         self._disconnect()
 
     def _disconnect(self) -> None:
-        _open.discard(self)
+        _open.pop(self, None)
         for connection in self._connections.values():
             connection.channel.close()
         if self._server is not None:
@@ -499,11 +530,17 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
     def __init__(self, model: AsynchronousDataParallel, made: torch.optim.Optimizer) -> None:
         self._model: AsynchronousDataParallel | None = None  # parameters may be added until it is set
         super().__init__([dict(group) for group in made.param_groups], made.defaults)
-        object.__setattr__(self, "_model", model)
+        self._model = model
 
     def options(self) -> list[dict[str, Any]]:
         """Returns the options of the groups, without the parameters."""
         return [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+
+    def __getstate__(self) -> NoReturn:
+        raise UnsupportedError(
+            f"{CALL}: rank {self.model.rank} expected its optimizer not to be copied or pickled: its state is on the "
+            "servers; save state_dict()"
+        )
 
     @property
     def model(self) -> AsynchronousDataParallel:
@@ -544,9 +581,13 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict, the same on every rank, and gives the servers their parts; a collective."""
-        order = [p for group in self.param_groups for p in group["params"]]
-        super().load_state_dict({**state_dict, "state": {}})
-        self.model.load_optimizer_state({order[int(i)]: its for i, its in state_dict["state"].items()})
+
+        def load() -> dict[nn.Parameter, dict[str, Any]]:
+            order = [p for group in self.param_groups for p in group["params"]]
+            super(AsynchronousOptimizer, self).load_state_dict({**state_dict, "state": {}})
+            return {order[int(i)]: its for i, its in state_dict["state"].items()}
+
+        self.model.load_optimizer_state(load)
 
 
 def _fill(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor | None]) -> None:
@@ -620,13 +661,17 @@ def _connect(comm: Communicator, servers: Sequence[int]) -> tuple[dict[int, Chan
 
 
 def _end_all() -> None:
-    """At the end of the program: serves until the other workers have closed, or tells them of its error."""
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    """At the end of the program: serves until the other workers have closed, or tells them of its error. What is typed
+    in an interactive interpreter may raise without ending it."""
+    error = None if hasattr(sys, "ps1") else getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    failure: Exception | None = None
     for model in list(_open):
-        if error is None:
-            model.close()
-        else:
-            model._end(error)
+        try:
+            model.__exit__(None if error is None else type(error), error, None)
+        except Exception as its:  # the other models are told all the same
+            failure = failure or its
+    if failure is not None:
+        raise failure
 
 
 atexit.register(_end_all)

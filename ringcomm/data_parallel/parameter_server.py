@@ -18,6 +18,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from torch import nn
 from ringcomm import errors
 from ringcomm.comm.communicator import Communicator
 from ringcomm.data_parallel.layout import Atom, FlatLayout, Segment
+from ringcomm.data_parallel.optimizer_state import _is_alike, check_shape
 from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, RingcommError, rank_list
 
 STEP, PULL, STATE, LEAVE = range(4)
@@ -45,7 +47,7 @@ class Entry(NamedTuple):
     Attributes:
         group: of the optimizer.
         start, end: in the layout's buffer.
-        shape: that of the module's parameter; None: the entry is one long tensor over several of them.
+        shape: that of the module's parameter, or of one long tensor over several of them.
     """
 
     group: int
@@ -53,7 +55,7 @@ class Entry(NamedTuple):
     start: int
     end: int
     segments: tuple[int, ...]
-    shape: tuple[int, ...] | None
+    shape: tuple[int, ...]
 
 
 class FlatParameters:
@@ -75,6 +77,24 @@ class FlatParameters:
         self.joins = atom == "element"
         self.layouts = [FlatLayout.build(specs, dtype, servers, atom) for dtype, specs in kinds.items()]
         self.params = [[by_name[segment.name] for segment in layout.segments] for layout in self.layouts]
+        self._kinds = [[segment.group for segment in layout.segments] for layout in self.layouts]
+
+    def separate(self, state_of: Callable[[nn.Parameter], dict[str, Any]], rank: int) -> None:
+        """Joins only parameters that can have their state in one entry from now on: of one group, with the same
+        counters and the same kinds of moments.
+
+        Raises:  ShapeError: state of another shape than its parameter; then nothing has changed.
+        """
+        if not self.joins:
+            return
+        numbers: dict[tuple[int, str], int] = {}
+        self._kinds = [
+            [
+                numbers.setdefault((segment.group, _kind_of(segment, state_of(p), rank)), len(numbers))
+                for segment, p in zip(layout.segments, params, strict=True)
+            ]
+            for layout, params in zip(self.layouts, self.params, strict=True)
+        ]
 
     def empty(self) -> list[torch.Tensor]:
         """Returns new buffers for all shards, filled with zeros."""
@@ -94,8 +114,9 @@ class FlatParameters:
             start, end = layout.shard_range(server)
             segments = layout.segments
             if self.joins:
-                for run in layout.runs(start, end, [s.group for s in segments], layout.dtype.itemsize > 2):
-                    yield Entry(run.group, number, run.start, run.end, run.segments, None)
+                for run in layout.runs(start, end, self._kinds[number], layout.dtype.itemsize > 2):
+                    group = segments[run.segments[0]].group
+                    yield Entry(group, number, run.start, run.end, run.segments, (run.end - run.start,))
             else:
                 for fragment in layout.fragments(start, end, empty=True):
                     its = segments[fragment.segment]
@@ -106,8 +127,7 @@ class FlatParameters:
         found = []
         for entry in self.entries(server):
             first = self.layouts[entry.layout].shard_range(server)[0]
-            x = shard[entry.layout][entry.start - first : entry.end - first]
-            found.append(x if entry.shape is None else x.view(entry.shape))
+            found.append(shard[entry.layout][entry.start - first : entry.end - first].view(entry.shape))
         return found
 
     def overlaps(self, entry: Entry) -> Iterator[tuple[nn.Parameter, slice, slice]]:
@@ -205,21 +225,23 @@ class Shard:
     ) -> None:
         self._flat, self._server, self._values = flat, server, values
         self._optimizer, self._scale = optimizer, staleness_scale
-        self._entries = [*flat.entries(server)]
-        self._params = [nn.Parameter(x) for x in flat.cut(values, server)]
+        begun = {id(p): state for p, state in optimizer.state.items()}
         self._replace_params()
+        for p, entry in zip(self._params, self._entries, strict=True):
+            first = next((its for its, _, _ in flat.overlaps(entry)), None)
+            if id(first) in begun:  # then each entry is one whole parameter
+                optimizer.state[p] = {
+                    key: value.to(p.device) if torch.is_tensor(value) else value
+                    for key, value in begun[id(first)].items()
+                }
 
     def _replace_params(self) -> None:
-        """Puts the shard's parameters, and the state with which some optimizers begin, in place of the module's."""
-        optimizer = self._optimizer
-        begun = {id(p): state for p, state in optimizer.state.items()}
-        optimizer.state.clear()
-        for number, group in enumerate(optimizer.param_groups):
+        """Puts the shard's parameters, without state, in place of those that the optimizer has."""
+        self._entries = [*self._flat.entries(self._server)]
+        self._params = [nn.Parameter(x) for x in self._flat.cut(self._values, self._server)]
+        self._optimizer.state.clear()
+        for number, group in enumerate(self._optimizer.param_groups):
             group["params"] = [p for p, e in zip(self._params, self._entries, strict=True) if e.group == number]
-        for p, entry in zip(self._params, self._entries, strict=True):
-            first = next((its for its, _, _ in self._flat.overlaps(entry)), None)
-            if id(first) in begun:  # then each entry is one whole parameter
-                optimizer.state[p] = begun[id(first)]
 
     def empty(self) -> list[torch.Tensor]:
         """Returns new buffers of the shard's size."""
@@ -251,23 +273,51 @@ class Shard:
                 p.grad = None
 
     def state(self) -> list[dict[str, Any]]:
-        """Returns the optimizer's state of each of the shard's entries."""
-        return [dict(self._optimizer.state.get(p, {})) for p in self._params]
+        """Returns a copy of the optimizer's state of each of the shard's entries."""
+        return [
+            {
+                key: value.clone() if torch.is_tensor(value) else value
+                for key, value in self._optimizer.state.get(p, {}).items()
+            }
+            for p in self._params
+        ]
 
     def set_state(self, state_of: Callable[[nn.Parameter], dict[str, Any]]) -> None:
-        """Takes the shard's part of the state of the module's parameters."""
-        self._optimizer.state.clear()
+        """Takes the shard's part of the state of the module's parameters, by which they were separated."""
+        self._replace_params()
         for p, entry in zip(self._params, self._entries, strict=True):
+            mine: dict[str, Any] = {}
             for its, inside, place in self._flat.overlaps(entry):
                 for key, value in state_of(its).items():
-                    whole = torch.is_tensor(value) and value.shape == its.shape and value.dim() > 0
-                    mine = self._optimizer.state[p]
-                    if not whole:
-                        mine[key] = value.clone() if torch.is_tensor(value) else value
+                    if not _is_alike(key, value, its):
+                        mine[key] = _loaded(key, value, p)
                         continue
+                    part = _loaded(key, value.reshape(-1)[inside], p)
                     if key not in mine:
-                        mine[key] = torch.zeros(p.shape, dtype=value.dtype)
-                    mine[key].view(-1)[place] = value.reshape(-1)[inside].cpu()
+                        mine[key] = torch.zeros(p.shape, dtype=part.dtype)
+                    mine[key].view(-1)[place] = part
+            if mine:
+                self._optimizer.state[p] = mine
+
+
+def _kind_of(segment: Segment, state: dict[str, Any], rank: int) -> str:
+    """Returns what parameters in one entry must have in common: the counters, and which moments they have."""
+    kinds: dict[str, Any] = {}
+    for key, value in sorted(state.items()):
+        if _is_alike(key, value, segment):
+            kinds[key] = value.dtype
+        else:
+            check_shape(key, value, segment.name, segment.shape, rank)
+            kinds[key] = value.tolist() if torch.is_tensor(value) else value
+    return repr(kinds)
+
+
+def _loaded(key: str, value: Any, param: torch.Tensor) -> Any:
+    """Returns a copy of loaded state on the parameter's device, in the element type that torch gives it."""
+    if not torch.is_tensor(value):
+        return value
+    floats = key != "step" and param.is_floating_point()
+    return value.to(param.device, param.dtype if floats else value.dtype, copy=True)
 
 
 class ArrivalOrder:
@@ -392,7 +442,8 @@ class ParameterServer:
     def join(self) -> None:
         """Waits until the other workers have closed or are lost.
 
-        Raises:  CollectiveTimeoutError: one that has not closed has asked for nothing within the time limit.
+        Raises:  CollectiveTimeoutError: one that has not closed has asked for nothing within the time limit. The error
+                 with which this server has failed.
         """
         began = time.monotonic()
         for thread in self._threads.values():
@@ -404,6 +455,7 @@ class ParameterServer:
                         f"close: rank {self._rank} expected a step or close() of {rank_list(silent)}, which it serves, "
                         f"got none within the timeout of {self._limit_s:g} s; see whether they have stalled"
                     )
+        self._check()
 
     def abort(self, reason: str, cause: BaseException) -> None:
         """Ends the connections to the workers with an error, and the threads."""
@@ -467,13 +519,15 @@ class ParameterServer:
         with self._changed:
             ends = worker in self._servers or self._failure is not None or worker not in self._clock
             self.counters.lost.setdefault(worker, str(error))
+        with suppress(RingcommError):  # of the optimizer, in the round that this ends: every later request raises it
+            self.leave(worker)
         if not ends:
-            warnings.warn(
-                f"AsynchronousDataParallel: the server on rank {self._rank} lost worker {worker}, the others go on "
-                f"without it: {error}",
-                stacklevel=2,
-            )
-        self.leave(worker)
+            with suppress(Warning):  # a filter may make it an error, which nobody would catch in this thread
+                warnings.warn(
+                    f"AsynchronousDataParallel: the server on rank {self._rank} lost worker {worker}, the others go "
+                    f"on without it: {error}",
+                    stacklevel=2,
+                )
 
     def _silent(self, since: float) -> list[int]:
         """Returns the workers that still work, and have asked for nothing within the time limit.
@@ -514,7 +568,7 @@ class ParameterServer:
             return self.counters.updates
 
     def state(self) -> list[dict[str, Any]]:
-        """Returns the optimizer's state of each of the shard's entries."""
+        """Returns a copy of the optimizer's state of each of the shard's entries."""
         with self._changed:
             return self._shard.state()
 
@@ -629,12 +683,11 @@ def unsharded_state(
     found: dict[nn.Parameter, dict[str, Any]] = {}
     for server, its in enumerate(states):
         for entry, state in zip(flat.entries(server), its, strict=True):
-            shape = (entry.end - entry.start,) if entry.shape is None else entry.shape
             for p, inside, place in flat.overlaps(entry):
                 mine = found.setdefault(p, {}) if state else {}
                 for key, value in state.items():
-                    if not torch.is_tensor(value) or value.shape != shape or not shape:
-                        mine[key] = value
+                    if not _is_alike(key, value, entry):
+                        mine[key] = value.clone() if torch.is_tensor(value) else value
                         continue
                     if key not in mine:
                         mine[key] = torch.zeros(p.shape, dtype=value.dtype)
