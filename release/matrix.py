@@ -37,8 +37,8 @@ TEST = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "expecttest", 
 LIMIT_S = 3600
 HEAD = """# Versions of Python and torch
 
-Written by `make matrix`: a wheel is installed into an environment without a compiler, and the tests named in
-[release/matrix.py](../../release/matrix.py) run there. A row stands for a run; a pair without a row was not run. CPU
+Written with [release/matrix.py](../../release/matrix.py) (`make matrix`): a wheel is installed into an environment
+without a compiler, and the tests named there run. A row stands for a run; a pair without a row was not run. CPU
 engine; torch is the package index's, built with CUDA, unless `+cpu` is named.
 
 | Python | torch | wheel | """
