@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import re
 import socket
 import threading
 import time
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 import ringcomm
 from ringcomm import _C, Communicator, errors
+from ringcomm.comm.work import Group
 from tests.support.program_arrays import raw
 
 
@@ -662,6 +664,42 @@ def test_a_scan_of_halves_rounds_once() -> None:
     assert ringcomm.run_ranks(fn, 5, timeout=30)[4] == 1 + 2.0**-7  # one of the four terms alone would be lost
 
 
+@pytest.mark.parametrize("hosts", [None, [1, 1]])
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda c: c.scan(torch.ones(3), "max" if c.rank else "sum"), r"scan\(float32, sum\).*scan\(float32, max\)"),
+        (lambda c: (c.exscan if c.rank else c.scan)(torch.ones(3)), r"\bscan\(float32, sum\).*exscan\(float32, sum\)"),
+        (
+            lambda c: c.scan(torch.ones(3, dtype=torch.float16 if c.rank else torch.float32)),
+            r"scan\(float32, sum\).*scan\(float16, sum\)",
+        ),
+        (lambda c: c.scan(torch.ones(3 + c.rank)), r"scan"),
+    ],
+)
+def test_ranks_that_scan_in_different_ways_are_told(
+    call: Callable[[Communicator], Any], says: str, hosts: list[int] | None
+) -> None:
+    def fn(comm: Communicator) -> str:
+        with pytest.raises(errors.MismatchError) as raised:
+            call(comm)
+        return str(raised.value)
+
+    for text in ringcomm.run_ranks(fn, 2, timeout=30, hosts=hosts):
+        assert hosts or "all_to_all" not in text
+        assert "recv_counts" not in text
+        assert "scan" in text
+    if hosts is None:
+        assert re.search(says, text)
+
+
+def test_a_scan_of_complex_halves_rounds_once() -> None:
+    def fn(comm: Communicator) -> complex:
+        return comm.scan(torch.tensor([1 + 2j if comm.rank == 1 else 2.0**-11], dtype=torch.complex32)).item()
+
+    assert ringcomm.run_ranks(fn, 3, timeout=30)[2] == 1 + 2.0**-10 + 2j  # one of the two terms alone would be lost
+
+
 def test_all_gather_list_learns_the_shapes() -> None:
     def fn(comm: Communicator) -> None:
         mine = torch.full((comm.rank, 2), comm.rank, dtype=torch.bfloat16)
@@ -689,6 +727,43 @@ def test_an_object_that_cannot_be_pickled_is_refused() -> None:
     ringcomm.run_ranks(fn, 1, timeout=30)
 
 
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda c: c.broadcast_object(c.rank, c.rank), r"rank 0 broadcast_object\(root=0\), rank 1 .*root=1\)"),
+        (lambda c: c.gather_object(c.rank, c.rank), r"rank 0 gather_object\(root=0\), rank 1 gather_object\(root=1\)"),
+        (lambda c: c.scatter_object([1, 2], c.rank), r"rank 0 scatter_object\(root=0\), rank 1 .*root=1\)"),
+        (
+            lambda c: c.broadcast_object(1) if c.rank else c.all_gather_object(1),
+            r"rank 0 all_gather_object\(\), rank 1 broadcast_object\(root=0\)",
+        ),
+        (
+            lambda c: c.subgroup([0]) if c.rank else c.all_gather_object(1),
+            r"rank 0 all_gather_object\(\), rank 1 subgroup\(\)",
+        ),
+        (lambda c: c.split(0) if c.rank else c.all_gather_object(1), r"split|rank 1 another call"),
+    ],
+)
+def test_ranks_that_exchange_different_objects_are_told(call: Callable[[Communicator], Any], says: str) -> None:
+    def fn(comm: Communicator) -> None:
+        with pytest.raises(errors.MismatchError, match=says):
+            call(comm)
+        assert comm.all_gather_object(comm.rank) == [0, 1]
+
+    ringcomm.run_ranks(fn, 2, timeout=30)
+
+
+def test_objects_against_plain_bytes() -> None:
+    def fn(comm: Communicator) -> None:
+        if comm.rank:
+            comm.exchange(b"bytes")
+        else:
+            with pytest.raises(errors.MismatchError, match=r"rank 0 all_gather_object\(\), rank 1 another call"):
+                comm.all_gather_object(1)
+
+    ringcomm.run_ranks(fn, 2, timeout=30)
+
+
 def test_reduce_ops_of_torch() -> None:
     kinds = torch.distributed.ReduceOp
 
@@ -708,6 +783,86 @@ def test_reduce_ops_of_torch() -> None:
 
 
 # ---- several calls in flight ---------------------------------------------------------------------------------------
+
+
+class _Asked:
+    """A call that an engine starts once it is told that somebody waits."""
+
+    done = False
+    source = -1
+
+    def start_now(self) -> None:
+        self.done = True
+
+    def wait(self, timeout_ms: int = 0) -> None:
+        assert self.done
+
+
+def test_who_waits_without_executing_starts_the_calls() -> None:
+    def fn(comm: Communicator) -> None:
+        def work() -> ringcomm.Work:
+            return ringcomm.Work(_Asked(), comm._open, "all_reduce", 7)
+
+        assert ringcomm.wait_any([work(), work()], 20) == 0
+
+        async def both() -> tuple[Any, Any]:
+            return await asyncio.wait_for(_awaited(work()), 20), await asyncio.wait_for(_awaited(group), 20)
+
+        group = Group()
+        group.works.append(work())
+        assert asyncio.run(both()) == (7, [7])
+        late = comm.all_reduce(torch.ones(1), async_op=True)
+        late.start_now()
+        while not late.done:
+            time.sleep(0.001)
+        late.start_now()
+
+    ringcomm.run_ranks(fn, 1, timeout=30)
+
+
+async def _awaited(work: Any) -> Any:
+    return await work
+
+
+def test_await_naps_no_shorter_than_asyncio_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    naps: list[float] = []
+    sleep = asyncio.sleep
+
+    async def noted(nap: float) -> None:
+        naps.append(nap)
+        await sleep(nap)
+
+    def fn(comm: Communicator) -> None:
+        if comm.rank:
+            time.sleep(0.05)
+            comm.send(torch.ones(1), 0)
+        else:
+            asyncio.run(_awaited(comm.irecv(torch.zeros(1), 1)))
+
+    monkeypatch.setattr(asyncio, "sleep", noted)
+    ringcomm.run_ranks(fn, 2, timeout=30)
+    assert naps
+    assert all(nap == 0 or nap >= 1e-3 for nap in naps)
+
+
+def _wakings() -> int:
+    """Returns how often the other threads of this process have begun to wait."""
+    tasks = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != threading.get_native_id()]
+    texts = [task.joinpath("status").read_text() for task in tasks]
+    return sum(int(line.split()[1]) for text in texts for line in text.splitlines() if line.startswith("voluntary"))
+
+
+def _rare_small_calls(comm: Communicator) -> int:
+    comm.all_reduce(torch.ones(1), async_op=True).wait()
+    before = _wakings()
+    for _ in range(40):
+        time.sleep(0.004)
+        comm.all_reduce(torch.ones(1), async_op=True).wait()
+    return _wakings() - before
+
+
+def test_rare_small_calls_wake_the_progress_thread_a_few_times_each() -> None:
+    assert ringcomm.run_ranks(_rare_small_calls, 1, timeout=30)[0] < 40 * 4
 
 
 def test_wait_all_and_wait_any() -> None:

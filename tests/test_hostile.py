@@ -356,7 +356,7 @@ def test_a_message_that_is_none_fails_its_rank(message: bytes) -> None:
     ranks.receive(ours)
     assert not ranks.open
     with pytest.raises(errors.RankFailedError, match=r"rank 0 .* does not load"):
-        ranks.outcome.raise_first()
+        ranks.outcome.end(returns_errors=False)
     for end in (ours, theirs):
         end.close()
 
@@ -367,7 +367,7 @@ def test_an_announced_length_without_end_fails_its_rank() -> None:
     os.write(theirs.fileno(), b"\xff\xff\xff\xff" + b"\x7f" + b"\xff" * 7)
     ranks.receive(ours)
     with pytest.raises(errors.RankFailedError, match="rank 0"):
-        ranks.outcome.raise_first()
+        ranks.outcome.end(returns_errors=False)
     for end in (ours, theirs):
         end.close()
 

@@ -77,6 +77,8 @@ class Request {
   virtual void on_done(std::function<void(std::exception_ptr)> callback) = 0;
   // Source rank of a finished recv.
   virtual int source() const = 0;
+  // Tells the engine that somebody waits for the call without `wait`: it begins now if it can. Does not block.
+  virtual void start_now() {}
   // Device engines: work enqueued on `stream` from now on runs after the call; blocks the host only until the call
   // itself has been enqueued. On other engines the same as wait().
   virtual void join([[maybe_unused]] std::uintptr_t stream) { wait(); }

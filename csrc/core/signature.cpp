@@ -44,8 +44,23 @@ std::string named(const std::vector<int>& ranks) {
 
 }  // namespace
 
+const char* name_of(Op op, int root) {
+  if (!is_scan(op, root)) return name(op);
+  return root & 1 ? "exscan" : "scan";
+}
+
+std::string other_counts(int root, int rank, std::uint64_t expected, int peer, std::uint64_t sent, const char* unit) {
+  return concat(name_of(Op::kAllToAll, root), ": rank ", rank, " expected ", expected, ' ', unit, " from rank ", peer,
+                ", which sends ", sent,
+                is_scan(Op::kAllToAll, root) ? "; every rank must pass the same number of elements"
+                                             : "; recv_counts must mirror the senders' counts");
+}
+
 std::string describe(const Signature& s) {
   const Op op = op_of(s);
+  if (is_scan(op, s.root))
+    return concat(name_of(op, s.root), '(', name(static_cast<DType>((s.root - kScan) >> 8)), ", ",
+                  name(static_cast<ReduceOp>(s.root >> 1 & 127)), ')');
   if (op == Op::kBarrier) return name(op);
   std::string text = concat(name(op), '(', elements(s));
   if (reduces(op)) text += concat(", ", name(static_cast<ReduceOp>(s.reduce_op)));
@@ -66,7 +81,9 @@ std::string describe(const Call& call, int world_size) {
 }
 
 std::string difference(const std::vector<Caller>& callers) {
-  const bool same_op = !differ(callers, [](const Signature& each) { return each.op; });
+  const bool same_op = !differ(callers, [](const Signature& each) {
+    return std::pair(each.op, is_scan(op_of(each), each.root) ? each.root : 0);
+  });
   std::vector<std::pair<std::string, std::vector<int>>> groups;  // in the order of their first ranks
   for (const Caller& caller : callers) {
     std::string said =
@@ -78,8 +95,8 @@ std::string difference(const std::vector<Caller>& callers) {
     group->second.push_back(caller.rank);
   }
   const Signature& first = callers[0].signature;
-  std::string text =
-      same_op ? concat(name(op_of(first)), " #", first.sequence, ": ") : concat("call #", first.sequence, ": ");
+  std::string text = same_op ? concat(name_of(op_of(first), first.root), " #", first.sequence, ": ")
+                             : concat("call #", first.sequence, ": ");
   for (std::size_t i = 0; i < groups.size(); ++i)
     text += concat(i ? ", " : "", named(groups[i].second), ' ', groups[i].first);
   return text;

@@ -21,6 +21,17 @@ inline constexpr const char* kSameCalls = "; every rank must make the same calls
 std::string describe(const Signature& signature);
 std::string describe(const Call& call, int world_size);
 
+// A scan sends with uneven all_to_alls. Their root, which is no rank, marks them for ranks that scan in another way.
+inline constexpr int kScan = 1 << 30;
+inline int scan_mark(DType dtype, ReduceOp op, bool exclusive) {
+  return kScan | static_cast<int>(dtype) << 8 | static_cast<int>(op) << 1 | static_cast<int>(exclusive);
+}
+inline bool is_scan(Op op, int root) { return op == Op::kAllToAll && root >= kScan; }
+// Returns "scan" or "exscan" for a marked all_to_all, else the name of the op.
+const char* name_of(Op op, int root);
+// Returns "all_to_all: rank 1 expected 4 elements from rank 0, which sends 3; recv_counts must ...".
+std::string other_counts(int root, int rank, std::uint64_t expected, int peer, std::uint64_t sent, const char* unit);
+
 // Returns a text such as "12 bytes of float32", for the errors of messages.
 inline std::string message_text(std::size_t nbytes, DType dtype) { return concat(nbytes, " bytes of ", name(dtype)); }
 

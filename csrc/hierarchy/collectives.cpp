@@ -7,6 +7,7 @@
 
 #include "core/check.h"
 #include "core/error.h"
+#include "core/signature.h"
 #include "runtime/trace.h"
 
 namespace ringcomm::hierarchy {
@@ -34,8 +35,9 @@ std::string describe(const std::string& bytes) {
   std::memcpy(&fields, bytes.data(), sizeof fields);
   const Signature& s = fields.signature;
   const Op op = static_cast<Op>(s.op);
-  std::string text = concat(name(op), " #", s.sequence);
-  if (op != Op::kBarrier) {
+  const bool scans = is_scan(op, s.root);
+  std::string text = concat(scans ? ringcomm::describe(s) : name(op), " #", s.sequence);
+  if (op != Op::kBarrier && !scans) {
     text += concat(" of ", s.count & ~kUneven, s.count & kUneven ? " (uneven) x " : " x ",
                    name(static_cast<DType>(s.dtype)));
     if (reduces(op)) text += concat(", ", name(static_cast<ReduceOp>(s.reduce_op)));
@@ -168,7 +170,7 @@ std::vector<std::string> Collectives::agree(const Scope& scope, const std::vecto
   s.dtype = static_cast<std::uint8_t>(call.dtype);
   s.reduce_op = static_cast<std::uint8_t>(reduces(call.op) ? call.reduce_op : ReduceOp::kSum);
   s.algorithm = static_cast<std::uint8_t>(call.algorithm);
-  s.root = rooted(call.op) ? call.root : 0;
+  s.root = agreed_root(call);
   history_ = s.hash();
   fields.slice_bytes = options_.slice_bytes;
   fields.compressed = scope.types.compressed;

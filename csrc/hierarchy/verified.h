@@ -33,6 +33,7 @@ class Verified final : public Request, public std::enable_shared_from_this<Verif
     });
   }
   int source() const override { return request_->source(); }
+  void start_now() override { request_->start_now(); }
   void join(std::uintptr_t stream) override {
     if (!ended_well_.load()) verify_();
     request_->join(stream);

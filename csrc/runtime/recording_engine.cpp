@@ -51,6 +51,7 @@ class RecordingRequest final : public Request {
     });
   }
   int source() const override { return request_->source(); }
+  void start_now() override { request_->start_now(); }
   void join(std::uintptr_t stream) override {
     told([&] { request_->join(stream); });
   }

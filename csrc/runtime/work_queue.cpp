@@ -14,7 +14,6 @@ namespace ringcomm {
 namespace {
 constexpr auto kLookEvery = std::chrono::milliseconds(50);  // how often a wait polls for signals
 constexpr auto kDelay = std::chrono::microseconds(100);     // how long a small call waits for a caller to execute it
-constexpr auto kDozeFor = std::chrono::milliseconds(2);     // after a small call more of them are likely
 }  // namespace
 
 void RequestBase::on_done(std::function<void(std::exception_ptr)> callback) {
@@ -61,6 +60,11 @@ class WorkQueue::Item : public RequestBase {
     }
     rethrow();
   }
+  void start_now() override {
+    if (done()) return;
+    refuse_in_child(call_.op);
+    queue_.start_now();
+  }
   std::exception_ptr execute() const {
     try {
       queue_.execute_(call_);
@@ -90,7 +94,7 @@ void WorkQueue::let_go() {
   if (waiting_.load() == 0) return;
   {
     const std::lock_guard<std::mutex> lock(mutex_);  // a thread between its check and its wait must not miss this
-    if (!items_.empty() && !dozes_) queued_up_.notify_one();
+    if (!items_.empty() && !on_timer_) queued_up_.notify_one();
   }
   changed_.notify_all();
 }
@@ -124,9 +128,14 @@ bool WorkQueue::is_small(const Call& call) const {
          call.count <= small_bytes_ / element_bytes(call.dtype) && small_bytes_ != 0;
 }
 
-void WorkQueue::hurry() {
+void WorkQueue::start_queued() {
   start_at_ = {};
   queued_up_.notify_one();
+}
+
+void WorkQueue::start_now() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!items_.empty()) start_queued();
 }
 
 std::shared_ptr<WorkQueue::Item> WorkQueue::enqueue(Call call) {
@@ -137,14 +146,14 @@ std::shared_ptr<WorkQueue::Item> WorkQueue::enqueue(Call call) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (stopping_) fail(ErrorCode::kInvalid, name(item->call().op), ": the communicator is closed; create a new one");
     if (!is_small(item->call()))
-      hurry();
+      start_queued();
     else if (items_.empty())
       start_at_ = Clock::now() + kDelay;
     items_.push_back(item);
     waiting_.fetch_add(1);
     queued_.fetch_add(1);
     if (!thread_.joinable()) thread_ = std::thread([this] { progress(); });
-    if (!dozes_) queued_up_.notify_one();
+    if (!on_timer_) queued_up_.notify_one();
   }
   changed_.notify_all();
   return item;
@@ -169,7 +178,7 @@ void WorkQueue::run_queued(std::unique_lock<std::mutex>& lock) {
 
 WorkQueue::Waited WorkQueue::await(const Item& item, Clock::time_point end, bool helps) {
   std::unique_lock<std::mutex> lock(mutex_);
-  if (!helps) hurry();
+  if (!helps) start_queued();
   waiting_.fetch_add(1);
   Waited waited = Waited::kDone;
   Watch watch;
@@ -220,21 +229,18 @@ void WorkQueue::wait(Item& item, std::int64_t timeout_ms) {
 void WorkQueue::progress() {
   trace::set_role("collectives");
   std::unique_lock<std::mutex> lock(mutex_);
-  Clock::time_point doze_until{};
   while (!stopping_ || !items_.empty()) {
-    const Clock::time_point now = Clock::now();
-    const bool delays = !stopping_ && now < start_at_;
+    const bool delays = !stopping_ && Clock::now() < start_at_;
     if (!items_.empty() && !delays && take()) {
       run_queued(lock);
       continue;
     }
-    if (delays) doze_until = now + kDozeFor;
-    dozes_ = delays || (items_.empty() && now < doze_until);
-    if (dozes_)
-      queued_up_.wait_until(lock, delays ? start_at_ : now + kDelay);
+    on_timer_ = delays;
+    if (delays)
+      queued_up_.wait_until(lock, Clock::time_point(start_at_));
     else
       queued_up_.wait(lock, [&] { return items_.empty() ? stopping_ : !busy_.load() || Clock::now() < start_at_; });
-    dozes_ = false;
+    on_timer_ = false;
   }
 }
 

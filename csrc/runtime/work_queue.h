@@ -63,6 +63,8 @@ class WorkQueue {
 
   void run(const Call& call);
   std::shared_ptr<Request> submit(Call call);
+  // Executes what is queued now, a small call too: somebody waits who cannot execute it.
+  void start_now();
   bool idle() const { return waiting_.load() == 0 && !busy_.load(); }
   // Call queued() before executes(): an item that leaves the queue is executing by then.
   std::size_t queued() const { return queued_.load(); }
@@ -89,7 +91,7 @@ class WorkQueue {
   void wait(Item& item, std::int64_t timeout_ms);
   void progress();
   // Makes the progress thread execute what is queued without a delay. The lock is held.
-  void hurry();
+  void start_queued();
   bool take();
   void let_go();
   void refuse_from_inside(const Call& call) const;
@@ -107,7 +109,7 @@ class WorkQueue {
   std::mutex mutex_;
   std::condition_variable changed_;    // for threads that wait for an item
   std::condition_variable queued_up_;  // for the progress thread
-  bool dozes_ = false;                 // the progress thread looks at the queue soon without being woken
+  bool on_timer_ = false;              // the progress thread looks at the queue soon without being woken
   Clock::time_point start_at_{};       // before that time the progress thread leaves queued items to those that wait
   std::deque<std::shared_ptr<Item>> items_;
   std::thread thread_;

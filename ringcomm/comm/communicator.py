@@ -49,7 +49,12 @@ from ringcomm.errors import (
 from ringcomm.validation import as_int
 
 _CASTABLE = ("float32", "float64", "float16", "bfloat16")
-_NARROW = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")  # floats that are added in float32
+_SUMS_IN = dict.fromkeys(("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"), "float32") | {
+    "complex32": "complex64"
+}
+"""The types that narrow numbers are added in."""
+_EXCHANGED = b"ringcomm"
+"""The first line of bytes that are exchanged with the name of their call, which no other exchange begins with."""
 _SCANS = {op: _C.REDUCE_OPS[op] for op in ("sum", "prod", "min", "max", "band", "bor", "bxor")}
 
 
@@ -339,10 +344,10 @@ class Communicator:
         Shapes:  any; the same number of elements on every rank.
         Dtypes:  as in all_reduce.
         Order:   for each rank a fixed tree over the ranks before it, the same for every number of ranks and every
-                 engine. 16- and 8-bit floats are added in float32 and rounded once.
+                 engine. 16- and 8-bit floats are added in float32, complex32 in complex64, and rounded once.
         Cost:    ceil(log2 W) rounds, in each of which a rank sends and receives its bytes once (16- and 8-bit floats
-                 as float32), and memory for two copies. A round needs the one before, so there is no ``async_op``, and
-                 `coalesce` does not defer it.
+                 as float32, complex32 as complex64), and memory for two copies. A round needs the one before, so there
+                 is no ``async_op``, and `coalesce` does not defer it.
         Returns: ``x``, or ``out``.
         """
         return self._scan("scan", x, op, out, timeout, stream)
@@ -374,17 +379,18 @@ class Communicator:
         call.validate(target.count, target.dtype)
         call.note_writes()
         engine = self._open
-        mine = call.fresh(source, source.shape, "float32" if source.dtype.name in _NARROW else None)
+        mine = call.fresh(source, source.shape, _SUMS_IN.get(source.dtype.name))
         theirs = call.fresh(mine, mine.shape)
         engine.pack(call, [(Piece.of(source), Piece.of(mine))], 1.0)
+        mark = _C.scan_mark(call.wire[0], _SCANS[op], name == "exscan")
         distance = 1
         while distance < self.world_size:
-            self._shift(call, mine, theirs, distance)
+            self._shift(call, mine, theirs, distance, mark)
             if self.rank >= distance:
                 engine.combine(call, theirs, mine)
             distance *= 2
         if name == "exscan":
-            self._shift(call, mine, theirs, 1)
+            self._shift(call, mine, theirs, 1, mark)
             mine = theirs
         if name == "exscan" and self.rank == 0:
             with call.on_stream(target):
@@ -393,11 +399,12 @@ class Communicator:
             engine.pack(call, [(Piece.of(mine), Piece.of(target))], 1.0)
         return call.finish(-1, x if out is None else out)
 
-    def _shift(self, call: CollectiveArgs, source: Array, target: Array, distance: int) -> None:
-        """Sends an array to the rank ``distance`` after this one, and receives that of the rank as far before it."""
+    def _shift(self, call: CollectiveArgs, source: Array, target: Array, distance: int, mark: int) -> None:
+        """Sends an array to the rank ``distance`` after this one, and receives that of the rank as far before it.
+        ``mark`` is the same on all ranks that make the same scan; the engine compares it."""
         ranks = range(self.world_size)
         turn = CollectiveArgs(call.op, call.engine)
-        turn.first, turn.stream, turn.timeout_ms = call.first, call.stream, call.timeout_ms
+        turn.first, turn.stream, turn.timeout_ms, turn.root = call.first, call.stream, call.timeout_ms, mark
         turn.input = [Piece(source, 0, source.count if r == self.rank + distance else 0) for r in ranks]
         turn.output = [Piece(target, 0, target.count if r == self.rank - distance else 0) for r in ranks]
         self._open.run(turn.validate(0, source.dtype))
@@ -808,7 +815,8 @@ class Communicator:
 
     def _shapes(self, call: CollectiveArgs, array: Array) -> list[list[int]]:
         """Returns the shape of every rank's array, after checking that all have the same element type."""
-        everybody = [json.loads(each) for each in self.exchange(json.dumps([array.dtype.name, array.shape]).encode())]
+        payload = json.dumps([array.dtype.name, array.shape]).encode()
+        everybody = [json.loads(each) for each in self._exchange_alike(call.op, f"{call.op}()", payload)]
         names = [name for name, _ in everybody]
         if len(set(names)) > 1:
             listed = ", ".join(f"rank {rank} {name}" for rank, name in enumerate(names))
@@ -1036,7 +1044,7 @@ class Communicator:
             x: the object at the root; ignored elsewhere.
         """
         root = self._begin("broadcast_object").peer("root", root)
-        payloads = self._exchange_objects("broadcast_object", x if self.rank == root else None)
+        payloads = self._exchange_objects("broadcast_object", x if self.rank == root else None, root)
         return x if self.rank == root else pickle.loads(payloads[root])
 
     def gather_object(self, x: Any, root: int = 0) -> list[Any] | None:
@@ -1046,7 +1054,7 @@ class Communicator:
         Returns: the list at the root, None elsewhere.
         """
         root = self._begin("gather_object").peer("root", root)
-        payloads = self._exchange_objects("gather_object", x)
+        payloads = self._exchange_objects("gather_object", x, root)
         return [pickle.loads(each) for each in payloads] if self.rank == root else None
 
     def scatter_object(self, xs: Sequence[Any] | None = None, root: int = 0) -> Any:
@@ -1066,11 +1074,23 @@ class Communicator:
                     "objects; pass one for each rank"
                 )
             mine = [_pickled(call, x) for x in xs]
-        payloads = self._exchange_objects("scatter_object", mine)
+        payloads = self._exchange_objects("scatter_object", mine, root)
         return pickle.loads(pickle.loads(payloads[root])[self.rank])
 
-    def _exchange_objects(self, op: str, x: Any) -> list[bytes]:
-        return self._open.exchange(_pickled(self._begin(op), x))
+    def _exchange_objects(self, op: str, x: Any, root: int | None = None) -> list[bytes]:
+        called = f"{op}({'' if root is None else f'root={root}'})"
+        return self._exchange_alike(op, called, _pickled(self._begin(op), x))
+
+    def _exchange_alike(self, op: str, called: str, payload: bytes) -> list[bytes]:
+        """Returns every rank's bytes, by rank, after checking that all ranks made the same call."""
+        everybody = self._open.exchange(b"\n".join((_EXCHANGED, called.encode(), payload)))
+        parts = [each.split(b"\n", 2) for each in everybody]
+        calls = [part[1].decode() if len(part) == 3 and part[0] == _EXCHANGED else "another call" for part in parts]
+        if any(each != called for each in calls):
+            raise MismatchError(
+                f"{op}: the ranks made different calls: {_by_rank(calls)}; make the same call on every rank"
+            )
+        return [part[2] for part in parts]
 
     # ---- memory --------------------------------------------------------------------------------------------------
 
@@ -1171,13 +1191,11 @@ class Communicator:
         ranks = [call.peer("ranks", rank) for rank in ranks]
         if len(set(ranks)) != len(ranks):
             raise InvalidArgumentError(f"subgroup: rank {self.rank} got {shown(ranks)}; name each rank once")
-        everybody = [json.loads(each) for each in self._open.exchange(json.dumps(ranks).encode())]
+        everybody = [each.decode() for each in self._exchange_alike("subgroup", "subgroup()", str(ranks).encode())]
         if any(theirs != everybody[0] for theirs in everybody):
-            who = {str(named): [r for r, theirs in enumerate(everybody) if theirs == named] for named in everybody}
-            listed = ", ".join(f"{rank_list(those)} {named}" for named, those in who.items())
             raise MismatchError(
-                f"subgroup: the ranks name different ones: {listed}; name the same, in the same order, on every rank, "
-                "also on those that stay outside, or cut all of the communicator with split(color)"
+                f"subgroup: the ranks name different ones: {_by_rank(everybody)}; name the same, in the same order, on "
+                "every rank, also on those that stay outside, or cut all of the communicator with split(color)"
             )
         member = self.rank in ranks
         return self.split(0 if member else None, ranks.index(self.rank) if member else 0)
@@ -1282,6 +1300,12 @@ class Communicator:
         state = "closed" if self._closed else "aborted" if self.aborted else "open"
         where = self.device if self.engine == "cuda" else self.engine
         return f"<ringcomm.{type(self).__name__} rank {self.rank} of {self.world_size}, {where}, {state}>"
+
+
+def _by_rank(values: Sequence[str]) -> str:
+    """Returns "ranks 0, 2 this, rank 1 that"."""
+    who = {value: [rank for rank, theirs in enumerate(values) if theirs == value] for value in values}
+    return ", ".join(f"{rank_list(those)} {value}" for value, those in who.items())
 
 
 def _pickled(call: CollectiveArgs, x: Any) -> bytes:

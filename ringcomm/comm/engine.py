@@ -33,6 +33,7 @@ from ringcomm.errors import (
     ShapeError,
     UnsupportedError,
     carry_notes,
+    rank_list,
 )
 
 # The length of a device engine's handle, before that handle; the cpu engine's handle follows.
@@ -261,7 +262,14 @@ class NativeEngine(Engine):
 
     def split(self, color: int | None, key: int) -> NativeEngine | None:
         """Returns a connected engine among the ranks of this color; None if this rank has no color. A collective."""
-        places = [_PLACE.unpack(each) for each in self.exchange(_PLACE.pack(color is not None, color or 0, key))]
+        everybody = self.exchange(_PLACE.pack(color is not None, color or 0, key))
+        strangers = [r for r, each in enumerate(everybody) if len(each) != _PLACE.size]
+        if strangers:
+            raise MismatchError(
+                f"split: {rank_list(strangers)} made another call, expected split on every rank; make the same calls "
+                "in the same order"
+            )
+        places = [_PLACE.unpack(each) for each in everybody]
         members = [r for r, (colored, its, _) in enumerate(places) if colored and its == color and color is not None]
         members.sort(key=lambda r: places[r][2])  # a stable sort, so equal keys keep their order
         part = self._part(members)
@@ -381,7 +389,9 @@ class NativeEngine(Engine):
         self._wait_for(call)
 
     def _wire(self, array: Array, call: CollectiveArgs) -> tuple[int, int]:
-        return wire_type(array.dtype, None, call.op, self.rank)
+        # The halves of a complex number are converted each.
+        halves = "sum" if array.dtype.name in ("complex32", "complex64") else None
+        return wire_type(array.dtype, halves, call.op, self.rank)
 
     def _wait_for(self, call: CollectiveArgs) -> None:
         if call.waits:

@@ -44,6 +44,9 @@ class TorchRequest:
         """Whether ``wait`` would return without waiting for another rank."""
         return all(work.is_completed() for work in self._works)
 
+    def start_now(self) -> None:
+        """Does nothing: the process group has started the call."""
+
     def wait(self, timeout_ms: int = 0) -> None:
         """Waits for all parts of the call."""
         limit_ms = timeout_ms or self._limit_ms
@@ -181,7 +184,7 @@ class ProcessGroupEngine(Engine):
 
         for source, target in pairs:
             x, y = flat(source), flat(target)
-            if x.dtype != y.dtype or scale != 1:
+            if not x.is_complex() and (x.dtype != y.dtype or scale != 1):
                 x = x.to(torch.float64 if torch.float64 in (x.dtype, y.dtype) else torch.float32) * scale
             y.copy_(x)
 

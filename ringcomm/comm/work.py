@@ -23,6 +23,7 @@ class Request(Protocol):
     def done(self) -> bool: ...
     @property
     def source(self) -> int: ...
+    def start_now(self) -> None: ...
     def wait(self, timeout_ms: int = 0) -> None: ...
 
 
@@ -66,6 +67,12 @@ class Work:
             with suppress(RingcommError):  # which `wait` raises
                 self._end()
         return True
+
+    def start_now(self) -> None:
+        """Starts the call at once on a thread of the engine, if it has not begun: a small call is else left for a
+        moment to a caller that waits. ``wait_any`` and ``await`` do this first. Does nothing once the call has begun.
+        """
+        self._request.start_now()
 
     def is_completed(self) -> bool:
         """Same as ``done``, under torch's name."""
@@ -159,6 +166,11 @@ class Group:
         """Whether every call is done."""
         return all(work.done for work in self.works)
 
+    def start_now(self) -> None:
+        """Starts every call at once; see ``Work.start_now``."""
+        for work in self.works:
+            work.start_now()
+
     def wait(self, timeout: float | timedelta | None = None) -> list[Any]:
         """Waits for every call, up to ``timeout`` seconds for all together. Returns their results; see `wait_all`."""
         return wait_all(self.works, timeout)
@@ -175,6 +187,7 @@ class Group:
         return len(self.works)
 
 
+_LOOKS_FOR_S = 1e-4  # without a nap: most small calls end within it
 _LONGEST_NAP_S = 1e-3  # between two looks at calls in flight
 
 
@@ -183,10 +196,12 @@ async def _finished(work: Work | Group) -> Any:
     one would keep them all."""
     import asyncio
 
-    nap = 0.0
-    while not work.done:
-        await asyncio.sleep(nap)
-        nap = min(2 * nap + 2e-5, _LONGEST_NAP_S)
+    if not work.done:
+        work.start_now()
+        naps_from = time.monotonic() + _LOOKS_FOR_S
+        while not work.done:
+            # A nap of asyncio ends on a whole millisecond, so a shorter one would take as long.
+            await asyncio.sleep(0 if time.monotonic() < naps_from else _LONGEST_NAP_S)
     return work.synchronize()
 
 
@@ -223,19 +238,26 @@ def wait_any(works: Sequence[Work | Group], timeout: float | timedelta | None = 
     limit_ms = milliseconds(timeout, "wait_any", 0)
     if not works:
         raise InvalidArgumentError("wait_any: got no work, expected at least one; pass those in flight")
-    end = time.monotonic() + limit_ms / 1e3 if limit_ms else math.inf
-    nap = 0.0
+    began = time.monotonic()
+    end = began + limit_ms / 1e3 if limit_ms else math.inf
+    nap, started = 0.0, False
     while True:
         for index, work in enumerate(works):
             if work.done:
                 return index
-        if time.monotonic() > end:
+        if not started:
+            for work in works:
+                work.start_now()
+            started = True
+        now = time.monotonic()
+        if now > end:
             raise CollectiveTimeoutError(
                 f"wait_any: waited {limit_ms / 1e3:g} s for one of {len(works)} calls, expected one to end, got none; "
                 "they are still in flight: wait longer, or abort their communicators"
             )
         time.sleep(nap)
-        nap = min(2 * nap + 2e-5, _LONGEST_NAP_S)
+        if now - began > _LOOKS_FOR_S:
+            nap = min(2 * nap + 2e-5, _LONGEST_NAP_S)
 
 
 def _checked(call: str, works: Sequence[Work | Group]) -> list[Work | Group]:

@@ -24,6 +24,7 @@
 #include "core/error.h"
 #include "core/norm.h"
 #include "core/schedule.h"
+#include "core/signature.h"
 #include "runtime/recording_engine.h"
 
 namespace py = pybind11;
@@ -569,6 +570,7 @@ void define_request(py::module_& m) {
       .def_property_readonly("done", &Request::done)
       .def_property_readonly("source", &Request::source)
       .def("wait", &Request::wait, py::arg("timeout_ms") = 0, py::call_guard<py::gil_scoped_release>())
+      .def("start_now", &Request::start_now, py::call_guard<py::gil_scoped_release>())
       .def("join", &Request::join, py::arg("stream"), py::call_guard<py::gil_scoped_release>());
 }
 
@@ -634,6 +636,12 @@ PYBIND11_MODULE(_C, m) {
   m.attr("REDUCE_OPS") = table(ReduceOp::kBxor);
   m.attr("OPS") = table(Op::kRecv);
   m.attr("ALGORITHMS") = table(Algorithm::kCopyEngine);
+  m.def(
+      "scan_mark",
+      [](int dtype, int op, bool exclusive) {
+        return scan_mark(static_cast<DType>(dtype), static_cast<ReduceOp>(op), exclusive);
+      },
+      py::arg("dtype"), py::arg("op"), py::arg("exclusive"), "The root that marks the rounds of a scan.");
   m.def("build_info", &build_info, "What this build is and has.");
   m.def("why_no_cuda", &why_no_cuda, "Why the engine 'cuda' cannot run here, in one sentence; empty if it can.",
         py::call_guard<py::gil_scoped_release>());

@@ -4,6 +4,7 @@
 
 #include "core/parts.h"
 #include "core/schedule.h"
+#include "core/signature.h"
 #include "cpu/collectives/tuning.h"
 #include "cpu/kernels/loops.h"
 
@@ -318,10 +319,8 @@ std::size_t agree_on_counts(SlotStream& slots, std::uint64_t ticket, const Frame
       for (int q = 0; q < f.world_size; ++q) counts[q] = input.count(q);
     for (int q = 0; q < f.world_size; ++q) longest = larger(longest, counts[q]);
     if (counts[f.rank] != output.count(p))
-      slots.group().fail_group(
-          f.call, ErrorCode::kMismatch,
-          concat("all_to_all: rank ", f.rank, " expected ", output.count(p), " elements from rank ", p,
-                 ", which sends ", counts[f.rank], "; recv_counts must mirror the senders' counts"));
+      slots.group().fail_group(f.call, ErrorCode::kMismatch,
+                               other_counts(f.call.root, f.rank, output.count(p), p, counts[f.rank], "elements"));
   }
   slots.release(ticket);
   return longest;

@@ -6,6 +6,7 @@
 #include "core/dispatch.h"
 #include "core/parts.h"
 #include "core/schedule.h"
+#include "core/signature.h"
 #include "cuda/launch/grid.h"
 
 namespace ringcomm::cuda {
@@ -175,8 +176,7 @@ void LaunchBuilder::check_all_to_all() const {
     for (int to = 0; to < world_size(); ++to) {
       const std::size_t sent = input_parts(call(from)).count(to), expected = output_parts(call(to)).count(from);
       if (sent != expected)
-        fail(ErrorCode::kMismatch, "all_to_all: rank ", to, " expected ", expected, " elements from rank ", from,
-             ", which sends ", sent, "; recv_counts must mirror the senders' counts", kAdvice);
+        fail(ErrorCode::kMismatch, other_counts(call(to).root, to, expected, from, sent, "elements"), kAdvice);
     }
 }
 
@@ -264,7 +264,7 @@ void LaunchBuilder::fill_common(Args& args) const {
   args.op = call.op;
   args.dtype = call.dtype;
   args.algorithm = call.algorithm;
-  args.root = rooted(call.op) ? call.root : 0;
+  args.root = agreed_root(call);
   args.layout = setting_.layout;
   args.num_ranks = static_cast<std::int32_t>(members_.size());
   std::int64_t limit_ms = 0;

@@ -24,7 +24,7 @@ Signature signature_of(const Call& call, int world_size, std::uint64_t number) {
   signature.dtype = static_cast<std::uint8_t>(call.dtype);
   signature.reduce_op = reduces(call.op) ? static_cast<std::uint8_t>(call.reduce_op) : 0;
   signature.algorithm = static_cast<std::uint8_t>(call.algorithm);
-  signature.root = rooted(call.op) ? call.root : 0;
+  signature.root = agreed_root(call);
   return signature;
 }
 

@@ -32,7 +32,7 @@ namespace {
 
 bool alike(const Call& a, const Call& b, int world_size) {
   return a.op == b.op && a.dtype == b.dtype && a.algorithm == b.algorithm &&
-         (!reduces(a.op) || a.reduce_op == b.reduce_op) && (!rooted(a.op) || a.root == b.root) &&
+         (!reduces(a.op) || a.reduce_op == b.reduce_op) && agreed_root(a) == agreed_root(b) &&
          agreed_count(a, world_size) == agreed_count(b, world_size);
 }
 bool alike(const Batch& a, const Batch& b, int world_size) {

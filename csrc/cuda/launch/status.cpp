@@ -51,9 +51,9 @@ Error mismatch(const Status& status, int rank, const std::string& calls) {
   Signature alike = theirs;
   alike.count = mine.count;
   if (static_cast<Op>(mine.op) == Op::kAllToAll && alike == mine && (mine.count & theirs.count & kUneven))
-    return {ErrorCode::kMismatch, concat("all_to_all: rank ", rank, " expected ", mine.count & ~kUneven,
-                                         " bytes from rank ", status.peer, ", which sends ", theirs.count & ~kUneven,
-                                         "; recv_counts must mirror the senders' counts", kAdvice)};
+    return {ErrorCode::kMismatch,
+            concat(other_counts(mine.root, rank, mine.count & ~kUneven, status.peer, theirs.count & ~kUneven, "bytes"),
+                   kAdvice)};
   const bool earlier = mine.history != theirs.history || mine.sequence != theirs.sequence;
   return {ErrorCode::kMismatch, concat(name(static_cast<Op>(mine.op)), ": rank ", rank, " called #", mine.sequence, " ",
                                        describe(mine), ", rank ", status.peer, " called #", theirs.sequence, " ",
