@@ -1,5 +1,5 @@
 # make train   set up .venv, install, train a small GPT on 2 ranks
-# make test    set up .venv, install, run the tests that a change must pass, in two processes
+# make test    set up .venv, install, run the tests that a change must pass, in four processes
 # make test-all  run every test: also sanitizers, all cases of the large products, long runs
 # make gpu     on a machine with a GPU: build, run the GPU tests, measure; with the packages it has, without network
 # make gpu-more  the same for what make gpu has no time for: all types, ranks as processes, NCCL, training, tuning
@@ -40,7 +40,7 @@ train: setup
 	$(TORCHRUN) examples/train_gpt.py $(TRAIN)
 
 # For two cores: one of these processes runs the tests that mostly wait (tests/conftest.py).
-WORKERS ?= 3
+WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 test: setup
 	$(PYTEST)

@@ -276,6 +276,28 @@ def test_ignored_parameters_may_have_other_shapes_on_each_rank() -> None:
     on_ranks(rank)
 
 
+def test_ignored_parameters_may_be_on_the_meta_device() -> None:
+    class Sparse(nn.Module):
+        """As a table of embeddings that another library keeps: without reset_parameters."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.empty(3, device="meta"))
+            self.register_buffer("scale", torch.empty(3, device="meta"))
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        module = make()
+        module.append(Sparse())
+        names = [f"{len(module) - 1}.{name}" for name in ("table", "scale")]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+        DistributedDataParallel(module, comm)
+        assert module[-1].table.is_meta
+        assert module[-1].scale.is_meta
+        assert not module[0].weight.is_meta
+
+    on_ranks(rank)
+
+
 def test_an_optimizer_that_steps_during_backward_is_refused() -> None:
     from torch.distributed.optim import _apply_optimizer_in_backward
 

@@ -605,7 +605,10 @@ class Communicator:
             return [row.unpack(each)[self.rank] for each in self._open.exchange(row.pack(*counts))]
         import numpy as np
 
-        swapped = self.all_to_all(np.array(counts, np.int64), timeout=timeout_ms / 1e3 or None)
+        call = self._begin("all_to_all", timeout_ms / 1e3 or None)  # made now, also inside a coalesce block
+        call.input = call.read(np.array(counts, np.int64))
+        call.output = call.output_like(call.input, None, (self.world_size,))
+        swapped = call.finish(self._open.run(call.validate(1, call.input.dtype)), call.output.data)
         return [int(count) for count in swapped]
 
     # ---- point to point ------------------------------------------------------------------------------------------

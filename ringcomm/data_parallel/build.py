@@ -43,7 +43,8 @@ def build(
         below: units that earlier calls have made of modules inside, which come first.
     """
     device = device_of(ranks.comm, module)
-    waiting = Waiting(module, device, init_fn, call, ranks.rank)
+    params = {id(p) for _, _, named, _ in parts for _, p in named}
+    waiting = Waiting(module, params, device, init_fn, call, ranks.rank)
     kept = kept_in_their_type(module)
     builder = BucketBuilder(config, ranks, bucket_bytes, atom, optimizer_group or {}, kept, send, device)
     units = [builder.unit(*each) for each in parts]
@@ -63,6 +64,8 @@ def build(
 
 def _take_over(module: nn.Module, below: Sequence[Unit]) -> None:
     """Takes units out of the models that earlier calls have made of them."""
+    if not below:
+        return
     for flat in {id(each.flat): each.flat for each in below}.values():
         flat.detach()
     names = {id(p): name for name, p in module.named_parameters()}

@@ -4,7 +4,7 @@ sharded."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,19 +23,27 @@ _ALIGNED = 64  # bytes
 
 
 class Waiting:
-    """The submodules with parameters or buffers on meta, children first, in the order of their construction.
+    """The submodules with parameters or buffers on meta, children first, in the order of their construction, without
+    those whose parameters on meta are ignored.
 
     Args:
+        params: ids of the parameters that are not ignored.
         init: called for each of them; None: its own `reset_parameters`. False: no submodule is initialised.
     """
 
     def __init__(
-        self, module: nn.Module, device: torch.device, init: InitFn | bool | None, call: str, rank: int
+        self,
+        module: nn.Module,
+        params: Collection[int],
+        device: torch.device,
+        init: InitFn | bool | None,
+        call: str,
+        rank: int,
     ) -> None:
         self.device, self.call, self.rank = device, call, rank
         self.memory = torch.empty(0, dtype=torch.uint8)  # of one unsplit module after the other
-        self.modules = [(name, m) for name, m in _children_first(module) if _has_meta(m)]
-        self.params = {id(p) for _, m in self.modules for p in m._parameters.values() if p is not None and p.is_meta}
+        self.modules = [(name, m) for name, m in _children_first(module) if _waits(m, params)]
+        self.params = {key for _, m in self.modules for key in _meta_params(m) if key in params}
         self.init: InitFn | None = None if init is False else init if callable(init) else self._reset
         if init is None:
             for name, m in self.modules:
@@ -208,9 +216,15 @@ def _children_first(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return walk(module)
 
 
-def _has_meta(m: nn.Module) -> bool:
-    own = [*m._parameters.values(), *m._buffers.values()]
-    return any(x is not None and x.is_meta for x in own)
+def _waits(m: nn.Module, params: Collection[int]) -> bool:
+    meta = _meta_params(m)
+    if meta:
+        return any(key in params for key in meta)
+    return any(x is not None and x.is_meta for x in m._buffers.values())
+
+
+def _meta_params(m: nn.Module) -> list[int]:
+    return [id(p) for p in m._parameters.values() if p is not None and p.is_meta]
 
 
 def _ids(m: nn.Module) -> list[int]:

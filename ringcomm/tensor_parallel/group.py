@@ -51,9 +51,9 @@ class TensorParallelGroup:
     def of(comm: Communicator) -> TensorParallelGroup:
         """Returns the group of a communicator, which is made once."""
         refuse_mesh(comm, "tensor parallel", "tp")
-        found = vars(comm).get("_tensor_region")
+        found = vars(comm).get("_tensor_parallel_group")
         if found is None:
-            found = vars(comm)["_tensor_region"] = TensorParallelGroup(comm)
+            found = vars(comm)["_tensor_parallel_group"] = TensorParallelGroup(comm)
         return found
 
     def count(self, op: str, elements: int) -> None:
