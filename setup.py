@@ -118,6 +118,7 @@ class CMakeBuild(build_ext):
             *(options or ["-DRINGCOMM_TORCH_DIR=", "-DRINGCOMM_TORCH_DIRS="]),
         ]
         cuda = self.configure(configure)
+        self.remove_single()
         for extension in self.extensions:
             name = extension.name.rpartition(".")[2]
             target = Path(self.get_ext_fullpath(extension.name)).resolve()
@@ -134,6 +135,16 @@ class CMakeBuild(build_ext):
                 c10d = "not built: it does not compile against this torch, see above; all the rest works without it"
         self.extensions = [each for each in self.extensions if Path(self.get_ext_fullpath(each.name)).exists()]
         self.summary(c10d, cuda)
+
+    def copy_extensions_to_source(self) -> None:
+        """For an editable installation, into this folder."""
+        self.remove_single()
+        super().copy_extensions_to_source()
+
+    def remove_single(self) -> None:
+        """Removes an older build's `_c10d`: Python would import it in place of _c10d.py, which chooses one by torch."""
+        if wheel_torches():
+            Path(self.get_ext_fullpath("ringcomm._c10d")).unlink(missing_ok=True)
 
     def configure(self, words: list[str]) -> str:
         """Runs CMake; what it says about the CUDA engine."""

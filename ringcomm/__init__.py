@@ -48,11 +48,20 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *dunders})
 
 
-if _os.environ.get("RINGCOMM_TRACE"):
-    _importlib.import_module("ringcomm.observe.trace").trace_process(_os.environ["RINGCOMM_TRACE"])
+def _start(variable: str, module: str, function: str) -> None:
+    """Starts what an environment variable wishes for this process. What cannot be had is one line on stderr: it must
+    not end ``import torch``, which imports this module."""
+    if not _os.environ.get(variable):
+        return
+    try:
+        getattr(_importlib.import_module(module), function)(_os.environ[variable])
+    except Exception as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"ringcomm: this process goes on without {variable}: {why}", file=_sys.stderr, flush=True)
 
-if _os.environ.get("RINGCOMM_METRICS"):
-    _importlib.import_module("ringcomm.observe.metrics").serve_process(_os.environ["RINGCOMM_METRICS"])
+
+_start("RINGCOMM_TRACE", "ringcomm.observe.trace", "trace_process")
+_start("RINGCOMM_METRICS", "ringcomm.observe.metrics", "serve_process")
 
 
 # ---- the torch.distributed backend -------------------------------------------------------------------------------
@@ -71,8 +80,8 @@ def _register_backend() -> None:
     except ImportError as error:
         # A build that does not load, or is not there yet, must not end `import torch`, which imports this module.
         _warnings.warn(
-            f"import torch: ringcomm's backend is not registered, because it cannot be imported: {error}; reinstall "
-            "ringcomm with `pip install --no-build-isolation --force-reinstall --no-deps ringcomm`",
+            f"import torch: ringcomm's backend is not registered, because it cannot be imported: {error}; "
+            f"{_importlib.import_module('ringcomm.errors').REINSTALL}",
             stacklevel=2,
         )
 

@@ -78,7 +78,8 @@ def create(options: dist._DistributedBackendOptions, pg_options: _c10d.Backend.O
     elif not isinstance(pg_options, module.Backend.Options):
         raise InvalidArgumentError(
             f"init_process_group: rank {options.group_rank} got pg_options of {type(pg_options).__name__}, expected "
-            f"None or ringcomm._c10d.Backend.Options; leave pg_options out"
+            f"None or ringcomm._c10d.Backend.Options; leave pg_options out, and name {NAME} before NCCL, whose options "
+            f"torch hands on: cpu:{NAME},cuda:nccl"
         )
     pg_options._timeout = options.timeout
     pg_options.group_name = options.group_id

@@ -9,6 +9,12 @@ from pathlib import PosixPath
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
+REINSTALL = (
+    "install a newer ringcomm, or build it beside this torch with `pip install --no-build-isolation --force-reinstall "
+    "--no-deps --no-binary ringcomm ringcomm`"
+)
+"""What to do about an installation that does not fit the installed torch."""
+
 
 class RingcommError(RuntimeError):
     """Base class of all errors of this package."""

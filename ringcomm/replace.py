@@ -28,7 +28,7 @@ _NOT_REPLACED = {
 def names_of(text: str) -> list[str]:
     """Returns the backend names in ``text``, separated by commas.
 
-    Raises:  InvalidArgumentError: a word that is no name, or the name of a backend that cannot be replaced.
+    Raises:  InvalidArgumentError: no name, a word that is none, or the name of a backend that cannot be replaced.
     """
     names = [word.strip().lower() for word in text.split(",") if word.strip()]
     for name in names:
@@ -38,6 +38,11 @@ def names_of(text: str) -> list[str]:
                 f"{VARIABLE}: expected names of torch.distributed backends such as gloo,nccl, got {name!r}: {why}; "
                 f"remove it from {VARIABLE}={text!r}"
             )
+    if not names:
+        raise InvalidArgumentError(
+            f"{VARIABLE}: expected names of torch.distributed backends such as gloo,nccl, got none in {text!r}; name "
+            f"one, or leave {VARIABLE} out"
+        )
     return names
 
 
@@ -94,7 +99,9 @@ def replaced(asked: str, names: list[str]) -> str:
         return asked
     if {*ours.values()} == {NAME} and {*ours} <= {*DEVICES}:
         return NAME
-    return ",".join(f"{device}:{backend}" for device, backend in ours.items())
+    # Ours come first: torch.distributed hands the options that it makes for NCCL to the backends after it.
+    ordered = sorted(ours.items(), key=lambda each: each[1] != NAME)
+    return ",".join(f"{device}:{backend}" for device, backend in ordered)
 
 
 def _own_options(options: object) -> object:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import ringcomm
-from ringcomm import Communicator
+from ringcomm import _C, Communicator
 from ringcomm.observe import metrics as module
 
 
@@ -78,6 +78,70 @@ def test_what_failed_is_counted() -> None:
 
     ringcomm.run_ranks(rank, 2)
     assert any(op["failed"] == op["calls"] == 1 for each in found for op in each["ops"])
+
+
+def test_what_failed_is_counted_when_newer_calls_have_taken_its_entry(tmp_path: Path) -> None:
+    (tmp_path / "many.py").write_text(MANY)
+    environment = {**os.environ, "RINGCOMM_RECORD": "2"}
+    done = subprocess.run(
+        [sys.executable, "many.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert json.loads(done.stdout) == [8, 8], done.stderr
+
+
+MANY = """
+import json, time
+import numpy as np
+import ringcomm
+
+def rank(comm):
+    if comm.rank == 1:
+        return
+    works = [comm.all_reduce(np.ones(8), async_op=True) for _ in range(8)]
+    for work in works:
+        try:
+            work.wait()
+        except ringcomm.RingcommError:
+            pass
+    for each in ringcomm.metrics()["communicators"]:
+        if each["rank"] == 0 and each["ops"]:
+            print(json.dumps([each["ops"][0]["calls"], each["ops"][0]["failed"]]))
+
+ringcomm.run_ranks(rank, 2, ranks="threads", timeout=30)
+"""
+
+
+def test_a_wait_that_fails_is_counted() -> None:
+    waited: list[float] = []
+
+    def rank(comm: Communicator) -> None:
+        if comm.rank == 0:
+            with pytest.raises(ringcomm.CollectiveTimeoutError):
+                comm.all_reduce(np.ones(4), algorithm="ring", timeout=0.3)
+            found = [each for each in ringcomm.metrics()["communicators"] if is_of(each, comm)]
+            waited.append(found[-1]["waited"][1])
+        else:
+            time.sleep(0.6)
+
+    ringcomm.run_ranks(rank, 2)
+    assert waited[0] > 0
+
+
+def test_an_engine_that_is_not_connected_is_not_counted() -> None:
+    engine = _C.Engine("cpu", 0, 2, 1000)
+    assert not [each for each in ringcomm.metrics()["communicators"] if each["group"] == "0"]
+    engine.close()
+
+
+@pytest.mark.parametrize("nbytes", [0, 4096])
+def test_memory_that_is_not_written_yet_is_left_out(nbytes: int) -> None:
+    before = len(ringcomm.metrics()["communicators"]), len(ringcomm.record.records())
+    fd = os.memfd_create(_C.RECORD_NAME)
+    try:
+        os.truncate(fd, nbytes)
+        assert (len(ringcomm.metrics()["communicators"]), len(ringcomm.record.records())) == before
+    finally:
+        os.close(fd)
 
 
 def test_the_sums_are_those_of_the_communicators() -> None:
@@ -153,7 +217,60 @@ def test_a_file_is_written_while_the_job_runs(tmp_path: Path) -> None:
         time.sleep(0.02)
     assert 'rank="0",world_size="1",op="all_reduce",algorithm="auto"} 64' in path.read_text()
     assert end(process) == ""
+    assert 'op="barrier"' in path.read_text()  # the last call
     assert sorted(each.name for each in tmp_path.iterdir()) == [path.name, "job.py"]
+
+
+FORK = """
+import os, sys, time
+import numpy as np
+import ringcomm
+
+child = os.fork()
+if child:
+    sys.exit(os.waitpid(child, 0)[1])
+comm = ringcomm.init()
+comm.all_reduce(np.ones(8))
+until = time.monotonic() + 20
+while not os.path.exists(f"at-{os.getpid()}.prom") and time.monotonic() < until:
+    time.sleep(0.02)
+comm.barrier()
+"""
+
+
+def test_a_forked_process_has_its_own_file(tmp_path: Path) -> None:
+    (tmp_path / "fork.py").write_text(FORK)
+    environment = {**os.environ, "RINGCOMM_METRICS": "file:at-{pid}.prom"}
+    subprocess.run([sys.executable, "fork.py"], cwd=tmp_path, env=environment, check=True, timeout=60)
+    (path,) = tmp_path.glob("*.prom")
+    assert 'op="barrier"' in path.read_text()
+
+
+def test_an_error_does_not_end_the_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "_first_rank", lambda: 3)
+    monkeypatch.setattr(module, "text", lambda: "some")
+    file = module._File(str(tmp_path / "later" / "{rank}.prom"))
+    for _ in range(2):
+        assert file.write()
+    told = capsys.readouterr().err
+    assert told.startswith("ringcomm metrics: FileNotFoundError")
+    assert told.count("\n") == 1
+    (tmp_path / "later").mkdir()
+    assert file.write()
+    assert (tmp_path / "later" / "3.prom").read_text() == "some"
+
+
+def test_a_port_is_opened_for_a_communicator_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_communicator() -> int:
+        raise TimeoutError
+
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(module, "_first_rank", no_communicator)
+    monkeypatch.setattr(module, "ThreadingHTTPServer", None)
+    with pytest.raises(TimeoutError):
+        module._serve(0)
 
 
 def free_port() -> int:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import venv
 import xml.etree.ElementTree as ElementTree
 from email.parser import Parser
 from pathlib import Path
+from typing import Any
 
 import pytest
+import setuptools
 
 import ringcomm
 from release import matrix
@@ -87,6 +91,28 @@ def test_a_wheel_chooses_the_extension_of_the_installed_torch(
         [sys.executable, "-c", CHOICE], cwd=tmp_path, env={}, capture_output=True, text=True, timeout=60
     )
     assert said in (done.stdout + done.stderr).splitlines()[-1:], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("torches", [True, False])
+def test_the_extensions_of_several_torches_take_the_place_of_a_single_one(
+    torches: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an editable installation: Python would import the single one, whichever torch is there."""
+    built: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", built.update)
+    (tmp_path / "version.py").write_text("__version__ = '2.13.0'")
+    monkeypatch.setenv("RINGCOMM_TORCH_DIRS", str(tmp_path) if torches else "")
+    monkeypatch.chdir(tmp_path)
+    single = tmp_path / "ringcomm" / f"_c10d{sysconfig.get_config_var('EXT_SUFFIX')}"
+    single.parent.mkdir()
+    single.touch()
+    runpy.run_path(str(ROOT / "setup.py"))
+    command = built["cmdclass"]["build_ext"](setuptools.Distribution({"packages": ["ringcomm"]}))
+    command.inplace = True
+    command.ensure_finalized()
+    command.extensions = []
+    command.copy_extensions_to_source()
+    assert single.exists() is not torches
 
 
 def test_a_row_of_the_matrix_takes_the_place_of_an_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

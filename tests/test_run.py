@@ -78,6 +78,21 @@ def test_a_build_that_does_not_load_leaves_torch_alone() -> None:
     assert "ringcomm's backend is not registered, because it cannot be imported: import of" in done.stderr
 
 
+@pytest.mark.parametrize("loads", [True, False])
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("RINGCOMM_METRICS", "on"), ("RINGCOMM_METRICS", "file:at.prom"), ("RINGCOMM_TRACE", __file__)],
+)
+def test_what_cannot_be_observed_leaves_torch_alone(variable: str, value: str, loads: bool) -> None:
+    program = "import sys; sys.modules.update({'ringcomm._C': None} if sys.argv[1:] else {}); import ringcomm; print(1)"
+    done = python(
+        {**os.environ, "PYTHONPATH": str(ROOT), variable: value}, "-c", program, *[] if loads else ["without"]
+    )
+    assert done.stdout == "1\n", done.stderr
+    told = 0 if loads and value == "file:at.prom" else 1
+    assert done.stderr.count("\n") == done.stderr.count(f"ringcomm: this process goes on without {variable}: ") == told
+
+
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 PROGRAM = """import sys
@@ -144,12 +159,13 @@ def test_what_cannot_run_fails_in_one_line(monkeypatch: pytest.MonkeyPatch, caps
         return text
 
     assert "expected a program or -m MODULE, got none" in told("--replace", "gloo")
+    assert "got none in ',';" in told("--replace", ",")
     assert "got 'mpi': it takes ranks" in told("--replace", "gloo,mpi", "job.py")
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     assert "got TORCH_DEVICE_BACKEND_AUTOLOAD=0; unset it" in told("job.py")
     monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD")
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: EntryPoints(()))
-    assert "got an installation without it; reinstall" in told("job.py")
+    assert f"got an installation without it; {errors.REINSTALL}" in told("job.py")
     assert cli.main(["run", "--help"]) == 0
 
 
@@ -169,14 +185,14 @@ def test_what_cannot_run_fails_in_one_line(monkeypatch: pytest.MonkeyPatch, caps
         ("cpu:gloo", "nccl", "cpu:gloo"),
         ("ringcomm", "gloo,nccl", "ringcomm"),
         ("fake", "gloo,nccl", "fake"),
-        ("gloo", "", "gloo"),
+        ("cuda:nccl,cpu:gloo", "gloo", "cpu:ringcomm,cuda:nccl"),
     ],
 )
 def test_which_backend_is_given(asked: str, names: str, given: str) -> None:
     assert replace.replaced(asked, replace.names_of(names)) == given
 
 
-@pytest.mark.parametrize("text", ["mpi", "gloo,fake", "undefined", "ringcomm", "cpu:gloo", "gloo nccl"])
+@pytest.mark.parametrize("text", ["mpi", "gloo,fake", "undefined", "ringcomm", "cpu:gloo", "gloo nccl", ",", " "])
 def test_names_that_cannot_be_replaced(text: str) -> None:
     with pytest.raises(errors.InvalidArgumentError, match="expected names of torch"):
         replace.names_of(text)

@@ -102,12 +102,12 @@ FlightRecorder::FlightRecorder(const Engine& engine, std::uint32_t capacity)
   h.epoch_ns = nanoseconds(CLOCK_REALTIME) - now_ns();
   copy_end(h.engine, sizeof h.engine, engine.kind());
   gethostname(h.host, sizeof h.host - 1);
-  h.magic = kMagic;
+  store_release(&h.magic, kMagic);  // from now on it can be read
 }
 
 void FlightRecorder::connected(const std::vector<std::string>& handles) { head().group = group_number(handles); }
 
-std::uint64_t FlightRecorder::begin(const Call& call, bool async) {
+BegunCall FlightRecorder::begin(const Call& call, bool async) {
   const std::uint64_t number = fetch_add(&head().calls, 1) + 1;
   CallRecord& e = entry(number);
   store_release(&e.number, 0);
@@ -129,25 +129,26 @@ std::uint64_t FlightRecorder::begin(const Call& call, bool async) {
   CallTotals& t = totals(e);
   fetch_add(&t.calls, 1);
   fetch_add(&t.bytes, e.bytes);
+  const BegunCall begun{number, e.collective, e.bytes, e.begin_ns, &t};
   store_release(&e.number, number);
-  return number;
+  return begun;
 }
 
-void FlightRecorder::end(std::uint64_t number, CallState state) {
-  CallRecord& e = entry(number);
-  if (load_acquire(&e.number) != number) return;  // overwritten by a newer call
-  if (state == CallState::kRefused && e.collective != kMessage)
-    claim(&collectives_, e.collective + 1, e.collective);  // the other ranks do not count it
-  CallTotals& t = totals(e);
-  if (state == CallState::kRefused) {
+void FlightRecorder::end(const BegunCall& call, CallState state) {
+  const bool refused = state == CallState::kRefused;
+  if (refused && call.collective != kMessage)
+    claim(&collectives_, call.collective + 1, call.collective);  // the other ranks do not count it
+  CallTotals& t = *call.totals;
+  if (refused) {
     fetch_add(&t.calls, static_cast<std::uint64_t>(-1));
-    fetch_add(&t.bytes, static_cast<std::uint64_t>(-1) * e.bytes);
+    fetch_add(&t.bytes, static_cast<std::uint64_t>(-1) * call.bytes);
   }
   if (state == CallState::kFailed) fetch_add(&t.failed, 1);
-  if (state != CallState::kEnqueued) {
-    e.end_ns = now_ns();
-    if (state != CallState::kRefused) fetch_add(&t.ns, static_cast<std::uint64_t>(e.end_ns - e.begin_ns));
-  }
+  const std::int64_t end_ns = state == CallState::kEnqueued ? 0 : now_ns();
+  if (end_ns != 0 && !refused) fetch_add(&t.ns, static_cast<std::uint64_t>(end_ns - call.begin_ns));
+  CallRecord& e = entry(call.number);
+  if (load_acquire(&e.number) != call.number) return;  // overwritten by a newer call
+  e.end_ns = end_ns;
   e.state = static_cast<std::uint8_t>(state);
 }
 
@@ -160,8 +161,8 @@ namespace {
 thread_local Unplaced* unplaced = nullptr;  // the innermost one of this thread
 }
 
-Unplaced::Unplaced(FlightRecorder* recorder, const std::uint64_t* numbers, std::size_t count)
-    : recorder_(recorder), numbers_(numbers), count_(count), outer_(unplaced) {
+Unplaced::Unplaced(FlightRecorder* recorder, const BegunCall* calls, std::size_t count)
+    : recorder_(recorder), calls_(calls), count_(count), outer_(unplaced) {
   unplaced = this;
 }
 
@@ -171,7 +172,7 @@ void Unplaced::place(const char* site) {
   FlightRecorder* const recorder = unplaced ? std::exchange(unplaced->recorder_, nullptr) : nullptr;
   if (!recorder) return;
   if (!site) site = site_here();
-  for (std::size_t i = 0; i < unplaced->count_; ++i) recorder->place(unplaced->numbers_[i], site);
+  for (std::size_t i = 0; i < unplaced->count_; ++i) recorder->place(unplaced->calls_[i].number, site);
 }
 
 RecordText RecordText::read(const std::string& bytes) {

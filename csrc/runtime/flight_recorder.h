@@ -59,6 +59,13 @@ struct CallRecord {
 };
 static_assert(sizeof(CallRecord) == 128, "an entry is two cache lines");
 
+// A call that was begun: what its end needs, also when newer calls have taken its entry.
+struct BegunCall {
+  std::uint64_t number, collective, bytes;  // as in CallRecord
+  std::int64_t begin_ns;
+  CallTotals* totals;
+};
+
 class FlightRecorder {
  public:
   static constexpr std::uint64_t kMessage = ~std::uint64_t{0};
@@ -73,9 +80,8 @@ class FlightRecorder {
   void has_waits() { head().waits = 1; }
   // Sets the group number from the handles, which are the same on all ranks of a communicator.
   void connected(const std::vector<std::string>& handles);
-  // Returns the number of the call.
-  std::uint64_t begin(const Call& call, bool async);
-  void end(std::uint64_t number, CallState state);
+  BegunCall begin(const Call& call, bool async);
+  void end(const BegunCall& call, CallState state);
   // Adds the place in the user's code of a call for which `begin` did not get it.
   void place(std::uint64_t number, const char* site);
   void closed() {
@@ -108,8 +114,8 @@ class FlightRecorder {
 // Calls of this thread without their place in the user's code. It is looked up only if they take long, or fail.
 class Unplaced {
  public:
-  // Null: nothing is recorded. `numbers` must outlive this object.
-  Unplaced(FlightRecorder* recorder, const std::uint64_t* numbers, std::size_t count);
+  // Null: nothing is recorded. `calls` must outlive this object.
+  Unplaced(FlightRecorder* recorder, const BegunCall* calls, std::size_t count);
   ~Unplaced();
   Unplaced(const Unplaced&) = delete;
   // Gives this thread's calls their place, once. Null: looks it up.
@@ -117,7 +123,7 @@ class Unplaced {
 
  private:
   FlightRecorder* recorder_;
-  const std::uint64_t* const numbers_;
+  const BegunCall* const calls_;
   const std::size_t count_;
   Unplaced* const outer_;
 };

@@ -102,47 +102,47 @@ class RecordingEngine final : public Engine {
 
   int run(const Call& call) override {
     if (silent()) return engine_->run(call);
-    const std::uint64_t number = recorder_->begin(call, false);
-    const Unplaced late(call.site ? nullptr : recorder_.get(), &number, 1);
+    const BegunCall begun = recorder_->begin(call, false);
+    const Unplaced late(call.site ? nullptr : recorder_.get(), &begun, 1);
     try {
       const int source = engine_->run(call);
-      recorder_->end(number, ended());
+      recorder_->end(begun, ended());
       return source;
     } catch (...) {
-      failed({number});
+      failed({begun});
     }
   }
   std::shared_ptr<Request> submit(Call call) override {
     if (forked()) return engine_->submit(std::move(call));
     if (!recorder_) return std::make_shared<RecordingRequest>(engine_->submit(std::move(call)), engine_, 0);
     if (!call.site) call.site = site_here();  // another thread may execute it
-    const std::uint64_t number = recorder_->begin(call, true);
+    const BegunCall begun = recorder_->begin(call, true);
     std::shared_ptr<Request> request;
     try {
       request = engine_->submit(std::move(call));
     } catch (...) {
-      failed({number});
+      failed({begun});
     }
     if (!on_host_)  // nothing polls for the end of a device's call
-      recorder_->end(number, CallState::kEnqueued);
+      recorder_->end(begun, CallState::kEnqueued);
     else
-      request->on_done([recorder = recorder_, number](std::exception_ptr error) {
-        recorder->end(number, error ? state_of(error) : CallState::kDone);
+      request->on_done([recorder = recorder_, begun](std::exception_ptr error) {
+        recorder->end(begun, error ? state_of(error) : CallState::kDone);
       });
     return std::make_shared<RecordingRequest>(std::move(request), engine_, recorder_->group());
   }
   void run_list(const std::vector<Call>& calls) override {
     if (silent()) return engine_->run_list(calls);
-    std::vector<std::uint64_t> numbers;
-    for (const Call& call : calls) numbers.push_back(recorder_->begin(call, false));
+    std::vector<BegunCall> begun;
+    for (const Call& call : calls) begun.push_back(recorder_->begin(call, false));
     const bool placed = calls.empty() || calls[0].site;
-    const Unplaced late(placed ? nullptr : recorder_.get(), numbers.data(), numbers.size());
+    const Unplaced late(placed ? nullptr : recorder_.get(), begun.data(), begun.size());
     try {
       engine_->run_list(calls);
     } catch (...) {
-      failed(numbers);
+      failed(begun);
     }
-    for (const std::uint64_t number : numbers) recorder_->end(number, ended());
+    for (const BegunCall& call : begun) recorder_->end(call, ended());
   }
 
   void pack(const Packing& packing) override { engine_->pack(packing); }
@@ -183,11 +183,11 @@ class RecordingEngine final : public Engine {
   CallState ended() const { return on_host_ ? CallState::kDone : CallState::kEnqueued; }
   // Ends calls with the current exception and rethrows it. The last call comes first, so that refused calls give their
   // numbers back.
-  [[noreturn]] void failed(const std::vector<std::uint64_t>& numbers) const {
+  [[noreturn]] void failed(const std::vector<BegunCall>& begun) const {
     const std::exception_ptr error = std::current_exception();
     Unplaced::place();
     const CallState state = state_of(error);
-    for (auto number = numbers.rbegin(); number != numbers.rend(); ++number) recorder_->end(*number, state);
+    for (auto call = begun.rbegin(); call != begun.rend(); ++call) recorder_->end(*call, state);
     std::rethrow_exception(about(error, recorder_->group()));
   }
 

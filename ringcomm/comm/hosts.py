@@ -19,6 +19,7 @@ from typing import Any
 from ringcomm import _C
 from ringcomm.arrays.devices import Device
 from ringcomm.errors import (
+    REINSTALL,
     CollectiveTimeoutError,
     EngineError,
     InvalidArgumentError,
@@ -30,6 +31,9 @@ from ringcomm.errors import (
 VARIABLE = "RINGCOMM_HOST"
 """Environment variable with the name of this rank's host, in place of the detected identity. Ranks with the same
 name share memory."""
+
+AT_CLOSE: list[Callable[[], None]] = []
+"""What is called when a communicator has closed an engine, whose record can still be read."""
 
 WIRE_VARIABLE = "RINGCOMM_WIRE_DTYPE"
 WIRE_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
@@ -272,12 +276,6 @@ def client_store(port: int) -> Any:
     return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 
 
-REINSTALL = (
-    "install a newer ringcomm, or build it beside this torch with `pip install --no-build-isolation --force-reinstall "
-    "--no-deps --no-binary ringcomm ringcomm`"
-)
-
-
 def extension(call: str) -> Any:
     """Returns the module `_c10d`, which is built against torch.
 
@@ -393,6 +391,8 @@ class Span:
         self.engine.close()
         if self._watch is not None:
             self._watch.stop()
+        for call in AT_CLOSE:
+            call()
 
 
 class Watch:

@@ -14,6 +14,7 @@ import resource
 import textwrap
 from dataclasses import asdict
 
+from ringcomm.errors import REINSTALL
 from ringcomm.observe import cuda
 from ringcomm.observe.cuda import Fact
 from ringcomm.terminal import columns
@@ -66,8 +67,6 @@ def _backend() -> Fact:
     torch_version = _torch_version()
     if torch_version is None:
         return Fact("torch", name, False, "torch is not installed; pip install torch, then ringcomm again")
-    from ringcomm.comm.hosts import REINSTALL
-
     try:
         import torch  # noqa: F401  its libraries must be there first
 

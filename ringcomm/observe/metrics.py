@@ -6,21 +6,25 @@ nothing itself. RINGCOMM_METRICS=file:PATH or port:N also gives them in the text
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from ringcomm.comm.hosts import AT_CLOSE
 from ringcomm.errors import InvalidArgumentError, shown
 from ringcomm.observe import record
 from ringcomm.validation import expects, validate_int
 
 VARIABLE = "RINGCOMM_METRICS"
 INTERVAL_S = 5.0
-"""How often the file is written, and how often a process without communicators looks whether it has one."""
+"""How often the file is written; at first more often, for runs that are short."""
+_SOON_S = 0.1
+"""How often a process looks whether it has a communicator, and then whether there is something to write."""
 
 _HELP = {  # name: what it is
     "ringcomm_calls_total": "Calls that were begun.",
@@ -44,7 +48,8 @@ def metrics(pid: int | None = None) -> dict[str, Any]:
              ``waited`` where the engine does not know for whom it waits (every engine but the cpu's inside a host).
     Raises:  InvalidArgumentError: the process does not exist, belongs to another user, or runs another version.
     """
-    found = [_communicator(*each) for each in record.totals(os.getpid() if pid is None else pid)]
+    taken = record.totals(os.getpid() if pid is None else pid)
+    found = [_communicator(*each) for each in taken if each[0]["group"]]  # 0: not connected yet, so without calls
     return {**_sums([op for each in found for op in each["ops"]]), "communicators": found}
 
 
@@ -96,7 +101,8 @@ def _samples(communicator: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]
 
 
 def serve_process(wish: str) -> None:
-    """Starts the thread that writes or serves the metrics of this process once it has a communicator.
+    """Starts the thread that writes or serves the metrics of this process once it has a communicator, and the same in
+    each process that is forked from it.
 
     Args:
         wish: "file:PATH" or "port:N".
@@ -108,10 +114,15 @@ def serve_process(wish: str) -> None:
             f"metrics: got {VARIABLE}={shown(wish)}, expected file:PATH or port:N with N from 1 to 65535; set one"
         )
     work = (lambda: _serve(int(where))) if is_port else (lambda: _keep_written(where))
-    threading.Thread(target=_guarded, args=(work,), name="ringcomm-metrics", daemon=True).start()
+
+    def start() -> None:
+        threading.Thread(target=_guarded, args=(work,), name="ringcomm-metrics", daemon=True).start()
+
+    os.register_at_fork(after_in_child=start)
+    start()
 
 
-def _guarded(work: Any) -> None:
+def _guarded(work: Callable[[], object]) -> None:
     try:
         work()
     except Exception as error:  # the job must not end because its metrics cannot be had
@@ -127,20 +138,53 @@ def _first_rank() -> int:
         ranks = [(-facts["world_size"], facts["rank"]) for facts, _, _ in record.totals(os.getpid()) if facts["group"]]
         if ranks:
             return int(min(ranks)[1])
-        pause.wait(min(0.1, INTERVAL_S))
+        pause.wait(_SOON_S)
+
+
+class _File:
+    """The file with the metrics of this process, which a thread writes again and again; the end of a communicator, and
+    the exit, write it once more."""
+
+    def __init__(self, where: str) -> None:
+        self._pid = os.getpid()
+        self._path = Path(where.replace("{rank}", str(_first_rank())).replace("{pid}", str(self._pid)))
+        self._lock = threading.Lock()
+        self._told = ""
+
+    def write(self) -> bool:
+        """Writes it, at once for its readers. An error is told once: the job, and the next attempt, must not end by it.
+
+        Returns: whether to wait before the next attempt; False while there is nothing to write yet.
+        """
+        with self._lock:
+            try:
+                found = text()
+                if found:  # else every communicator has ended: its last figures stay
+                    beside = self._path.with_name(f".{self._path.name}.{self._pid}")
+                    beside.write_text(found, encoding="utf-8")
+                    beside.replace(self._path)
+                return bool(found)
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+                if why != self._told:
+                    print(f"ringcomm metrics: {why}; tried again", file=sys.stderr, flush=True)
+                self._told = why
+                return True
+
+    def write_last(self) -> None:
+        """Writes it, in the process that it is of."""
+        if os.getpid() == self._pid:  # else a fork of this process, which has its own
+            self.write()
 
 
 def _keep_written(where: str) -> None:
-    """Writes the file again and again, each time at once for its readers."""
-    path = Path(where.replace("{rank}", str(_first_rank())).replace("{pid}", str(os.getpid())))
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    pause = threading.Event()
+    file = _File(where)
+    AT_CLOSE.append(file.write_last)
+    atexit.register(file.write_last)
+    pause, seconds = threading.Event(), _SOON_S
     while True:
-        found = text()
-        if found:  # else every communicator has ended: its last figures stay
-            beside.write_text(found, encoding="utf-8")
-            beside.replace(path)
-        pause.wait(INTERVAL_S)
+        seconds = min(2 * seconds, INTERVAL_S) if file.write() else _SOON_S
+        pause.wait(seconds)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -157,7 +201,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _serve(port: int) -> None:
-    """Serves the metrics on the loopback interface; each further rank of this host has the next port."""
-    own = int(os.environ.get("LOCAL_RANK") or _first_rank())
+    """Serves the metrics on the loopback interface, from the first communicator on: LOCAL_RANK, or this process's first
+    rank, is added to the port."""
+    rank = _first_rank()
+    own = int(os.environ.get("LOCAL_RANK") or rank)
     with ThreadingHTTPServer(("127.0.0.1", port + own), _Handler) as server:
         server.serve_forever()

@@ -172,7 +172,8 @@ def _taken(pid: int) -> tuple[list[bytes], str, int]:
         status = _status(pid)
         if status["State"][0] in "ZX":
             raise InvalidArgumentError(f"record: process {pid} has ended; its records ended with it: read its files")
-        taken = list(_memory_files(pid))
+        # The first bytes are written last, when the head of the file is whole.
+        taken = [each for each in _memory_files(pid) if any(each[:8])]
     except (FileNotFoundError, ProcessLookupError):
         raise InvalidArgumentError(f"record: expected a process, got {pid}, which there is none of; see ps") from None
     except PermissionError:

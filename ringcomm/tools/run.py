@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from ringcomm.errors import InvalidArgumentError
+from ringcomm.errors import REINSTALL, InvalidArgumentError
 from ringcomm.replace import VARIABLE, names_of
 
 _DESCRIPTION = """\
@@ -86,5 +86,5 @@ def _check_entry_point() -> None:
     if "ringcomm" not in importlib.metadata.entry_points(group="torch.backends").names:
         raise InvalidArgumentError(
             f"expected ringcomm among the entry points torch.backends of {sys.executable}, got an installation without "
-            "it; reinstall ringcomm with `pip install --no-build-isolation .`"
+            f"it; {REINSTALL}"
         )

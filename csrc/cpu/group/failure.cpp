@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "core/error.h"
+#include "core/on_exit.h"
 #include "cpu/group/state.h"
 #include "runtime/clock.h"
 #include "runtime/flight_recorder.h"
@@ -41,18 +42,21 @@ std::string place_of(const LoggedCall& call) {
 
 void Group::wait(int peer, const Flag* flag, std::uint64_t target, const Deadline& deadline) const {
   if (load_acquire(flag) >= target) return;
-  Clock::time_point next{};
+  Clock::time_point next{}, begin{};
+  const OnExit count([&] {  // also if the wait throws
+    if (waited_ && begin != Clock::time_point{})
+      fetch_add(waited_.get() + peer,
+                static_cast<std::uint64_t>(std::chrono::nanoseconds(Clock::now() - begin).count()));
+  });
   const auto has_come = [&] { return load_acquire(flag) >= target; };
   LongWait watch(*this, WaitKind::kCollective, peer, deadline.timeout_ms, flag);
-  const auto waited = wait_flag(flag, target, &control(peer).sleepers.value, patience_, [&] {
+  wait_flag(flag, target, &control(peer).sleepers.value, patience_, begin, [&] {
     wait_for(peer);
     watch.check(has_come);
     look_around(peer, deadline, has_come);
     check_interrupt(*deadline.call, next);
   });
   wait_for(-1);
-  if (waited_ && waited.count() > 0)
-    fetch_add(waited_.get() + peer, static_cast<std::uint64_t>(std::chrono::nanoseconds(waited).count()));
 }
 
 LongWait::~LongWait() {

@@ -34,19 +34,19 @@ inline void post(Flag* flag, std::uint64_t value, const Flag* sleepers) {
   if (load_after_store(sleepers) != 0) futex_wake(flag);
 }
 
-// Waits until *flag >= target. `check` is called regularly while waiting, and throws to end the wait. Returns how long
-// it waited after it had stopped spinning, because a clock costs too much for shorter waits.
+// Waits until *flag >= target. `check` is called regularly while waiting, and throws to end the wait. `begin` becomes
+// the time at which it stopped spinning, if it did: a clock costs too much for shorter waits.
 template <typename Check>
-Clock::duration wait_flag(const Flag* flag, std::uint64_t target, Flag* sleepers, const Patience& patience,
-                          const Check& check) {
+void wait_flag(const Flag* flag, std::uint64_t target, Flag* sleepers, const Patience& patience,
+               Clock::time_point& begin, const Check& check) {
   for (int i = 0; i < patience.spins; ++i) {
-    if (load_acquire(flag) >= target) return {};
+    if (load_acquire(flag) >= target) return;
     cpu_relax();
   }
-  const auto begin = Clock::now();
+  begin = Clock::now();
   for (int i = 0;; ++i) {
     for (int k = 0; k < patience.yields; ++k) {
-      if (load_acquire(flag) >= target) return Clock::now() - begin;
+      if (load_acquire(flag) >= target) return;
       yield();
     }
     check();
@@ -57,7 +57,7 @@ Clock::duration wait_flag(const Flag* flag, std::uint64_t target, Flag* sleepers
     const std::uint64_t seen = load_after_store(flag);
     if (seen < target) futex_wait(flag, seen, 20000);
     fetch_add(sleepers, static_cast<std::uint64_t>(-1));
-    if (load_acquire(flag) >= target) return Clock::now() - begin;
+    if (load_acquire(flag) >= target) return;
     check();
   }
 }
