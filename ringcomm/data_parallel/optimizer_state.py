@@ -76,7 +76,7 @@ class OptimizerState:
         holders: dict[str, set[int]] = {}
         for piece, state in pieces:
             for key, value in state.items():
-                if _is_alike(key, value, piece.param):
+                if is_alike(key, value, piece.param):
                     if key not in owned:
                         owned[key] = torch.zeros(bucket.end - bucket.start, dtype=value.dtype, device=value.device)
                     owned[key][piece.start - bucket.start : piece.end - bucket.start] = value.reshape(-1)
@@ -112,7 +112,7 @@ class OptimizerState:
         for i, state in parameters.items():
             segment = bucket.layout.segments[i]
             for key, value in state.items():
-                if not _is_alike(key, value, segment):
+                if not is_alike(key, value, segment):
                     if checked:
                         check_shape(key, value, segment.name, segment.shape, rank)
                     found.other.setdefault(i, {})[key] = value
@@ -173,7 +173,7 @@ def _is_number(value: Any) -> bool:
     return value.numel() == 1 if torch.is_tensor(value) else isinstance(value, (int, float))
 
 
-def _is_alike(key: str, value: Any, param: Any) -> bool:
+def is_alike(key: str, value: Any, param: Any) -> bool:
     """Whether a state has one value per element. A tensor of a subclass, such as a quantised one, is not counted,
     because it may not be possible to split it."""
     known = (

@@ -28,7 +28,7 @@ from torch import nn
 from ringcomm import errors
 from ringcomm.comm.communicator import Communicator
 from ringcomm.data_parallel.layout import Atom, FlatLayout, Segment
-from ringcomm.data_parallel.optimizer_state import _is_alike, check_shape
+from ringcomm.data_parallel.optimizer_state import is_alike, check_shape
 from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, RingcommError, rank_list
 
 STEP, PULL, STATE, LEAVE = range(4)
@@ -289,7 +289,7 @@ class Shard:
             mine: dict[str, Any] = {}
             for its, inside, place in self._flat.overlaps(entry):
                 for key, value in state_of(its).items():
-                    if not _is_alike(key, value, its):
+                    if not is_alike(key, value, its):
                         mine[key] = _loaded(key, value, p)
                         continue
                     part = _loaded(key, value.reshape(-1)[inside], p)
@@ -304,7 +304,7 @@ def _kind_of(segment: Segment, state: dict[str, Any], rank: int) -> str:
     """Returns what parameters in one entry must have in common: the counters, and which moments they have."""
     kinds: dict[str, Any] = {}
     for key, value in sorted(state.items()):
-        if _is_alike(key, value, segment):
+        if is_alike(key, value, segment):
             kinds[key] = value.dtype
         else:
             check_shape(key, value, segment.name, segment.shape, rank)
@@ -686,7 +686,7 @@ def unsharded_state(
             for p, inside, place in flat.overlaps(entry):
                 mine = found.setdefault(p, {}) if state else {}
                 for key, value in state.items():
-                    if not _is_alike(key, value, entry):
+                    if not is_alike(key, value, entry):
                         mine[key] = value.clone() if torch.is_tensor(value) else value
                         continue
                     if key not in mine:
