@@ -49,7 +49,7 @@ test: setup
 test-all: setup
 	$(PYTEST) -m ""
 
-lint: setup
+lint: $(VENV)/.tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
