@@ -637,6 +637,9 @@ def prefixes(comm: Communicator) -> None:
                 np.testing.assert_array_equal(out, wanted[comm.rank - 1])
             else:  # the identity
                 np.testing.assert_array_equal(combine(out, values[0]), values[0])
+    for op in set(_C.REDUCE_OPS) - set(PREFIXES):
+        with pytest.raises(errors.InvalidArgumentError, match=f"expected one of {', '.join(PREFIXES)};"):
+            comm.scan(np.ones(1), op)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
