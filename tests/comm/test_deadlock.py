@@ -35,10 +35,10 @@ def told(call: Callable[[], Any]) -> tuple[type[Exception] | None, str, float]:
     return None, "", time.monotonic() - start
 
 
-def check_told(outcomes: list[Any], limit_s: float = 8.0) -> None:
+def check_told(outcomes: list[Any]) -> None:
     for kind, text, seconds in outcomes:
         assert issubclass(kind, MismatchError), (kind, text)
-        assert seconds < limit_s
+        assert seconds < 30.0  # long before the limit of the call
         assert ADVICE in text
 
 

@@ -19,6 +19,7 @@ import torch
 
 import ringcomm
 from ringcomm import Communicator, errors
+from ringcomm.comm import launch
 from tests.support.choice import slow
 
 RANKS = ("threads", "processes")
@@ -216,7 +217,11 @@ def survives(comm: Communicator, folder: str) -> None:
         raise
 
 
-def test_of_a_dead_process_the_others_hear_in_which_call_it_is_missed(tmp_path: Path) -> None:
+def test_of_a_dead_process_the_others_hear_in_which_call_it_is_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_NEWS_S", 20.0)  # run_ranks leaves the survivors time
+    monkeypatch.setattr(launch, "_GRACE_S", 20.0)
     with pytest.raises(errors.RankFailedError):
         ringcomm.run_ranks(survives, 3, str(tmp_path), ranks="processes", timeout=60)
     texts = {each.name: each.read_text() for each in tmp_path.iterdir()}
