@@ -627,7 +627,7 @@ def prefixes(comm: Communicator) -> None:
         for dtype in ("int64", "uint8", "bool", "float64"):
             if not _C.supports(_C.DTYPES[dtype], _C.REDUCE_OPS[op]):
                 continue
-            values = [(np.arange(5) % 3 + rank).astype(dtype) for rank in range(comm.world_size)]
+            values = [(np.arange(5) % 3 - 1 + rank).astype(dtype) for rank in range(comm.world_size)]
             wanted = list(accumulate(values, combine))
             mine, out = values[comm.rank].copy(), np.zeros(5, dtype)
             assert comm.scan(mine, op) is mine
