@@ -83,7 +83,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def _api_page(title: str, floors: tuple[str, ...]) -> str:
     names = [name for name, path in public_names().items() if path.split(".")[1] in floors]
     names.sort(key=lambda name: (_is_module(public_names()[name]), floors.index(public_names()[name].split(".")[1])))
-    return f"# {title}\n\n" + "\n\n".join(f"::: ringcomm.{name}" for name in names)
+    return f"# {title}\n\n" + "\n\n".join(map(_api_entry, names))
+
+
+def _api_entry(name: str) -> str:
+    """Returns the directive for a name. A module whose members are public names themselves is shown without them."""
+    inside = [path for path in public_names().values() if path.rpartition(".")[0] == public_names()[name]]
+    return f"::: ringcomm.{name}" + ("\n    options:\n      members: false" if len(inside) > 1 else "")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
