@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import ringcomm
+from tests.support import ROOT
 
 pytestmark = pytest.mark.timeout(300)
 
-ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "examples" / "four_ranks.ipynb"
 COPIED = ("mkdocs.yml", "*.md", "LICENSE", "docs", "release")
 LINKED = ("benchmarks", "examples", "ringcomm")
