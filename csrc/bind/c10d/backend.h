@@ -89,6 +89,12 @@ class Backend final : public c10d::Backend {
   WorkPtr launch(c10d::OpType type, Task&& task, bool async, at::TensorList inputs, at::TensorList outputs);
   WorkPtr launch(c10d::OpType type, std::vector<Task>&& tasks, bool async, at::TensorList inputs,
                  at::TensorList outputs);
+  WorkPtr start(c10d::OpType type, Task&& task, bool async, at::TensorList inputs, at::TensorList outputs);
+  WorkPtr start(c10d::OpType type, std::vector<Task>&& tasks, bool async, at::TensorList inputs,
+                at::TensorList outputs);
+  template <typename Body>
+  WorkPtr recorded(c10d::OpType type, const Call& call, bool async, at::TensorList inputs, at::TensorList outputs,
+                   const Body& body);
   intrusive_ptr<AsyncWork> begin(c10d::OpType type, const Site& site, at::TensorList inputs);
   void run(Task& task);
   Task allgather_task(const Site& site, Tensor& output, const Tensor& input, bool async,
