@@ -130,8 +130,8 @@ intrusive_ptr<AsyncWork> Backend::begin(OpType type, const Site& site, at::Tenso
 
 // Runs `body`, under a profiler within the event `record_param_comms`.
 template <typename Body>
-WorkPtr Backend::recorded(OpType type, const Call& call, bool async, at::TensorList inputs, at::TensorList outputs,
-                          const Body& body) {
+WorkPtr Backend::recorded(OpType type, const Call& call, [[maybe_unused]] bool async, at::TensorList inputs,
+                          at::TensorList outputs, const Body& body) {
   if (C10_LIKELY(!at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value())) return body();
   const bool p2p = c10d::isP2POp(type), uneven = type == OpType::ALLTOALL_BASE && !call.input_parts.empty();
   const auto sequence = std::make_tuple(static_cast<std::int64_t>(sequence_.load() + (p2p ? 0 : 1)), p2p);
