@@ -1,0 +1,332 @@
+"""Metrics: what the flight recorder counts, as a dict, as Prometheus reads it, in a file and on a port."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ringcomm
+from ringcomm import _C, Communicator
+from ringcomm.observe import metrics as module
+
+
+def calls(comm: Communicator) -> dict[str, Any]:
+    """Makes calls of every kind; returns what was counted of this rank's communicator."""
+    x, four = np.ones(1000, np.float32), np.ones(4, np.float64)
+    for _ in range(300):  # more than the flight recorder keeps
+        comm.all_reduce(x)
+    comm.all_reduce(x, algorithm="ring")
+    comm.all_gather(four)
+    comm.gather(four, 0)
+    comm.broadcast(x, async_op=True).wait()
+    comm.send(four, 1) if comm.rank == 0 else comm.recv(four, 0)
+    if comm.rank == 1:
+        time.sleep(0.2)
+    comm.barrier()
+    with suppress(ringcomm.InvalidArgumentError):
+        comm.broadcast(x, 7)
+    found = [each for each in ringcomm.metrics()["communicators"] if is_of(each, comm)]
+    comm.barrier()
+    return found[-1]
+
+
+def is_of(found: dict[str, Any], comm: Communicator) -> bool:
+    """Whether this is of a rank's communicator: a process may have others."""
+    rings = [op for op in found["ops"] if op["algorithm"] == "ring"]
+    return (found["rank"], found["world_size"], len(rings)) == (comm.rank, comm.world_size, 1)
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_every_call_is_counted_with_its_bytes(ranks: str) -> None:
+    for rank, found in enumerate(ringcomm.run_ranks(calls, 2, ranks=ranks)):
+        assert (found["engine"], found["rank"], found["world_size"]) == ("cpu", rank, 2)
+        counted = {(op["op"], op["algorithm"]): (op["calls"], op["failed"], op["bytes"]) for op in found["ops"]}
+        assert counted == {
+            ("all_reduce", "auto"): (300, 0, 300 * 4000),
+            ("all_reduce", "ring"): (1, 0, 4000),
+            ("all_gather", "auto"): (1, 0, 64),
+            ("gather", "auto"): (1, 0, 64 if rank == 0 else 32),
+            ("broadcast", "auto"): (1, 0, 4000),
+            ("recv" if rank else "send", "auto"): (1, 0, 32),
+            ("barrier", "auto"): (1, 0, 0),
+        }
+        assert all(op["seconds"] > 0 for op in found["ops"])
+    waits = ringcomm.run_ranks(calls, 2, ranks=ranks)[0]["waited"]
+    assert [*waits] == [1]
+    assert waits[1] > 0.1  # rank 1 slept for 0.2 s
+
+
+def test_what_failed_is_counted() -> None:
+    found: list[dict[str, Any]] = []
+
+    def rank(comm: Communicator) -> None:
+        with pytest.raises(ringcomm.RingcommError):
+            comm.all_reduce(np.ones(4 + comm.rank))
+        if comm.rank == 0:
+            found.extend(each for each in ringcomm.metrics()["communicators"] if each["rank"] == 0)
+
+    ringcomm.run_ranks(rank, 2)
+    assert any(op["failed"] == op["calls"] == 1 for each in found for op in each["ops"])
+
+
+def test_what_failed_is_counted_when_newer_calls_have_taken_its_entry(tmp_path: Path) -> None:
+    (tmp_path / "many.py").write_text(MANY)
+    environment = {**os.environ, "RINGCOMM_RECORD": "2"}
+    done = subprocess.run(
+        [sys.executable, "many.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert json.loads(done.stdout) == [8, 8], done.stderr
+
+
+MANY = """
+import json, time
+import numpy as np
+import ringcomm
+
+def rank(comm):
+    if comm.rank == 1:
+        return
+    works = [comm.all_reduce(np.ones(8), async_op=True) for _ in range(8)]
+    for work in works:
+        try:
+            work.wait()
+        except ringcomm.RingcommError:
+            pass
+    for each in ringcomm.metrics()["communicators"]:
+        if each["rank"] == 0 and each["ops"]:
+            print(json.dumps([each["ops"][0]["calls"], each["ops"][0]["failed"]]))
+
+ringcomm.run_ranks(rank, 2, ranks="threads", timeout=30)
+"""
+
+
+def test_a_wait_that_fails_is_counted() -> None:
+    waited: list[float] = []
+    counted = threading.Event()
+
+    def rank(comm: Communicator) -> None:
+        if comm.rank == 0:
+            with pytest.raises(ringcomm.CollectiveTimeoutError):
+                comm.all_reduce(np.ones(4), algorithm="ring", timeout=0.3)
+            found = [each for each in ringcomm.metrics()["communicators"] if is_of(each, comm)]
+            waited.append(found[-1]["waited"][1])
+            counted.set()
+        else:
+            counted.wait(30.0)
+
+    ringcomm.run_ranks(rank, 2)
+    assert waited[0] > 0
+
+
+def test_an_engine_that_is_not_connected_is_not_counted() -> None:
+    engine = _C.Engine("cpu", 0, 2, 1000)
+    assert not [each for each in ringcomm.metrics()["communicators"] if each["group"] == "0"]
+    engine.close()
+
+
+@pytest.mark.parametrize("nbytes", [0, 4096])
+def test_memory_that_is_not_written_yet_is_left_out(nbytes: int) -> None:
+    before = len(ringcomm.metrics()["communicators"]), len(ringcomm.record.records())
+    fd = os.memfd_create(_C.RECORD_NAME)
+    try:
+        os.truncate(fd, nbytes)
+        assert (len(ringcomm.metrics()["communicators"]), len(ringcomm.record.records())) == before
+    finally:
+        os.close(fd)
+
+
+def test_the_sums_are_those_of_the_communicators() -> None:
+    def rank(comm: Communicator) -> dict[str, Any]:
+        comm.all_reduce(np.ones(8))
+        return ringcomm.metrics()
+
+    found = ringcomm.run_ranks(rank, 1)[0]
+    ops = [op for each in found["communicators"] for op in each["ops"]]
+    for name in ("calls", "failed", "bytes", "seconds"):
+        assert found[name] == sum(op.get(name, 0) for op in ops)
+    json.dumps(found)
+
+
+def test_the_text_is_that_of_prometheus() -> None:
+    def rank(comm: Communicator) -> str:
+        comm.all_reduce(np.ones(8))
+        comm.barrier()
+        return module.text()
+
+    lines = ringcomm.run_ranks(rank, 2)[0].splitlines()
+    typed = {line.split()[2] for line in lines if line.startswith("# TYPE")}
+    helped = {line.split()[2] for line in lines if line.startswith("# HELP")}
+    samples = [line for line in lines if not line.startswith("#")]
+    form = r'(ringcomm_\w+_total)\{\w+="[\w.]+"(,\w+="[\w.]+")*\} (\d+(\.\d+)?(e-?\d+)?)'
+    named = {found[1] for line in samples if (found := re.fullmatch(form, line))}
+    assert all(re.fullmatch(form, line) for line in samples)
+    assert typed == helped == named == {*module._HELP}
+    wanted = r'ringcomm_bytes_total\{.*rank="0",world_size="2",op="all_reduce",algorithm="auto"\} 64'
+    assert any(re.fullmatch(wanted, line) for line in samples)
+
+
+JOB = """
+import os, sys, time
+import numpy as np
+import ringcomm
+
+def rank(comm):
+    comm.all_reduce(np.ones(8))
+    print(os.getpid(), flush=True)
+    if comm.rank == 0:
+        sys.stdin.readline()
+    comm.barrier()
+
+if __name__ == "__main__":
+    if sys.argv[1] == "ranks":
+        ringcomm.run_ranks(rank, 2, ranks="threads", timeout=100)
+    with ringcomm.init() as comm:
+        rank(comm)
+"""
+
+
+def job(folder: Path, wish: str, **more: str) -> subprocess.Popen[str]:
+    (folder / "job.py").write_text(JOB)
+    return subprocess.Popen(
+        [sys.executable, "job.py", "one"], cwd=folder, env={**os.environ, "RINGCOMM_METRICS": wish, **more},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def end(process: subprocess.Popen[str]) -> str:
+    """Ends the job; returns what it wrote to its standard error."""
+    told = process.communicate("\n", timeout=60)[1]
+    assert process.returncode == 0, told
+    return told
+
+
+def test_a_file_is_written_while_the_job_runs(tmp_path: Path) -> None:
+    process = job(tmp_path, "file:at-{rank}-{pid}.prom")
+    path = tmp_path / f"at-0-{process.pid}.prom"
+    while not (path.exists() and "all_reduce" in path.read_text()):
+        assert process.poll() is None
+        time.sleep(0.02)
+    assert 'rank="0",world_size="1",op="all_reduce",algorithm="auto"} 64' in path.read_text()
+    assert end(process) == ""
+    assert 'op="barrier"' in path.read_text()  # the last call
+    assert sorted(each.name for each in tmp_path.iterdir()) == [path.name, "job.py"]
+
+
+FORK = """
+import os, sys, time
+import numpy as np
+import ringcomm
+
+child = os.fork()
+if child:
+    sys.exit(os.waitpid(child, 0)[1])
+comm = ringcomm.init()
+comm.all_reduce(np.ones(8))
+until = time.monotonic() + 20
+while not os.path.exists(f"at-{os.getpid()}.prom") and time.monotonic() < until:
+    time.sleep(0.02)
+comm.barrier()
+"""
+
+
+def test_a_forked_process_has_its_own_file(tmp_path: Path) -> None:
+    (tmp_path / "fork.py").write_text(FORK)
+    environment = {**os.environ, "RINGCOMM_METRICS": "file:at-{pid}.prom"}
+    subprocess.run([sys.executable, "fork.py"], cwd=tmp_path, env=environment, check=True, timeout=60)
+    (path,) = tmp_path.glob("*.prom")
+    assert 'op="barrier"' in path.read_text()
+
+
+def test_an_error_does_not_end_the_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "_first_rank", lambda: 3)
+    monkeypatch.setattr(module, "text", lambda: "some")
+    file = module._File(str(tmp_path / "later" / "{rank}.prom"))
+    for _ in range(2):
+        assert file.write()
+    told = capsys.readouterr().err
+    assert told.startswith("ringcomm metrics: FileNotFoundError")
+    assert told.count("\n") == 1
+    (tmp_path / "later").mkdir()
+    assert file.write()
+    assert (tmp_path / "later" / "3.prom").read_text() == "some"
+
+
+def test_a_port_is_opened_for_a_communicator_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_communicator() -> int:
+        raise TimeoutError
+
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(module, "_first_rank", no_communicator)
+    monkeypatch.setattr(module, "ThreadingHTTPServer", None)
+    with pytest.raises(TimeoutError):
+        module._serve(0)
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def test_a_port_of_the_loopback_interface_serves_it(tmp_path: Path) -> None:
+    port = free_port()
+    process = job(tmp_path, f"port:{port - 1}", LOCAL_RANK="1")
+    text = ""
+    while "all_reduce" not in text:
+        assert process.poll() is None
+        with suppress(OSError):
+            text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+        time.sleep(0.02)
+    listening = Path(f"/proc/{process.pid}/net/tcp").read_text()
+    assert f"0100007F:{port:04X}" in listening
+    assert f"00000000:{port:04X}" not in listening
+    assert end(process) == ""
+
+
+def test_a_job_goes_on_without_its_metrics(tmp_path: Path) -> None:
+    process = job(tmp_path, "file:nowhere/at.prom")
+    assert process.stdout is not None
+    process.stdout.readline()
+    assert process.stderr is not None
+    assert "ringcomm metrics: FileNotFoundError" in process.stderr.readline()
+    end(process)
+
+
+@pytest.mark.parametrize("wish", ["on", "file:", "port:", "port:0", "port:70000", "port:http", "file"])
+def test_a_wish_that_is_none_is_refused(wish: str) -> None:
+    with pytest.raises(ringcomm.InvalidArgumentError, match=r"got RINGCOMM_METRICS=.*, expected file:PATH or port:N"):
+        module.serve_process(wish)
+
+
+def test_metrics_of_another_process_and_of_none(tmp_path: Path) -> None:
+    process = job(tmp_path, "")
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    assert [op["op"] for each in ringcomm.metrics(pid)["communicators"] for op in each["ops"]] == ["all_reduce"]
+    end(process)
+    with pytest.raises(ringcomm.InvalidArgumentError, match=r"there is none of|has ended"):
+        ringcomm.metrics(pid)
+
+
+def test_without_a_record_nothing_is_counted(tmp_path: Path) -> None:
+    process = job(tmp_path, "", RINGCOMM_RECORD="0")
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    assert ringcomm.metrics(pid) == {"calls": 0, "failed": 0, "bytes": 0, "communicators": []}
+    end(process)
