@@ -11,7 +11,7 @@ from torch.distributed.flight_recorder import fr_trace
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.observe import record, torch_dump
 from ringcomm.observe.record import Record
-from tests.test_record_view import made, made_call
+from tests.observe.test_record_view import made, made_call
 
 
 def analysed(folder: Path, *found: Record) -> list[tuple[str, bool]]:
