@@ -272,8 +272,9 @@ def _missing(schedule: Schedule, action: Action, reached: Sequence[int]) -> tupl
     raise AssertionError(f"{action} misses nothing")
 
 
-def table(schedule: Schedule) -> str:
-    """Returns the schedule as text on a time axis: a line for each rank, a column for each unit of time.
+def table(schedule: Schedule, columns: int | None = None) -> str:
+    """Returns the schedule as text on a time axis: a line for each rank, a column for each unit of time; in several
+    blocks, one below the other, if it is wider than ``columns`` characters.
 
     A forward pass, I and W take one unit; a whole backward pass takes two (``--`` is its second half); ``.`` is idle.
     The stage is named where a rank has several.
@@ -287,13 +288,18 @@ def table(schedule: Schedule) -> str:
             label = str(action) if several else f"{action.kind.value}{action.microbatch}"
             line[int(start) : int(stop)] = [label, *["--"] * (int(stop - start) - 1)]
     names = [f"rank {rank}" for rank in range(schedule.world_size)]
-    return _aligned(["time", *names], [[str(t) for t in range(end)], *cells])
+    return _aligned(["time", *names], [[str(t) for t in range(end)], *cells], columns)
 
 
-def _aligned(names: list[str], lines: list[list[str]]) -> str:
-    left = max(map(len, names))
-    width = max(len(cell) for line in lines for cell in line)
-    return "\n".join(
-        " ".join([name.ljust(left + 1), *(cell.ljust(width) for cell in line)]).rstrip()
-        for name, line in zip(names, lines, strict=True)
-    )
+def _aligned(names: list[str], lines: list[list[str]], columns: int | None) -> str:
+    left = max(map(len, names)) + 1
+    width = max(len(cell) for line in lines for cell in line) + 1
+    fit = len(lines[0]) if columns is None else max(1, (columns - left) // width)
+    blocks = [
+        "\n".join(
+            name.ljust(left) + "".join(f" {cell}".ljust(width) for cell in line[first : first + fit]).rstrip()
+            for name, line in zip(names, lines, strict=True)
+        )
+        for first in range(0, len(lines[0]), fit)
+    ]
+    return "\n\n".join(blocks)

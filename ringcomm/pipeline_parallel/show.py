@@ -10,6 +10,7 @@ from ringcomm.errors import RingcommError
 from ringcomm.pipeline_parallel.check import COSTS, bubble, check, formula, table, times
 from ringcomm.pipeline_parallel.picture import draw
 from ringcomm.pipeline_parallel.schedules import SCHEDULES, Kind, schedule_of
+from ringcomm.terminal import columns
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         rows = times(schedule, cost, a.latency)
         share = bubble(schedule, cost)
         known = formula(schedule.name, a.ranks, a.microbatches, a.chunks) if cost == COSTS else None
-        print(table(schedule))
+        print(table(schedule, columns()))
         print(f"\nidle {share:.1%}" + ("" if known is None else f", by the published formula {known:.1%}"))
         print("activations held, by rank: " + " ".join(map(str, schedule.held())))
         if a.out is not None:

@@ -205,6 +205,17 @@ def test_printed_tables(case: str) -> None:
     assert table(schedule_of(name, *map(int, numbers))) == dedent(TABLES[case]).strip()
 
 
+def test_a_table_that_is_wider_than_the_terminal_goes_on_below() -> None:
+    schedule = schedule_of("1f1b", 4, 8, 1)
+    lines, blocks = table(schedule).splitlines(), table(schedule, 60).split("\n\n")
+    assert len(blocks) > 1
+    assert max(map(len, "\n".join(blocks).splitlines())) <= 60
+    for row, line in enumerate(lines):
+        cells = [cell for block in blocks for cell in block.splitlines()[row].removeprefix(f"rank {row - 1}").split()]
+        assert [cell for cell in cells if cell != "time"] == line.removeprefix(f"rank {row - 1}").split()[row == 0 :]
+    assert all(len(block.splitlines()) == len(lines) for block in table(schedule, 1).split("\n\n"))
+
+
 def test_interleaved_is_the_order_of_the_paper() -> None:
     """Its figure with 4 ranks, 8 micro-batches and 2 chunks."""
     first, *_, last = (" ".join(map(str, row[:14])) for row in interleaved(4, 8, 2).rows)

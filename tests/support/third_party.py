@@ -72,8 +72,12 @@ class Run:
         return model.no_sync() if self.way == DDP else ringcomm.no_sync(model)
 
     def unsharded(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """Every parameter can be read inside."""
-        return contextlib.nullcontext() if self.way == DDP else ringcomm.whole(model)
+        """Every parameter can be read inside, and buffers are rank 0's."""
+        if self.way != DDP:
+            return ringcomm.whole(model)
+        for x in model.buffers():
+            dist.broadcast(x.data, 0)
+        return contextlib.nullcontext()
 
     def clip(self, model: nn.Module, max_norm: float) -> torch.Tensor:
         """Clips by the norm, whose bits do not depend on the order of the sum."""
