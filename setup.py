@@ -118,6 +118,7 @@ class CMakeBuild(build_ext):
             *("-S", str(ROOT), "-B", str(build), "-G", "Ninja"),
             f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
             f"-DCMAKE_BUILD_TYPE={os.environ.get('RINGCOMM_BUILD_TYPE', 'Release')}",
+            "-U_Python_*",  # what CMake found for the Python of an earlier wheel
             f"-DPython_EXECUTABLE={sys.executable}",
             "-DRINGCOMM_BUILD_PYTHON=ON",
             f"-DRINGCOMM_PYBIND11_INCLUDE={pybind11_include()}",
