@@ -5,8 +5,8 @@ checked.
     OMP_NUM_THREADS=1 python -m benchmarks.fuzz --processes --programs 10000       # ranks are processes
     OMP_NUM_THREADS=1 python -m benchmarks.fuzz --backend --programs 10000         # over torch.distributed's "ringcomm"
 
-tests/support/programs.py defines the programs, tests/test_fuzz.py is the short form. Program k of a seed is always the
-same. A program that fails is reduced and printed as calls; the run then continues. Exit status 1 if any failed.
+tests/support/programs.py defines the programs, tests/comm/test_fuzz.py is the short form. Program k of a seed is always
+the same. A program that fails is reduced and printed as calls; the run then continues. Exit status 1 if any failed.
 """
 
 from __future__ import annotations

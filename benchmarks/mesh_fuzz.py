@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.mesh_fuzz --programs 5000 --workers 2 --write
 
-tests/support/mesh_programs.py defines the programs, tests/test_mesh_fuzz.py is the short form. Program k of a seed is
+tests/support/mesh_programs.py defines the programs, tests/mesh/test_fuzz.py is the short form. Program k of a seed is
 always the same. A program that fails is reduced and printed; the run then continues. Ctrl-C ends it with the report so
 far. Exit status 1 if any failed.
 """

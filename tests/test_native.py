@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.support import ROOT
 from tests.support.choice import slow
-from tests.support.emulated import EMULATES, ROOT, build, module, run
+from tests.support.emulated import EMULATES, build, module, run
 
 PLAIN = ""
 SANITIZED = {  # what to instrument: world sizes of engine_test

@@ -21,8 +21,8 @@ import setuptools
 
 import ringcomm
 from release import matrix
+from tests.support import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 NOT_HANDED_OUT = (".ci/", ".gitignore")
 
 

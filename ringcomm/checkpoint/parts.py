@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -176,8 +176,3 @@ def _refuse_foreign(params: list[torch.Tensor], flat: ShardedModel, call: str) -
             f"{call}: rank {flat.ranks.rank} got an optimizer with a parameter of shape {tuple(params[0].shape)} that "
             "is not the module's, expected the module's own; give the others an optimizer of their own"
         )
-
-
-def is_alike(key: str, value: Any, param: torch.Tensor) -> bool:
-    """Whether a state has one value per element."""
-    return torch.is_tensor(value) and key != "step" and value.shape == param.shape

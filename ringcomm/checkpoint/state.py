@@ -12,7 +12,6 @@ import torch
 from ringcomm.checkpoint.files import Names, Outgoing, pack_value
 from ringcomm.checkpoint.parts import (
     OptimizerParams,
-    is_alike,
     is_writer,
     name_of,
     named_segments_of,
@@ -22,7 +21,7 @@ from ringcomm.checkpoint.parts import (
 )
 from ringcomm.checkpoint.world import World
 from ringcomm.data_parallel.bucket import Bucket
-from ringcomm.data_parallel.optimizer_state import State
+from ringcomm.data_parallel.optimizer_state import State, is_alike
 from ringcomm.data_parallel.shard_spec import part_of
 from ringcomm.data_parallel.sharded_model import ShardedModel
 from ringcomm.errors import InvalidArgumentError, UnsupportedError

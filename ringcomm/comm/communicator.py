@@ -48,6 +48,8 @@ from ringcomm.errors import (
 )
 from ringcomm.validation import as_int
 
+_AUTO = "auto"
+"""The string that a call without ``algorithm`` has; another of the same letters takes the slow path."""
 _CASTABLE = ("float32", "float64", "float16", "bfloat16")
 _SUMS_IN = dict.fromkeys(("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"), "float32") | {
     "complex32": "complex64"
@@ -201,18 +203,17 @@ class Communicator:
     ) -> Any:
         """Fast path: makes a call whose arguments need no preparation, and returns what its method returns. Returns
         NotImplemented if nothing was done."""
-        usual = timeout is None and stream is None and factor is None
-        if not usual or type(algorithm) is not str or algorithm != "auto" or type(async_op) is not bool:
+        if timeout is not None or stream is not None or factor is not None or algorithm is not _AUTO:
             return NotImplemented
-        starts = async_op or self._group is not None
+        starts = async_op is not False or self._group is not None
         make = self._submit_plain_native if starts else self._run_plain_native  # None once the communicator is closed
         engine = self._engine
-        if make is None or engine is None:
-            return NotImplemented
         if starts:
+            if type(async_op) is not bool:
+                return NotImplemented
             profiling.look()
-        if profiling.profiler._is_profiler_enabled:
-            return NotImplemented  # the slow path records the names of calls
+        if make is None or engine is None or profiling.profiler._is_profiler_enabled:
+            return NotImplemented  # the slow path raises, and records the names of calls
         made = make(op, reduce_op, root, tag, x, out)
         if made is None:
             return NotImplemented

@@ -33,8 +33,8 @@ _UNGUARDED = (
 Place = tuple[str, Device]
 """Each rank's engine kind and device."""
 _MOST_RANKS = 1 << 16  # on one machine
-_NEWS_S = 0.5  # time for ranks to detect a death themselves; their errors name the call and place
-_GRACE_S = 2.0  # time for the other ranks to end by themselves after one has failed
+_NEWS_S = 1.0  # time for ranks to detect a death themselves; their errors name the call and place
+_GRACE_S = 5.0  # time for the other ranks to end by themselves after one has failed
 
 
 @dataclass(frozen=True)

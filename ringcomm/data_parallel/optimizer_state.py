@@ -176,9 +176,8 @@ def _is_number(value: Any) -> bool:
 def is_alike(key: str, value: Any, param: Any) -> bool:
     """Whether a state has one value per element. A tensor of a subclass, such as a quantised one, is not counted,
     because it may not be possible to split it."""
-    known = (
-        key in _MOMENTS if param.shape == () else key != "step"
-    )  # a parameter without dimensions has the same shape as its counters
+    # A parameter without dimensions has the shape of its counters, so there the name decides.
+    known = key in _MOMENTS if param.shape == () else key != "step"
     return known and type(value) is torch.Tensor and tuple(value.shape) == tuple(param.shape)
 
 

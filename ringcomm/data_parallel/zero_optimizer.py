@@ -22,7 +22,7 @@ from ringcomm.comm.rendezvous import communicator_of
 from ringcomm.data_parallel.group import DataParallelGroup, refuse_several
 from ringcomm.data_parallel.layout import Atom, FlatLayout, Segment
 from ringcomm.data_parallel.optimizer import is_elementwise, refuse_unusable
-from ringcomm.data_parallel.optimizer_state import check_shape, merged
+from ringcomm.data_parallel.optimizer_state import check_shape, is_alike, merged
 from ringcomm.data_parallel.sharded_model import place_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.validation import COMMUNICATOR, FLAG, Wanted, a, expects, several, that
@@ -151,7 +151,7 @@ class _Buffer:
         holders: dict[str, set[int]] = {}
         for piece in self.pieces:
             for key, value in state.get(piece.param, {}).items():
-                if _is_alike(key, value, piece.param):
+                if is_alike(key, value, piece.param):
                     types[key] = value.dtype
                     holders.setdefault(key, set()).add(piece.segment)
                 else:
@@ -169,10 +169,6 @@ class _Buffer:
             for i in everywhere[key] if unsharded is not None else ():
                 found[i][key] = self.layout.part(unsharded.reshape(-1), i).clone()
         return found if to is None or to == self.ranks.rank else None
-
-
-def _is_alike(key: str, value: Any, param: torch.Tensor) -> bool:
-    return torch.is_tensor(value) and key != "step" and value.shape == param.shape
 
 
 def _groups(params: Any) -> list[Any]:

@@ -35,7 +35,7 @@ _MOST_RANKS = 1 << 20
 _FORMAT = 2  # version of the files
 _TYPES = {"int": int, "str": str, "bool": bool, "tuple[Call, ...]": tuple}
 _BEYOND = 1 << 63  # records hold smaller integers
-_SEARCH_S = 2.0  # time to search this machine's processes for the note on an error
+_SEARCH_S = 1.0  # time to search this machine's processes for the note on an error
 _NOTE_CALLS, _NOTE_LINES = 3, 12
 _KEPT_NOTES = 64
 _T = TypeVar("_T")
@@ -190,17 +190,18 @@ def find(*groups: int) -> list[Record]:
 
 
 def _search(groups: Iterable[int], seconds: float | None) -> list[Record]:
+    """Looks at the nearest process numbers first: the ranks of a job are started together."""
     wanted = {*groups} - {0}
     deadline = None if seconds is None else time.monotonic() + seconds
     found: list[Record] = []
-    for name in os.listdir("/proc"):
+    processes = sorted(map(int, filter(str.isdecimal, os.listdir("/proc"))), key=lambda pid: abs(pid - os.getpid()))
+    for pid in processes:
         if deadline is not None and time.monotonic() > deadline:
             break
-        if name.isdecimal():
-            with suppress(InvalidArgumentError, OSError):
-                if os.stat(f"/proc/{name}").st_uid != os.geteuid():
-                    continue  # root may read it, but its contents cannot be trusted
-                found += _records(int(name), wanted)
+        with suppress(InvalidArgumentError, OSError):
+            if os.stat(f"/proc/{pid}").st_uid != os.geteuid():
+                continue  # root may read it, but its contents cannot be trusted
+            found += _records(pid, wanted)
     return found
 
 

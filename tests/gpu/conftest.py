@@ -1,5 +1,5 @@
 """Tests that need a GPU. `make gpu` runs them on a machine that has one; everywhere else they skip, and
-tests/test_gpu_dry_run.py runs them on an emulated GPU, with few and small cases.
+tests/cuda/test_gpu_dry_run.py runs them on an emulated GPU, with few and small cases.
 
 Where RINGCOMM_GPU_OUT names a gpu.json, the outcome of each test is put there, and tests that are in it are left out: a
 process that has lost the GPU ends, and another goes on."""

@@ -22,10 +22,10 @@ from ringcomm import _C
 from ringcomm.comm import nccl
 from tests.gpu.nccl_rank import cells
 from tests.gpu.on_gpu import LIMITS_S, in_processes, real
+from tests.support import ROOT
 from tests.support.reference import same_bits
 
 pytestmark = [in_processes, real]
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def why_not(way: str) -> str:

@@ -1,4 +1,4 @@
-"""What tests/test_cuda_engine.py runs in a Python whose cuda devices are emulated: their memory is the host's, so that
+"""What tests/cuda/test_engine.py runs in a Python whose cuda devices are emulated: their memory is the host's, so that
 the arrays are ordinary ones, on `device="cuda"`."""
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import ringcomm
 from ringcomm import _C, Communicator, errors
 from ringcomm.comm import hosts
 from ringcomm.observe import record
-from tests import test_collectives as matrix
+from tests.comm import test_collectives as matrix
+from tests.comm.test_communicator import every_method
 from tests.support.reference import DTYPES, factor_of, has_oneshot, ops_of, reduced, same_bits, values
-from tests.test_communicator import every_method
 
 LIMIT_S = 60
 _DLPACK_CUDA = 2

@@ -1,4 +1,4 @@
-"""What tests/test_cuda_training.py and tests/gpu run of tensor, pipeline and context parallel on a CUDA engine."""
+"""What tests/cuda/test_training.py and tests/gpu run of tensor, pipeline and context parallel on a CUDA engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests/test_cuda_training.py runs in a Python that has the emulated CUDA engine."""
+"""What tests/cuda/test_training.py runs in a Python that has the emulated CUDA engine."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from tests.support import ROOT
+
 MODULE = "RINGCOMM_TEST_MODULE"  # path of the emulated `_C`, for children
 # The core then takes half the time to compile and no more to run; the plain build is optimized as the installed one is.
 INSTRUMENTED = ("-DCMAKE_BUILD_TYPE=Instrumented", "-DCMAKE_CXX_FLAGS_INSTRUMENTED=-O1 -DNDEBUG")

@@ -24,7 +24,8 @@ from functools import cache
 from io import BytesIO
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from tests.support import ROOT
+
 NATIVE = (".h", ".cpp", ".cu", ".c")
 COLUMNS = 120
 CHANGES_THE_PATH = re.compile(

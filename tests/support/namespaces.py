@@ -21,12 +21,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 INTERFACE = "rc0"
 MTU = 16000  # fewer packets for a program to carry
-ROOT = Path(__file__).resolve().parent.parent.parent
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _CLONE_NEWNET = 0x40000000
 

@@ -1,4 +1,4 @@
-"""What tests/test_nccl.py runs in a Python whose cuda devices are emulated and whose NCCL is a fake
+"""What tests/hierarchy/test_nccl.py runs in a Python whose cuda devices are emulated and whose NCCL is a fake
 (tests/support/fake_nccl): ranks as threads, on hosts that are pretended. The bits must be those of the cpu engine on
 one host."""
 

@@ -9,14 +9,13 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.support import torch_ranks
+from tests.support import ROOT, torch_ranks
 
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+EXAMPLES = ROOT / "examples"
 
 
 def example(name: str) -> Any:

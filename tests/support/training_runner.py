@@ -120,7 +120,7 @@ class Plain:
 
     def send(self, tensors: list[torch.Tensor]) -> None:
         for x in tensors:
-            self.comm.broadcast(x.detach(), 0)
+            self.comm.broadcast(x.data, 0)  # as in torch's DDP, a backward pass may have saved the buffer
 
     def forward(self, *args: Any) -> Any:
         """Begins with rank 0's buffers, but for a pass that follows one without synchronisation, as torch's does."""

@@ -1,0 +1,204 @@
+"""Layers with fused outputs, cut as their module parts them and otherwise: real models of transformers, which compute
+the same over the ranks or say so in their first forward pass."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ringcomm.errors import InvalidArgumentError
+from ringcomm.tensor_parallel.outputs import ShardedOutputs
+from ringcomm.tensor_parallel.plan import parallelize
+from ringcomm.tensor_parallel.styles import Colwise
+from tests.support.tensor_cases import on_ranks
+from tests.tensor_parallel.test_transformers import VOCABULARY, check, gpt2, run, spread
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformers") is None, reason="needs transformers: pip install transformers"
+    ),
+]
+Plan = dict[str, Any]
+
+
+def built(kind: str, **options: Any) -> nn.Module:
+    import transformers
+
+    common = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": None}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{**common, **options})
+    return spread(getattr(transformers, f"{kind}ForCausalLM")(config))
+
+
+SMALL = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 32}
+CODE = {"n_embd": 48, "n_layer": 1, "n_head": 12, "n_positions": 32, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+NEOX: Plan = {
+    "*.query_key_value": "colwise", "*.attention.dense": "rowwise", "*.dense_h_to_4h": "colwise",
+    "*.dense_4h_to_h": "rowwise",
+}  # fmt: skip
+FALCON = {
+    "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 12, "parallel_attn": True, "alibi": False,
+    "bias": True,
+}  # fmt: skip
+FALCON_PLAN: Plan = {
+    "*.query_key_value": "colwise", "*.self_attention": "heads", "*.self_attention.dense": "rowwise",
+    "*.dense_h_to_4h": "colwise", "*.dense_4h_to_h": "rowwise",
+}  # fmt: skip
+MLP: Plan = {"*.gate_up_proj": "packed_colwise", "*.down_proj": "rowwise"}
+CONV: Plan = {"*.c_attn": Colwise(parts=3), "*.attn": "heads", "*.attn.c_proj": "rowwise"}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "neox": lambda: built("GPTNeoX", num_attention_heads=12, **SMALL),
+    "phi3": lambda: built("Phi3", num_attention_heads=12, num_key_value_heads=4, **SMALL),
+    "falcon": lambda: built("Falcon", **FALCON, new_decoder_architecture=True, num_kv_heads=4),
+    "falcon, old": lambda: built("Falcon", **FALCON, new_decoder_architecture=False, multi_query=False),
+    "gpt2": lambda: gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "bigcode": lambda: built("GPTBigCode", multi_query=False, **CODE),
+}
+WORKS: list[tuple[str, Plan | None]] = [
+    ("neox", None),  # heads, and queries, keys and values of each
+    ("phi3", None),
+    ("phi3", MLP),
+    ("falcon", FALCON_PLAN),  # groups of heads, each with a key and a value
+    ("falcon, old", FALCON_PLAN),
+    ("gpt2", CONV),
+    ("bigcode", {**CONV, "*.c_attn": "colwise"}),
+]
+REFUSED: list[tuple[str, Plan, str]] = [
+    ("neox", {**NEOX, "*.query_key_value": Colwise(parts=3)},
+     r"query_key_value, whose 144 outputs are cut as parts, here of \[24, 24, 24\], but view parts .* by heads"),
+    ("phi3", {**MLP, "*.gate_up_proj": "colwise"},
+     r"gate_up_proj, whose 192 outputs are cut as one, here of 96, but chunk parts the outputs at 48, expected"),
+    ("falcon", {**FALCON_PLAN, "*.query_key_value": Colwise(parts=(48, 16, 16))},
+     r"query_key_value, whose 80 outputs are cut as parts, here of \[24, 8, 8\], but view parts the outputs by heads"),
+    ("falcon, old", {**FALCON_PLAN, "*.query_key_value": Colwise(parts=3)}, r"query_key_value, .* by heads"),
+    ("phi3", {"*.qkv_proj": "colwise", "*.o_proj": "rowwise"}, r"qkv_proj, .* but getitem parts the outputs at 48, ex"),
+    ("phi3", {"*.qkv_proj": Colwise(parts=(48, 16, 16)), "*.o_proj": "rowwise"},
+     r"qkv_proj, .* as parts, here of \[24, 8, 8\], but getitem parts the outputs at 48, expected the ends of the ran"),
+    ("gpt2", {**CONV, "*.c_attn": "colwise"}, r"c_attn, .* but split parts the outputs at 16, .*parts=\.\.\."),
+    ("bigcode", CONV, r"c_attn, .* but view parts the outputs by heads, and within each by what is fused"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "plan"), WORKS, ids=lambda each: each if isinstance(each, str) else "")
+def test_cut_as_the_module_parts_them(kind: str, plan: Plan | None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # no advice where nothing is wrong
+        check(MODELS[kind](), plan, 2, True)
+
+
+@pytest.mark.parametrize(("kind", "plan", "sentence"), REFUSED, ids=lambda each: str(each)[:12])
+def test_cut_otherwise(kind: str, plan: Plan, sentence: str) -> None:
+    models = [MODELS[kind]()]
+    models.append(copy.deepcopy(models[0]))
+
+    def rank(comm: Any) -> str:
+        model = parallelize(models[comm.rank], plan, comm)
+        with pytest.raises(InvalidArgumentError, match=sentence) as found:
+            run(model)
+        return str(found.value)
+
+    for number, said in enumerate(on_ranks(rank, 2)):
+        assert said.startswith(f"parallelize: rank {number} got ")
+        assert "\n" not in said
+
+
+# ---- what is made of outputs -----------------------------------------------------------------------------------------
+
+X = torch.arange(24.0).view(2, 12)
+ONE, PARTS = (12,), (4, 4, 4)
+USES: list[tuple[tuple[int, ...], Callable[[torch.Tensor], Any], str | None]] = [
+    (ONE, lambda y: y.unflatten(-1, (-1, 4)).chunk(2, -1), None),
+    (ONE, lambda y: y.view(2, 2, 6).split(2, -1), None),
+    (ONE, lambda y: y.view(2, 2, 3, 2).unbind(2), None),
+    (ONE, lambda y: y.view(2, 3, 4), None),  # three heads
+    (ONE, lambda y: y.view(2, -1, 12)[..., :6], None),  # one
+    (ONE, lambda y: y.view(2, 3, 3, -1) if y.shape[-1] == 36 else y, None),
+    (ONE, lambda y: y[:1], None),
+    (ONE, lambda y: y[..., :12], None),
+    (ONE, lambda y: y[..., ::2] * y[..., 1::2], None),  # interleaved
+    (ONE, lambda y: y.chunk(2, 0), None),
+    (ONE, lambda y: torch.nn.functional.linear(y, torch.ones(12, 12)).chunk(3, -1), None),
+    (ONE, lambda y: y.softmax(0) + y.mean(dim=0, keepdim=True) + y.sum((0,)) + torch.max(y, y * 2) + y.flip(0), None),
+    (ONE, lambda y: y.unflatten(-1, (-1, 4)).softmax(-1), None),  # of heads
+    (ONE, lambda y: torch.nn.functional.normalize(y) if y.dim() > 2 else y.norm(2, 0), None),
+    (ONE, lambda y: torch.relu(y).softmax(dim=-1), "softmax goes over all of them"),
+    (ONE, lambda y: y.pow(2).mean(-1, keepdim=True), "mean goes over all of them"),
+    (ONE, lambda y: y.std(False), "std goes over all of them"),
+    (ONE, lambda y: y.sum((0, 1)), "sum goes over all of them"),
+    (ONE, lambda y: y.max(1), "max goes over all of them"),
+    (ONE, lambda y: torch.linalg.vector_norm(y, dim=-1), "vector_norm goes over all of them"),
+    (ONE, lambda y: y.norm(), "norm goes over all of them"),
+    (ONE, lambda y: torch.nn.functional.normalize(y), "normalize goes over all of them"),
+    (ONE, lambda y: y.topk(2), "topk goes over all of them"),
+    (ONE, lambda y: torch.nn.functional.layer_norm(y, (12,)), "layer_norm goes over all of them"),
+    (ONE, lambda y: torch.nn.functional.cross_entropy(y, torch.zeros(2).long()), "cross_entropy goes over all of them"),
+    (ONE, lambda y: torch.cat([y, y]), None),
+    (ONE, lambda y: torch.cat([y.view(2, 3, 4), y.view(2, 3, 4)], -1), None),  # within heads
+    (ONE, lambda y: torch.cat([torch.ones(2, 1), y], -1), "cat lays others beside them"),
+    (ONE, lambda y: torch.concat(tensors=[y * 2, y], dim=1), "concat lays others beside them"),
+    (PARTS, lambda y: y.logsumexp(1), "logsumexp goes over all of them"),
+    (ONE, lambda y: y.chunk(3, -1), "chunk parts the outputs at 4"),
+    (ONE, lambda y: torch.chunk(y, 3, dim=-1), "chunk parts the outputs at 4"),
+    (ONE, lambda y: torch.nn.functional.glu(y), "glu parts the outputs at 6"),
+    (ONE, lambda y: torch.nn.functional.softplus(y).view(-1, 12).hsplit(2), "hsplit parts the outputs at 6"),
+    (ONE, lambda y: torch.nn.functional.gelu(y + 1).to(torch.float64).chunk(2, -1), "chunk parts the outputs at 6"),
+    (ONE, lambda y: y.split([8, 2, 2], dim=-1), "split parts the outputs at 8"),
+    (ONE, lambda y: torch.split(y, 6, dim=1), "split parts the outputs at 6"),
+    (ONE, lambda y: y.tensor_split((3, 6), dim=-1), "tensor_split parts the outputs at 3"),
+    (ONE, lambda y: y.narrow(-1, 0, 6), "narrow parts the outputs at 6"),
+    (ONE, lambda y: y[..., 6:], "getitem parts the outputs at 6"),
+    (ONE, lambda y: y[:, :18], "getitem parts the outputs at 18"),
+    (ONE, lambda y: y.view(-1, 12).chunk(2, -1), "chunk parts the outputs at 6"),
+    (ONE, lambda y: y.reshape(2, 3, 2, -1), "reshape parts the outputs into 3 first"),
+    (ONE, lambda y: y.unflatten(-1, (2, 1, 6)), "unflatten parts the outputs into 2 first"),
+    (PARTS, lambda y: y.chunk(3, -1), None),
+    (PARTS, lambda y: (y[..., :8], y[..., 8:]), None),
+    (PARTS, lambda y: y.view(2, 3, 2, 2).unbind(1), None),
+    (PARTS, lambda y: y.view(2, 6, 2).split(2, 1), None),  # heads of one part, then of the next
+    (PARTS, lambda y: y.chunk(2, -1), "chunk parts the outputs at 6"),
+    (PARTS, lambda y: y[..., ::3], "getitem parts the outputs in steps of 3"),
+    (PARTS, lambda y: y.view(2, -1, 6), "view parts the outputs by heads"),
+    (PARTS, lambda y: y.view(2, 2, 3, 2), "view parts the outputs by heads"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(USES)))
+def test_uses_of_outputs(number: int) -> None:
+    """What is allowed gives the same values, as plain tensors."""
+    extents, use, sentence = USES[number]
+    cut = ShardedOutputs("a.b", 1, extents, 24, frozenset())
+    y = cut.watch(X.clone())
+    if sentence is not None:
+        with pytest.raises(InvalidArgumentError, match=f"rank 1 got a.b, whose 24 outputs are .* but {sentence}"):
+            use(y)
+        return
+    found, expected = use(y), use(X)
+    pairs = zip(found, expected, strict=True) if isinstance(expected, tuple) else [(found, expected)]
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_the_number_of_heads_is_no_number_of_parts() -> None:
+    """Three heads on this rank, and another factor behind: refused if nothing says that three are heads."""
+    cut = ShardedOutputs("a", 0, (12,), 24, frozenset({3}))
+    assert cut.watch(X.clone()).view(2, 3, 2, 2).shape == (2, 3, 2, 2)
+
+
+def test_outputs_are_watched_once() -> None:
+    models = [nn.Sequential(nn.Linear(4, 8)) for _ in range(2)]
+
+    def rank(comm: Any) -> None:
+        model = parallelize(models[comm.rank], {"0": "colwise"}, comm)
+        before = dict(vars(model[0]))
+        assert type(model(torch.ones(4))) is not torch.Tensor
+        assert vars(model[0]) == before  # a pipeline hands on what a module leaves in its attributes
+        assert type(model(torch.ones(4))) is torch.Tensor
+
+    on_ranks(rank, 2)
