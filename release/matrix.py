@@ -42,9 +42,10 @@ LIMIT_S = 3600
 HEAD = f"""# Versions of Python and torch
 
 Written with [release/matrix.py](../../release/matrix.py) (`make matrix`): a wheel is installed into an environment
-without a compiler, and the tests named there run. In a quick run these are
-{QUICK["backend"][0]}, {QUICK["training"][0]}, checkpoint and torch's own. A row stands for a run; a
-pair without a row was not run. CPU engine; torch is the package index's, built with CUDA, unless `+cpu` is named.
+without a compiler, and the tests named there run. A row stands for a run; a pair without a row was not run. A quick
+run of the backend and of training is {QUICK["backend"][0]} and
+{QUICK["training"][0]} alone. CPU engine; torch is the package index's, built with CUDA, unless `+cpu` is
+named.
 
 | Python | torch | tests | wheel | """
 
