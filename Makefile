@@ -4,7 +4,7 @@
 # make gpu     on a machine with a GPU: build, run the GPU tests, measure; with the packages it has, without network
 # make gpu-more  the same for what make gpu has no time for: all types, ranks as processes, NCCL, training, tuning
 # make wheel   build a wheel that needs no compiler where it is installed, in dist/; CUDA=1: with kernels, in dist/cuda/
-# make matrix  build wheels for several versions of Python and torch, and run tests with each: hours, 7 GB at a time
+# make matrix  build wheels for several versions of Python and torch, and run tests with each: hours, 25 GB of disk
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := test
