@@ -186,7 +186,8 @@ def test_a_wheel_needs_no_compiler_where_it_is_installed(tmp_path: Path) -> None
 
     venv.create(tmp_path / "bare")
     python = tmp_path / "bare" / "bin" / "python"
-    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index"]
+    install += ["--ignore-installed", str(wheel)]  # one on PYTHONPATH does not count
     subprocess.run(install, check=True, timeout=300)
     (packages,) = (tmp_path / "bare" / "lib").glob("python*/site-packages")
     (packages / "torch.pth").write_text(f"{here.parent}\n")  # torch and what it needs, as they are installed here
