@@ -59,7 +59,12 @@ class Job:
         self.how = how
         (folder / "job.py").write_text(JOB)
         self.process = subprocess.Popen(
-            [sys.executable, "job.py", how], cwd=folder, stdout=subprocess.PIPE, text=True, start_new_session=True
+            [sys.executable, "job.py", how],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env=os.environ | {"RINGCOMM_DEADLOCK_MS": "0"},  # the circle of the recv would end
         )
         assert self.process.stdout is not None
         lines = [self.process.stdout.readline().split() for _ in range(3)]

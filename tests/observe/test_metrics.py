@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from contextlib import suppress
@@ -113,6 +114,7 @@ ringcomm.run_ranks(rank, 2, ranks="threads", timeout=30)
 
 def test_a_wait_that_fails_is_counted() -> None:
     waited: list[float] = []
+    counted = threading.Event()
 
     def rank(comm: Communicator) -> None:
         if comm.rank == 0:
@@ -120,8 +122,9 @@ def test_a_wait_that_fails_is_counted() -> None:
                 comm.all_reduce(np.ones(4), algorithm="ring", timeout=0.3)
             found = [each for each in ringcomm.metrics()["communicators"] if is_of(each, comm)]
             waited.append(found[-1]["waited"][1])
+            counted.set()
         else:
-            time.sleep(0.6)
+            counted.wait(30.0)
 
     ringcomm.run_ranks(rank, 2)
     assert waited[0] > 0

@@ -644,7 +644,7 @@ def sam(run: Run) -> None:
     task = some_task(run.rng)
     base = run.rng.choice([torch.optim.SGD, torch.optim.AdamW])
     optimizer = SAM(task.module.parameters(), base, lr=0.01)
-    model = run.wrap(task.module, optimizer)
+    model = run.wrap(task.module, optimizer, task.unused)
     run.own_random_numbers()
     for step in range(STEPS):
         batch = task.batch(run.generator(step))
@@ -718,7 +718,7 @@ def plain_steps(run: Run, task: Task, model: nn.Module, optimizer: Any) -> None:
 def lookahead(run: Run) -> None:
     task = some_task(run.rng)
     optimizer = Lookahead(torch.optim.Adam(task.module.parameters(), lr=0.01))
-    model = run.wrap(task.module, optimizer)
+    model = run.wrap(task.module, optimizer, task.unused)
     plain_steps(run, task, model, optimizer)
     finish(run, task, model)
 
@@ -726,7 +726,7 @@ def lookahead(run: Run) -> None:
 def lookahead_outside(run: Run) -> None:
     task = some_task(run.rng)
     optimizer = torch.optim.Adam(task.module.parameters(), lr=0.01)
-    model = run.wrap(task.module, optimizer)
+    model = run.wrap(task.module, optimizer, task.unused)
     with run.unsharded(model):
         outside = LookaheadOutside(optimizer)
     plain_steps(run, task, model, outside)
@@ -737,7 +737,7 @@ def lion(run: Run) -> None:
     task = some_task(run.rng)
     kind = importlib.import_module("lion_pytorch").Lion
     optimizer = kind(parameter_groups(task.module), lr=0.003, decoupled_weight_decay=run.rng.random() < 0.5)
-    model = run.wrap(task.module, optimizer)
+    model = run.wrap(task.module, optimizer, task.unused)
     plain_steps(run, task, model, optimizer)
     finish(run, task, model)
 
@@ -746,7 +746,7 @@ def prodigy(run: Run) -> None:
     task = some_task(run.rng)
     kind = importlib.import_module("prodigyopt").Prodigy
     optimizer = kind(task.module.parameters(), weight_decay=0.1, slice_p=run.rng.choice([1, 3]), decouple=False)
-    model = run.wrap(task.module, optimizer)
+    model = run.wrap(task.module, optimizer, task.unused)
     plain_steps(run, task, model, optimizer)
     finish(run, task, model)
     estimate = optimizer.param_groups[0]["d"]
@@ -759,7 +759,7 @@ def schedule_free(run: Run) -> None:
     package = importlib.import_module("schedulefree")
     kind = run.rng.choice([package.AdamWScheduleFree, package.SGDScheduleFree, package.RAdamScheduleFree])
     optimizer = kind(task.module.parameters(), lr=0.01, weight_decay=0.1, foreach=run.rng.random() < 0.5)
-    model = run.wrap(task.module, optimizer)
+    model = run.wrap(task.module, optimizer, task.unused)
     for _ in range(2):
         model.train()
         optimizer.train()
@@ -776,7 +776,7 @@ def exponential_average(run: Run) -> None:
         task.module, multi_avg_fn=averages.get_ema_multi_avg_fn(0.9), use_buffers=run.rng.random() < 0.5
     )
     optimizer = make_optimizer(run.rng, task.module)
-    model = run.wrap(task.module, optimizer)
+    model = run.wrap(task.module, optimizer, task.unused)
     run.own_random_numbers()
     for step in range(STEPS):
         backward_passes(run, model, task, habits, step)
@@ -808,7 +808,7 @@ def lora(run: Run) -> None:
     )  # fmt: skip
     task.module = peft.get_peft_model(task.module, config)
     optimizer = torch.optim.AdamW(task.module.parameters(), lr=0.01)
-    model = run.wrap(task.module, optimizer)
+    model = run.wrap(task.module, optimizer, task.unused)
     plain_steps(run, task, model, optimizer)
     for name, x in peft.get_peft_model_state_dict(task.module).items():
         run.keep(f"adapter {name}", x)
@@ -821,7 +821,7 @@ def staged_unfreezing(run: Run) -> None:
     optimizer = torch.optim.AdamW(task.module.parameters(), lr=0.01)
     if run.way != DDP:
         task.module.requires_grad_(False)
-    model = run.wrap(task.module, optimizer)
+    model = run.wrap(task.module, optimizer, task.unused)
     run.own_random_numbers()
     thawed: set[nn.Parameter] = set()
     for step, part in enumerate(["classifier", "vit.layernorm", "vit"]):

@@ -141,7 +141,7 @@ def test_a_different_order_of_addition_would_be_seen() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("precision", AXES["precision"])
 @pytest.mark.parametrize("trait", ["", "tied", "frozen", "unused", "some_ranks", "batch_norm", "uneven", "all"])
