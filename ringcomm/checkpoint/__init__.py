@@ -30,13 +30,14 @@ from torch import nn
 from ringcomm.checkpoint.files import Source, Written, beside, finish, write
 from ringcomm.checkpoint.loading import Loading
 from ringcomm.checkpoint.parts import flat_of
-from ringcomm.checkpoint.state import ByRank as ByRank
-from ringcomm.checkpoint.state import Saving
+from ringcomm.checkpoint.state import ByRank, Saving
 from ringcomm.checkpoint.world import World
 from ringcomm.data_parallel.arguments import DTYPE, MODULE, OPTIMIZER
 from ringcomm.errors import UnsupportedError
 from ringcomm.terminal import Progress
 from ringcomm.validation import PATH, expects
+
+__all__ = ["ByRank", "export", "load", "save"]
 
 
 @expects("save", path=PATH, model=MODULE, optimizer=OPTIMIZER)

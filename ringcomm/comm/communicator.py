@@ -65,6 +65,9 @@ class Communicator:
 
     It is created by `ringcomm.init`, `ringcomm.run_ranks` or `from_process_group`, or from another communicator by
     `split`, `subgroup` and `dup`. Use it as a context manager, or call `close`.
+
+    Attributes:
+        rank, world_size: this rank's number, from 0, and the number of ranks.
     """
 
     def __init__(self, engine: Engine) -> None:

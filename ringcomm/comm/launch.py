@@ -414,9 +414,9 @@ def _check_main(fn: Callable[..., Any]) -> None:
     here = getattr(getattr(fn, "func", fn), "__module__", None) == "__main__"
     if (path is None and here) or (path is not None and not os.path.exists(path)):
         raise InvalidArgumentError(
-            "run_ranks: the program comes from standard input, -c or a prompt, expected a file that new processes "
-            "can import; save it as a script that calls run_ranks under `if __name__ == '__main__':`, or pass "
-            "ranks='threads'"
+            "run_ranks: the program comes from standard input, -c, a prompt or a notebook, expected a file that new "
+            "processes can import; save it as a script that calls run_ranks under `if __name__ == '__main__':`, in a "
+            "notebook save the cell of the function by %%writefile and import it, or pass ranks='threads'"
         )
 
 

@@ -7,10 +7,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.observe import info, record
+from ringcomm.observe import info, record, torch_dump
 from ringcomm.terminal import columns
 
 if TYPE_CHECKING:
@@ -23,10 +24,14 @@ def main(argv: Sequence[str]) -> int:
         a = _parser().parse_args(list(argv))
     except SystemExit as ended:
         return int(ended.code or 0)
-    if not a.pid and not a.files:
+    if not a.pid and not a.files and not a.torch:
         return info.main(as_json=a.json)
     try:
         views = record.merge(_records(a.pid, a.files))
+        if a.torch:
+            for path in torch_dump.write(views, Path(a.torch)):
+                print(path)
+            return 0
     except InvalidArgumentError as error:
         print(f"ringcomm doctor: {error}", file=sys.stderr)
         return 2
@@ -48,6 +53,8 @@ def _parser() -> argparse.ArgumentParser:
                         "for more. Others of its communicators are found by themselves")  # fmt: skip
     parser.add_argument("files", nargs="*", metavar="FILE", help=f"of ringcomm.record.dump, or from {record.FOLDER}")
     parser.add_argument("--calls", type=int, default=5, help="last calls of each rank to show (%(default)s)")
+    parser.add_argument("--torch", metavar="FOLDER", help="write the collectives there as the files of torch's flight "
+                        "recorder, for torchfrtrace")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="as JSON")
     return parser
 

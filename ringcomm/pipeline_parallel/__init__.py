@@ -1,2 +1,2 @@
-"""Pipeline parallelism: splitting a model (`cuts`, `balance`), schedules as data with their proof and picture
+"""Pipeline parallelism: splitting a model (`split`, `balance`), schedules as data with their proof and picture
 (`schedules`, `check`, `picture`), and their execution (`pipeline`)."""

@@ -472,3 +472,28 @@ def test_either_import_order_registers_the_backend(first: str, tmp_path: Path) -
         [sys.executable, "-c", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
     assert output.stdout.split() == ["3.0", "ringcomm"], output.stderr
+
+
+# -- what a group answers to the parts of c10d's interface that it lacks -----------------------------------------------
+
+
+def _lacking() -> None:
+    backend = backend_of()
+    assert backend.supports_splitting
+    assert backend.supports_coalescing
+    assert not backend.supports_shrinking
+    with pytest.raises(
+        errors.UnsupportedError, match=r"^shrink: rank \d asked a process group .* use comm\.shrink\(\)"
+    ):
+        backend.shrink([1])
+    if hasattr(backend, "supports_reconfigure"):  # torch 2.14
+        assert not backend.supports_reconfigure
+    for call in ("suspend", "resume"):
+        if hasattr(backend, call):
+            with pytest.raises(RuntimeError, match=f"ringcomm does not support {call}"):
+                getattr(backend, call)()
+    dist.barrier()  # the group is as before
+
+
+def test_what_a_group_lacks_is_told() -> None:
+    run(_lacking)

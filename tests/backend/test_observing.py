@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -57,6 +61,74 @@ def test_spans_are_asynchronous_and_show_the_shapes_of_inputs() -> None:
             ("ringcomm:scatter", True, [[4]] * 3 if rank == 0 else []),
             ("ringcomm:send", True, [[2, 3]]),
         ]
+
+
+# -- what Kineto's tools read ------------------------------------------------------------------------------------------
+
+
+def _param_comms(folder: str) -> list[dict[str, Any]]:
+    rank, world = dist.get_rank(), 3
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+    pair = dist.new_group([0, 2], group_desc="pair")
+    x, rows = torch.ones(6), torch.ones(world, 2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        model(torch.ones(3, 4)).sum().backward()
+        dist.broadcast(x, 0)
+        dist.reduce(x, 0)
+        dist.all_gather([torch.empty(6) for _ in range(world)], x)
+        dist.all_gather_into_tensor(torch.empty(18, dtype=torch.int32), torch.ones(6, dtype=torch.int32))
+        dist.reduce_scatter(torch.empty(2), list(rows))
+        dist.reduce_scatter_tensor(torch.empty(2), x, async_op=True).wait()
+        dist.all_to_all_single(torch.empty(6), x)
+        sent = [[1, 1, 2][(rank + peer) % 3] for peer in range(world)]
+        dist.all_to_all_single(torch.empty(4, 5), torch.ones(4, 5), sent, sent)
+        dist.all_to_all(list(torch.empty(world, 2)), list(rows))
+        dist.gather(x, [torch.empty(6) for _ in range(world)] if rank == 0 else None)
+        dist.scatter(torch.empty(2), list(rows) if rank == 0 else None)
+        dist.barrier()
+        if rank == 2:
+            dist.send(x, 0)
+        elif rank == 0:
+            dist.recv(x, 2)
+        if rank != 1:
+            dist.all_reduce(x, group=pair)
+    path = f"{folder}/{rank}.json"
+    profiler.export_chrome_trace(path)
+    events = json.loads(Path(path).read_text())["traceEvents"]
+    return [event["args"] for event in events if event["name"] == "record_param_comms"]
+
+
+def test_profiles_have_the_events_that_tools_read(tmp_path: Path) -> None:
+    for rank, found in enumerate(run(_param_comms, str(tmp_path))):
+        shown = [(each["Collective name"], each["In msg nelems"], each["Out msg nelems"]) for each in found]
+        expected = [
+            ("allreduce", 10, 10),  # of DistributedDataParallel
+            ("broadcast", 6, 6),
+            ("reduce", 6, 6),
+            ("all_gather", 6, 18),
+            ("_allgather_base", 6, 18),
+            ("reduce_scatter", 6, 2),
+            ("_reduce_scatter_base", 6, 2),
+            ("all_to_all", 6, 6),
+            ("all_to_allv", 20, 20),
+            ("all_to_all", 6, 6),
+            ("gather", 6, 18 if rank == 0 else 0),
+            ("scatter", 6 if rank == 0 else 0, 2),
+            ("barrier", 0, 0),
+        ]
+        if rank != 1:
+            expected += [("send" if rank == 2 else "recv", 6, 6), ("allreduce", 6, 6)]
+        assert shown == expected
+        assert [each["dtype"] for each in found[:5]] == ["Float", "Float", "Float", "Float", "Int"]
+        assert [each["Group size"] for each in found] == [3] * (13 if rank == 1 else 14) + [2] * (rank != 1)
+        assert {each["Process Group Ranks"] for each in found[:13]} == {"[0, 1, 2]"}
+        splits = [[1, 1, 2][(rank + peer) % 3] for peer in range(3)]
+        assert found[8]["In split size"] == str(splits)
+        assert found[8]["Out split size"] == str(splits)
+        if rank != 1:
+            assert found[-1]["Process Group Description"] == "pair"
+            assert found[-1]["Process Group Ranks"] == "[0, 2]"
+            assert found[-1]["Process Group Name"] != found[0]["Process Group Name"]
 
 
 def _sequence() -> None:

@@ -627,7 +627,7 @@ def prefixes(comm: Communicator) -> None:
         for dtype in ("int64", "uint8", "bool", "float64"):
             if not _C.supports(_C.DTYPES[dtype], _C.REDUCE_OPS[op]):
                 continue
-            values = [(np.arange(5) % 3 + rank).astype(dtype) for rank in range(comm.world_size)]
+            values = [(np.arange(5) % 3 - 1 + rank).astype(dtype) for rank in range(comm.world_size)]
             wanted = list(accumulate(values, combine))
             mine, out = values[comm.rank].copy(), np.zeros(5, dtype)
             assert comm.scan(mine, op) is mine
@@ -637,6 +637,9 @@ def prefixes(comm: Communicator) -> None:
                 np.testing.assert_array_equal(out, wanted[comm.rank - 1])
             else:  # the identity
                 np.testing.assert_array_equal(combine(out, values[0]), values[0])
+    for op in set(_C.REDUCE_OPS) - set(PREFIXES):
+        with pytest.raises(errors.InvalidArgumentError, match=f"expected one of {', '.join(PREFIXES)};"):
+            comm.scan(np.ones(1), op)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])

@@ -121,6 +121,29 @@ def test_it_says_which_rank_is_behind_in_which_call(job: Job, capsys: pytest.Cap
     assert view["summary"][0].startswith(late)
 
 
+def torchfrtrace(folder: Path) -> str:
+    words = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("job", ["asleep"], indirect=True)
+def test_torchfrtrace_names_the_rank_and_the_collective(
+    job: Job, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "torch"
+    assert doctor(capsys, "--pid", job.pids[0], "--torch", folder).split() == [
+        str(folder / f"rank_{rank}") for rank in range(3)
+    ]
+    text = torchfrtrace(folder)
+    assert "Not all ranks joining collective, sequence number: 3" in text  # it counts from 1
+    assert "collective: nccl:all_reduce" in text
+    assert "missing ranks: {2}" in text
+    assert "input sizes: [[5]]" in text
+    assert "collective state: started" in text
+    assert f"all_reduce at job.py:{LAST}" in text
+
+
 def test_it_reads_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     before = {each.group for each in record.records()}
     with ringcomm.init() as comm:

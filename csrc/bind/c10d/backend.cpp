@@ -1,5 +1,10 @@
 #include "bind/c10d/backend.h"
 
+#include <numeric>
+#include <tuple>
+
+#include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
+
 namespace ringcomm {
 namespace {
 
@@ -47,6 +52,62 @@ void same_length(const Site& site, std::size_t outputs, std::size_t inputs) {
               " inputs, expected as many of one as of the other and at least one; pass a pair for each call");
 }
 
+// ProcessGroupNCCL's names in `record_param_comms`, which tools that read profiles know.
+const char* nccl_name(OpType type, const Call& call) {
+  switch (type) {
+    case OpType::BROADCAST:
+      return "broadcast";
+    case OpType::ALLREDUCE:
+      return "allreduce";
+    case OpType::ALLREDUCE_COALESCED:
+      return "allreduce_coalesced";
+    case OpType::REDUCE:
+      return "reduce";
+    case OpType::ALLGATHER:
+      return "all_gather";
+    case OpType::_ALLGATHER_BASE:
+      return "_allgather_base";
+    case OpType::ALLGATHER_COALESCED:
+      return "allgather_coalesced";
+    case OpType::GATHER:
+      return "gather";
+    case OpType::SCATTER:
+      return "scatter";
+    case OpType::REDUCE_SCATTER:
+      return "reduce_scatter";
+    case OpType::_REDUCE_SCATTER_BASE:
+      return "_reduce_scatter_base";
+    case OpType::ALLTOALL_BASE:
+      return call.input_parts.empty() ? "all_to_all" : "all_to_allv";
+    case OpType::ALLTOALL:
+      return "all_to_all";
+    case OpType::SEND:
+      return "send";
+    case OpType::RECV:
+    case OpType::RECVANYSOURCE:
+      return "recv";
+    case OpType::BARRIER:
+      return "barrier";
+    default:  // lists of tensors
+      return call.op == Op::kAllGather ? "allgather_into_tensor_coalesced" : "reduce_scatter_tensor_coalesced";
+  }
+}
+
+std::int64_t elements(at::TensorList tensors) {
+  return std::accumulate(tensors.begin(), tensors.end(), std::int64_t{0},
+                         [](std::int64_t sum, const Tensor& tensor) { return sum + tensor.numel(); });
+}
+
+// The rows of each rank's part of an uneven all_to_all_single.
+std::vector<std::int64_t> split_sizes(const std::vector<Part>& parts, const Tensor& tensor) {
+  std::vector<std::int64_t> rows;
+  std::size_t total = 0;
+  for (const Part& part : parts) total += part.count;
+  for (const Part& part : parts)
+    rows.push_back(total == 0 ? 0 : static_cast<std::int64_t>(part.count * tensor.size(0) / total));
+  return rows;
+}
+
 }  // namespace
 
 // -- running ---------------------------------------------------------------------------------------------------------
@@ -67,7 +128,48 @@ intrusive_ptr<AsyncWork> Backend::begin(OpType type, const Site& site, at::Tenso
   return coalesced_;
 }
 
+// Runs `body`, under a profiler within the event `record_param_comms`.
+template <typename Body>
+WorkPtr Backend::recorded(OpType type, const Call& call, [[maybe_unused]] bool async, at::TensorList inputs,
+                          at::TensorList outputs, const Body& body) {
+  if (C10_LIKELY(!at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value())) return body();
+  const bool p2p = c10d::isP2POp(type), uneven = type == OpType::ALLTOALL_BASE && !call.input_parts.empty();
+  const auto sequence = std::make_tuple(static_cast<std::int64_t>(sequence_.load() + (p2p ? 0 : 1)), p2p);
+  const auto group = std::make_tuple(pg_uid_, pg_desc_);
+  const at::TensorList tensors = inputs.empty() ? outputs : inputs;
+  const auto dtype = tensors.empty() ? at::kByte : tensors.front().scalar_type();
+  const auto input_rows = uneven ? split_sizes(call.input_parts, inputs.front()) : std::vector<std::int64_t>();
+  const auto output_rows = uneven ? split_sizes(call.output_parts, outputs.front()) : std::vector<std::int64_t>();
+  const auto& ranks = options_->global_ranks_in_group;  // empty in the default group
+  const int first = ranks.empty() ? 0 : static_cast<int>(ranks.front());
+  int stride = ranks.empty() ? 1 : 0;  // -1: no stride describes the ranks
+  if (ranks.size() > 1) stride = static_cast<int>(ranks[1]) - first;
+  for (std::size_t i = 1; i < ranks.size(); ++i)
+    if (static_cast<int>(ranks[i]) != first + static_cast<int>(i) * stride) stride = -1;
+  const int rank = p2p ? call.root : rank_;  // NCCL's convention: the peer
+#ifdef RECORD_PARAM_COMMS_DATA_WITH_ASYNC_OP
+  RECORD_PARAM_COMMS_DATA_WITH_ASYNC_OP(sequence, group, inputs.vec(), outputs.vec(), rank, nccl_name(type, call),
+                                        elements(inputs), elements(outputs), dtype, input_rows, output_rows, first,
+                                        stride, size_, async)
+#else  // torch 2.11
+  RECORD_PARAM_COMMS_DATA(sequence, group, inputs.vec(), outputs.vec(), rank, nccl_name(type, call), elements(inputs),
+                          elements(outputs), dtype, input_rows, output_rows, first, stride, size_)
+#endif
+  return body();
+}
+
 WorkPtr Backend::launch(OpType type, Task&& task, bool async, at::TensorList inputs, at::TensorList outputs) {
+  return recorded(type, task.call, async, inputs, outputs,
+                  [&] { return start(type, std::move(task), async, inputs, outputs); });
+}
+
+WorkPtr Backend::launch(OpType type, std::vector<Task>&& tasks, bool async, at::TensorList inputs,
+                        at::TensorList outputs) {
+  return recorded(type, tasks.front().call, async, inputs, outputs,
+                  [&] { return start(type, std::move(tasks), async, inputs, outputs); });
+}
+
+WorkPtr Backend::start(OpType type, Task&& task, bool async, at::TensorList inputs, at::TensorList outputs) {
   if (!c10d::isP2POp(type)) sequence_.fetch_add(1, std::memory_order_relaxed);
   if (C10_UNLIKELY(task.on_device()))
     return devices_.launch(type, {&task, 1}, async, inputs, outputs, sequence_.load());
@@ -89,8 +191,8 @@ WorkPtr Backend::launch(OpType type, Task&& task, bool async, at::TensorList inp
   return nullptr;
 }
 
-WorkPtr Backend::launch(OpType type, std::vector<Task>&& tasks, bool async, at::TensorList inputs,
-                        at::TensorList outputs) {
+WorkPtr Backend::start(OpType type, std::vector<Task>&& tasks, bool async, at::TensorList inputs,
+                       at::TensorList outputs) {
   sequence_.fetch_add(1, std::memory_order_relaxed);
   const bool on_device = tasks.front().on_device();
   for (const Task& task : tasks) {

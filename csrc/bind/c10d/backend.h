@@ -41,6 +41,15 @@ class Backend final : public c10d::Backend {
   intrusive_ptr<c10d::Backend> split(const intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                      const intrusive_ptr<c10d::Backend::Options>& opts) override;
 
+  // The members of a group are fixed: those of a new one come through the store again. supportsShrinking and
+  // supportsReconfigure (torch 2.14) stay false, and each call says what to do.
+  intrusive_ptr<c10d::Backend> shrink(const std::vector<std::int64_t>& excluded, int flags,
+                                      const intrusive_ptr<c10d::Backend::Options>& opts) override;
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  c10d::ReconfigureHandle get_reconfigure_handle() const override { refuse_other_members("get_reconfigure_handle"); }
+  WorkPtr reconfigure(const c10d::ReconfigureOptions& /* opts */) override { refuse_other_members("reconfigure"); }
+#endif
+
   // Connects at init_process_group(device_id=...), instead of at the first call on the device.
   void eagerConnectSingleDevice(at::Device device) override;
 
@@ -83,12 +92,19 @@ class Backend final : public c10d::Backend {
 
  private:
   Site site(const char* title) { return {title, rank_, size_, &devices_}; }
+  [[noreturn]] void refuse_other_members(const char* call) const;
   bool deferred(bool async) const { return async || coalescing_; }
   // Runs or submits prepared calls. A profiler records `inputs`; `outputs` become the Work's result and its future's
   // value.
   WorkPtr launch(c10d::OpType type, Task&& task, bool async, at::TensorList inputs, at::TensorList outputs);
   WorkPtr launch(c10d::OpType type, std::vector<Task>&& tasks, bool async, at::TensorList inputs,
                  at::TensorList outputs);
+  WorkPtr start(c10d::OpType type, Task&& task, bool async, at::TensorList inputs, at::TensorList outputs);
+  WorkPtr start(c10d::OpType type, std::vector<Task>&& tasks, bool async, at::TensorList inputs,
+                at::TensorList outputs);
+  template <typename Body>
+  WorkPtr recorded(c10d::OpType type, const Call& call, bool async, at::TensorList inputs, at::TensorList outputs,
+                   const Body& body);
   intrusive_ptr<AsyncWork> begin(c10d::OpType type, const Site& site, at::TensorList inputs);
   void run(Task& task);
   Task allgather_task(const Site& site, Tensor& output, const Tensor& input, bool async,

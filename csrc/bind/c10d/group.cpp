@@ -97,6 +97,18 @@ intrusive_ptr<c10d::Backend> Backend::split(const intrusive_ptr<c10d::Store>& st
   return child;
 }
 
+intrusive_ptr<c10d::Backend> Backend::shrink(const std::vector<std::int64_t>&, int,
+                                             const intrusive_ptr<c10d::Backend::Options>&) {
+  refuse_other_members("shrink");
+}
+
+void Backend::refuse_other_members(const char* call) const {
+  throw ArgumentError("UnsupportedError",
+                      concat(call, ": rank ", rank_, " asked a process group of ringcomm for other members, expected ",
+                             "the same ranks as long as it exists; abort it and call init_process_group again, or use ",
+                             "comm.shrink() of a communicator that ringcomm.init() made"));
+}
+
 std::uint64_t Backend::global_rank(int rank) const {
   const auto& ranks = options_->global_ranks_in_group;  // empty in the default group
   return ranks.empty() ? static_cast<std::uint64_t>(rank) : ranks[rank];

@@ -10,14 +10,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ringcomm import _C
+
 COLLECTIVES = (
     "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce",
     "alltoall", "gather", "scatter", "sendrecv", "barrier",
 )  # fmt: skip
 REDUCTIONS = {  # nccl-tests' name: our name
-    "sum": "sum", "prod": "prod", "max": "max", "min": "min", "avg": "avg", "mulsum": "premul_sum",
-    "band": "band", "bor": "bor", "bxor": "bxor",
-}  # fmt: skip
+    "mulsum" if op == "premul_sum" else op: op for op in sorted(_C.REDUCE_OPS, key=_C.REDUCE_OPS.__getitem__)
+}
 ALL_REDUCTIONS = ("sum", "prod", "max", "min", "avg", "mulsum")  # the meaning of `-o all`
 ALGORITHM_HAS = {  # --algorithm: the collectives that support it
     "ring": ("all_reduce", "reduce_scatter", "all_gather", "broadcast"),

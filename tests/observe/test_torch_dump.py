@@ -1,0 +1,84 @@
+"""Records as the files of torch's flight recorder, read by torch's own analyser."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+from torch.distributed.flight_recorder import fr_trace
+
+from ringcomm.errors import InvalidArgumentError
+from ringcomm.observe import record, torch_dump
+from ringcomm.observe.record import Record
+from tests.observe.test_record_view import made, made_call
+
+
+def analysed(folder: Path, *found: Record) -> list[tuple[str, bool]]:
+    """The collectives that torch's analyser makes of records: their names, and whether all ranks agree."""
+    torch_dump.write(record.merge(found), folder / "dumps")
+    fr_trace.main([str(folder / "dumps"), "-o", str(folder / "database")])
+    _, database = pickle.loads((folder / "database").read_bytes())
+    return [(each.collective_name.removeprefix("nccl:"), each.pass_check) for each in database.collectives]
+
+
+OPS = [
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "barrier",
+]
+
+
+def test_collectives_that_match_are_found_to_match(tmp_path: Path) -> None:
+    calls = [made_call(number, op=op, count=12) for number, op in enumerate(OPS)]
+    calls += [made_call(9 + number, op=op, count=-1) for number, op in enumerate(OPS[1:3] + OPS[7:8])]
+    message = made_call(99, op="send")
+    refused = made_call(12, "refused", "all_reduce")
+    last = made_call(12, "enqueued")
+    found = analysed(
+        tmp_path, made(0, *calls, message, last), made(1, *calls, refused, last), made(2, *calls, last, message)
+    )
+    uneven = ["reduce_scatter_v", "all_gather_v", "all_to_all"]
+    assert found == [(op, True) for op in [*OPS, *uneven, "all_reduce"]]
+
+
+@pytest.mark.parametrize(
+    "odd", [made_call(1, op="broadcast"), made_call(1, count=5), made_call(1, dtype="int64"), made_call(1, "failed")]
+)
+def test_a_collective_that_differs_is_found(odd: record.Call, tmp_path: Path) -> None:
+    usual = [made_call(0), made_call(1)]
+    found = analysed(tmp_path, made(0, *usual), made(1, *usual), made(2, usual[0], odd))
+    assert [agrees for _, agrees in found[:2]] == [True, False]
+
+
+def test_what_one_rank_no_longer_holds_is_left_out(tmp_path: Path) -> None:
+    calls = [made_call(number) for number in range(6)]
+    found = analysed(tmp_path, made(0, *calls[3:]), made(1, *calls), made(2, *calls[1:]))
+    assert found == [("all_reduce", True)] * 3
+
+
+def test_communicators_of_fewer_ranks_name_global_ranks(tmp_path: Path) -> None:
+    world = [made(rank, made_call(0)) for rank in range(3)]
+    pair = [made(0, made_call(1), world_size=2, group=0xCD, pid=42), made(1, world_size=2, group=0xCD, pid=40)]
+    half = made(0, made_call(2), world_size=2, group=0xEF, pid=41)
+    paths = torch_dump.write(record.merge([*world, *pair, half]), tmp_path)
+    dumps = [pickle.loads(path.read_bytes()) for path in paths]
+    assert [sorted(dump["pg_config"]) for dump in dumps] == [["ab", "cd"], ["ab"], ["ab", "cd"]]
+    assert dumps[2]["pg_config"]["cd"]["ranks"] == "[2, 0]"
+    assert dumps[2]["pg_status"]["cd"]["last_completed_collective"] == 2
+    assert [len(dump["entries"]) for dump in dumps] == [1, 1, 2]
+    assert [entry["record_id"] for entry in dumps[2]["entries"]] == [0, 1]
+
+
+def test_what_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="hold no communicator"):
+        torch_dump.write([], tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidArgumentError, match="cannot be written"):
+        torch_dump.write(record.merge([made(0, made_call(0))]), tmp_path / "file")

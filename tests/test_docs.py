@@ -1,0 +1,96 @@
+"""The documentation site is built without a dead link, and the notebook gives the outputs that stand in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ringcomm
+from tests.support import ROOT
+
+pytestmark = pytest.mark.timeout(300)
+
+NOTEBOOK = ROOT / "examples" / "four_ranks.ipynb"
+COPIED = ("mkdocs.yml", "*.md", "LICENSE", "docs", "release")
+LINKED = ("benchmarks", "examples", "ringcomm")
+
+PLANTED = """# A page that is in no list
+
+[a page](nothing.md) [a place](guide.md#nothing) [a source file](../csrc/nothing.h) [a name][ringcomm.nothing]
+"""
+FOUND = (
+    "docs/planted.md",  # not in the navigation
+    "'docs/nothing.md' is not found",
+    "'docs/guide.md' does not contain an anchor '#nothing'",
+    "'csrc/nothing.h' is not found",
+    "'ringcomm.nothing'",
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """The site of a copy of the repository with one wrong page, and what the build said."""
+    pytest.importorskip("mkdocs", reason="needs the packages of `make docs`")
+    copy = tmp_path_factory.mktemp("repository")
+    for path in [path for pattern in COPIED for path in ROOT.glob(pattern)]:
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, copy / path.name)
+    for name in LINKED:
+        (copy / name).symlink_to(ROOT / name)
+    (copy / "docs" / "planted.md").write_text(PLANTED)
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict"],
+        cwd=copy,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    return copy / "build" / "site", done
+
+
+def test_the_site_has_no_dead_link_but_those_of_a_wrong_page(
+    site: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    _, done = site
+    assert done.returncode != 0, "a dead link does not end the build"
+    assert done.stderr.count("WARNING") == len(FOUND), done.stderr
+    for said in FOUND:
+        assert said in done.stderr, done.stderr
+
+
+def test_every_public_name_has_an_entry(site: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    pages = "".join(page.read_text() for page in (site[0] / "api").glob("*.html"))
+    missing = [name for name in ringcomm.__all__[1:] if f'id="ringcomm.{name}"' not in pages]
+    assert not missing, missing
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    for page in site[0].rglob("*.html"):
+        loaded = re.findall(
+            r'<(?:script|img|iframe)[^>]* src="?(https?:[^" >]+)|<link[^>]* href="?(https?:[^" >]+)', page.read_text()
+        )
+        assert not loaded, (page.name, loaded)
+
+
+def outputs(notebook: Any) -> list[str]:
+    """What each cell of code printed."""
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(output["output_type"] == "stream" for cell in cells for output in cell["outputs"])
+    return ["".join("".join(output["text"]) for output in cell["outputs"]) for cell in cells]
+
+
+def test_the_notebook_gives_the_outputs_that_stand_in_it(tmp_path: Path) -> None:
+    pytest.importorskip("ipykernel", reason="needs the packages of `make docs`")
+    nbclient = pytest.importorskip("nbclient", reason="needs the packages of `make docs`")
+    nbformat = pytest.importorskip("nbformat", reason="needs the packages of `make docs`")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=250, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert outputs(notebook) == outputs(json.loads(NOTEBOOK.read_text()))
