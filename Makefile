@@ -3,9 +3,9 @@
 # make test-all  run every test: also sanitizers, all cases of the large products, long runs
 # make gpu     on a machine with a GPU: build, run the GPU tests, measure; with the packages it has, without network
 # make gpu-more  the same for what make gpu has no time for: all types, ranks as processes, NCCL, training, tuning
-# make wheel   build a wheel that needs no compiler where it is installed, in dist/; CUDA=1: with the CUDA kernels
+# make wheel   build a wheel that needs no compiler where it is installed, in dist/; CUDA=1: with kernels, in dist/cuda/
 # make docs    build the documentation as a site, in build/site; a dead link is an error
-# make matrix  build wheels for several versions of Python and torch, and run tests with each: hours, 7 GB at a time
+# make matrix  build wheels for several versions of Python and torch, and run tests with each: hours, 25 GB of disk
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := test
@@ -85,7 +85,7 @@ wheel: $(VENV)/.tools
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-# MATRIX="3.11:2.14.1 3.12:2.13.0": these pairs of Python and torch alone.
+# MATRIX="3.11:2.14.1 3.12:2.13.0": these pairs of Python and torch alone; with --quick, part of the tests.
 matrix:
 	$(PYTHON) -m release.matrix $(MATRIX)
 

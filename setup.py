@@ -43,6 +43,14 @@ def wheel_torches() -> dict[str, tuple[str, str]]:
     return found
 
 
+def long_description() -> str:
+    """README.md for a package index, which has none of the repository's files: without pictures of them, and with the
+    text alone of links to them."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"!\[[^]]*\]\((?!https?:)[^)]*\)\n+", "", text)
+    return re.sub(r"\[([^]]+)\]\((?!https?:)[^)]*\)", r"\1", text)
+
+
 def tool(name: str) -> str:
     """Path of a build tool that stands beside this Python or on PATH."""
     path = shutil.which(name, path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]))
@@ -100,15 +108,17 @@ class CMakeBuild(build_ext):
 
     def build_extensions(self) -> None:
         options, c10d = torch_options()
-        # Kept between builds, apart for each Python and for with and without torch, and for wheels.
-        kind = "wheel" if wheel_torches() else "torch" if options else "plain"
-        build = ROOT / "build" / f"{sys.implementation.cache_tag}-{kind}"
+        # Kept between builds, apart for each Python and for with and without torch. The wheels of all Pythons share
+        # one: the core, most of the work, is compiled once, and only what Python's headers reach anew.
+        kind = f"{sys.implementation.cache_tag}-{'torch' if options else 'plain'}"
+        build = ROOT / "build" / ("wheel" if wheel_torches() else kind)
         build.mkdir(parents=True, exist_ok=True)
         configure = [
             tool("cmake"),
             *("-S", str(ROOT), "-B", str(build), "-G", "Ninja"),
             f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
             f"-DCMAKE_BUILD_TYPE={os.environ.get('RINGCOMM_BUILD_TYPE', 'Release')}",
+            "-U_Python_*",  # what CMake found for the Python of an earlier wheel
             f"-DPython_EXECUTABLE={sys.executable}",
             "-DRINGCOMM_BUILD_PYTHON=ON",
             f"-DRINGCOMM_PYBIND11_INCLUDE={pybind11_include()}",
@@ -179,6 +189,8 @@ class CMakeBuild(build_ext):
 
 
 setup(
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
     ext_modules=[
         Extension("ringcomm._C", sources=[]),
         *(Extension(f"ringcomm.{module}", sources=[]) for module in wheel_torches()),

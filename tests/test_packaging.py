@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -63,6 +64,17 @@ def test_the_sdist_says_whose_it_is(sdist: dict[str, bytes]) -> None:
     assert "Copyright (c)" in sdist["LICENSE"].decode()
 
 
+def test_the_long_description_names_no_file_that_a_package_index_lacks(sdist: dict[str, bytes]) -> None:
+    facts = Parser().parsestr(sdist["PKG-INFO"].decode())
+    assert facts["Description-Content-Type"] == "text/markdown"
+    text = facts.get_payload()
+    assert isinstance(text, str)
+    assert text.lstrip().startswith("# ringcomm")
+    assert "ringcomm.shard(model, optimizer, stage=3, comm=comm)" in text
+    targets = re.findall(r"\]\(([^)]*)\)", text)
+    assert all(target.startswith("https://") for target in targets), targets
+
+
 CHOICE = """
 from ringcomm import _c10d
 print(_c10d.__name__, _c10d.built_for)
@@ -120,34 +132,40 @@ def test_a_row_of_the_matrix_takes_the_place_of_an_older_one(tmp_path: Path, mon
     report = '<testsuite><testcase name="a"/><testcase name="b"><failure/></testcase></testsuite>'
     assert matrix.summary(ElementTree.fromstring(report)) == "1 passed, 1 failed: b"
     passed = ["1 passed"] * len(matrix.TESTS)
-    for python, torch, found in [
-        ("3.12.1", "2.13.0", ["2 failed"]),
-        ("3.9.2", "2.11.0", passed),
-        ("3.12.1", "2.13.0", passed),
+    for python, torch, tests, found in [
+        ("3.12.1", "2.13.0", "all", ["2 failed"]),
+        ("3.9.2", "2.11.0", "quick", passed),
+        ("3.12.1", "2.13.0", "all", passed),
+        ("3.12.1", "2.13.0", "quick", passed),
     ]:
-        matrix.write([matrix.Row(python, torch, "linux", found)])
+        matrix.write([matrix.Row(python, torch, tests, "linux", found)])
     rows = [line for line in matrix.RESULTS.read_text().splitlines() if line.startswith("| 3")]
     end = " | ".join(["linux", *passed])
-    assert rows == [f"| 3.9.2 | 2.11.0 | {end} |", f"| 3.12.1 | 2.13.0 | {end} |"]
+    versions = ["3.9.2 | 2.11.0 | quick", "3.12.1 | 2.13.0 | all", "3.12.1 | 2.13.0 | quick"]
+    assert rows == [f"| {each} | {end} |" for each in versions]
 
 
-RANK = """
-import os, sys, time
+NUMPY = """
+import time
 started = time.perf_counter()
-import numpy as np, torch, torch.distributed as dist, ringcomm
+import numpy as np, ringcomm
 
 def twice(comm):
     return comm.all_reduce(np.full(4, comm.rank + 1.0)).tolist()
 
 assert ringcomm.run_ranks(twice, 2, ranks="threads") == [[3.0] * 4] * 2
 print(f"first all_reduce {time.perf_counter() - started:.1f} s after the start of Python")
-dist.init_process_group("ringcomm", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
-x = torch.full((4,), dist.get_rank() + 1.0)
-dist.all_reduce(x)
-assert x.tolist() == [3.0] * 4, x
+"""
+UNMODIFIED = """
+import sys, torch, torch.distributed as dist
+
+dist.init_process_group("ringcomm")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1, bias=False))
+model(torch.full((1, 4), dist.get_rank() + 1.0)).sum().backward()
+assert model.module.weight.grad.tolist() == [[1.5] * 4], model.module.weight.grad
 dist.destroy_process_group()
-from ringcomm import _c10d
-print(_c10d.__name__, _c10d.__file__)
+extension = sys.modules["ringcomm._c10d"]
+print(extension.__name__, extension.__file__)
 """
 
 
@@ -168,31 +186,23 @@ def test_a_wheel_needs_no_compiler_where_it_is_installed(tmp_path: Path) -> None
 
     venv.create(tmp_path / "bare")
     python = tmp_path / "bare" / "bin" / "python"
-    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index"]
+    install += ["--ignore-installed", str(wheel)]  # one on PYTHONPATH does not count
     subprocess.run(install, check=True, timeout=300)
     (packages,) = (tmp_path / "bare" / "lib").glob("python*/site-packages")
     (packages / "torch.pth").write_text(f"{here.parent}\n")  # torch and what it needs, as they are installed here
+    (tmp_path / "numpy_ranks.py").write_text(NUMPY)
+    (tmp_path / "unmodified.py").write_text(UNMODIFIED)
     environment = {"PATH": str(python.parent), "OMP_NUM_THREADS": "1"}
     assert shutil.which("cc", path=environment["PATH"]) is None
-    ranks = [
-        subprocess.Popen(
-            [python, "-c", RANK, str(tmp_path / "store"), str(rank)],
-            cwd=tmp_path,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    said = ""
+    for words in (["numpy_ranks.py"], [*torchrun, "unmodified.py"]):
+        done = subprocess.run(
+            [python, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
         )
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            output = rank.communicate(timeout=300)[0]
-            print(output)
-            assert rank.returncode == 0, output
-            name = "_c10d_" + "_".join(torch.__version__.split(".")[:2])
-            assert output.splitlines()[-1].startswith(f"ringcomm.{name} {packages / 'ringcomm' / name}."), output
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        said = done.stdout + done.stderr
+        print(said)
+        assert done.returncode == 0, said
+    name = "_c10d_" + "_".join(torch.__version__.split(".")[:2])
+    assert said.count(f"ringcomm.{name} {packages / 'ringcomm' / name}.") == 2, said

@@ -6,7 +6,8 @@
 namespace ringcomm {
 
 std::string why_no_cuda() {
-  return concat("this build has no CUDA engine: ", RINGCOMM_NO_CUDA, "; install CUDA 12 or newer, then ringcomm again");
+  return concat("this build has no CUDA engine: ", RINGCOMM_NO_CUDA,
+                "; build ringcomm from source where CUDA 12.1 or newer is installed");
 }
 
 std::string cuda_build() { return ""; }

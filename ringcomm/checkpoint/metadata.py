@@ -33,6 +33,8 @@ _NAMES = {  # classes that torch.distributed.checkpoint writes
 
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # Python 3.13's name for it, which other versions do not have
+            module = "pathlib"
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if dtype or name in _NAMES.get(module, ()):
             return super().find_class(module, name)

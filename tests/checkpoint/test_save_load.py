@@ -20,6 +20,7 @@ import ringcomm
 from ringcomm import checkpoint
 from ringcomm.checkpoint import files as checkpoint_files
 from ringcomm.checkpoint.files import boxes
+from ringcomm.checkpoint.metadata import read_metadata
 from ringcomm.data_parallel.fully_shard import fully_shard
 from ringcomm.data_parallel.precision import MixedPrecision
 from ringcomm.data_parallel.shard import restage, shard
@@ -538,6 +539,11 @@ def test_a_plain_checkpoint_is_read(tmp_path: Path) -> None:
 
     for here in ranks(3, 3, body):
         assert differing(state, here) == []
+
+
+def test_a_path_that_python_3_13_pickled_is_read() -> None:
+    with pytest.raises(ValueError, match="it is PosixPath"):  # and no metadata
+        read_metadata(b"cpathlib._local\nPosixPath\n(Vfolder\ntR.")
 
 
 def test_safetensors_holds_the_parameters_once(tmp_path: Path) -> None:
