@@ -364,8 +364,8 @@ def no_sync(module: nn.Module) -> AbstractContextManager[None]:
 @contextmanager
 def whole(module: nn.Module) -> Iterator[None]:
     """Inside, the parameters of a sharded module, or of a part of it, are ordinary tensors; a collective. Calls of the
-    module inside gather and send nothing, so ranks may evaluate or generate any number of times. Entering sends rank 0's
-    buffers, as the next forward pass would.
+    module inside gather and send nothing, so ranks may evaluate or generate any number of times. Entering sends
+    rank 0's buffers, as the next forward pass would.
 
     Writes into the parameters are kept, as they are outside: write the same values on every rank.
     """
