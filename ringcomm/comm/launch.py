@@ -27,8 +27,8 @@ from ringcomm.terminal import Progress
 from ringcomm.validation import as_int
 
 _UNGUARDED = (
-    "call run_ranks under `if __name__ == '__main__':` in a script that is a file, since every process imports the "
-    "script again, or pass ranks='threads'; if it is, look at the rank's output"
+    "call run_ranks under `if __name__ == '__main__':` in a script that is a file, and define the function outside of "
+    "it, since every process imports the script again, or pass ranks='threads'; if it is so, look at the rank's output"
 )
 Place = tuple[str, Device]
 """Each rank's engine kind and device."""

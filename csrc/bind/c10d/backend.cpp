@@ -98,14 +98,15 @@ std::int64_t elements(at::TensorList tensors) {
                          [](std::int64_t sum, const Tensor& tensor) { return sum + tensor.numel(); });
 }
 
-// The rows of each rank's part of an uneven all_to_all_single.
-std::vector<std::int64_t> split_sizes(const std::vector<Part>& parts, const Tensor& tensor) {
-  std::vector<std::int64_t> rows;
-  std::size_t total = 0;
-  for (const Part& part : parts) total += part.count;
-  for (const Part& part : parts)
-    rows.push_back(total == 0 ? 0 : static_cast<std::int64_t>(part.count * tensor.size(0) / total));
-  return rows;
+// What a rank sends to each rank, or receives: rows of an uneven all_to_all_single, elements of the tensors of a list.
+std::vector<std::int64_t> split_sizes(OpType type, const std::vector<Part>& parts, at::TensorList tensors) {
+  if (type != OpType::ALLTOALL && type != OpType::ALLTOALL_BASE) return {};
+  std::size_t width = 1;  // elements of a row
+  if (type == OpType::ALLTOALL_BASE)
+    for (const std::int64_t size : tensors.front().sizes().slice(tensors.front().dim() == 0 ? 0 : 1)) width *= size;
+  std::vector<std::int64_t> sizes;
+  for (const Part& part : parts) sizes.push_back(width == 0 ? 0 : static_cast<std::int64_t>(part.count / width));
+  return sizes;
 }
 
 }  // namespace
@@ -130,16 +131,17 @@ intrusive_ptr<AsyncWork> Backend::begin(OpType type, const Site& site, at::Tenso
 
 // Runs `body`, under a profiler within the event `record_param_comms`.
 template <typename Body>
-WorkPtr Backend::recorded(OpType type, const Call& call, [[maybe_unused]] bool async, at::TensorList inputs,
-                          at::TensorList outputs, const Body& body) {
+WorkPtr Backend::with_comms_event(OpType type, const Call& call, [[maybe_unused]] bool async, at::TensorList inputs,
+                                  at::TensorList outputs, const Body& body) {
+  const bool p2p = c10d::isP2POp(type);  // messages are counted apart, as NCCL's backend does
+  const std::uint64_t number = (p2p ? messages_ : sequence_).fetch_add(1, std::memory_order_relaxed) + 1;
   if (C10_LIKELY(!at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value())) return body();
-  const bool p2p = c10d::isP2POp(type), uneven = type == OpType::ALLTOALL_BASE && !call.input_parts.empty();
-  const auto sequence = std::make_tuple(static_cast<std::int64_t>(sequence_.load() + (p2p ? 0 : 1)), p2p);
+  const auto sequence = std::make_tuple(static_cast<std::int64_t>(number), p2p);
   const auto group = std::make_tuple(pg_uid_, pg_desc_);
   const at::TensorList tensors = inputs.empty() ? outputs : inputs;
   const auto dtype = tensors.empty() ? at::kByte : tensors.front().scalar_type();
-  const auto input_rows = uneven ? split_sizes(call.input_parts, inputs.front()) : std::vector<std::int64_t>();
-  const auto output_rows = uneven ? split_sizes(call.output_parts, outputs.front()) : std::vector<std::int64_t>();
+  const auto input_sizes = split_sizes(type, call.input_parts, inputs);
+  const auto output_sizes = split_sizes(type, call.output_parts, outputs);
   const auto& ranks = options_->global_ranks_in_group;  // empty in the default group
   const int first = ranks.empty() ? 0 : static_cast<int>(ranks.front());
   int stride = ranks.empty() ? 1 : 0;  // -1: no stride describes the ranks
@@ -149,28 +151,27 @@ WorkPtr Backend::recorded(OpType type, const Call& call, [[maybe_unused]] bool a
   const int rank = p2p ? call.root : rank_;  // NCCL's convention: the peer
 #ifdef RECORD_PARAM_COMMS_DATA_WITH_ASYNC_OP
   RECORD_PARAM_COMMS_DATA_WITH_ASYNC_OP(sequence, group, inputs.vec(), outputs.vec(), rank, nccl_name(type, call),
-                                        elements(inputs), elements(outputs), dtype, input_rows, output_rows, first,
+                                        elements(inputs), elements(outputs), dtype, input_sizes, output_sizes, first,
                                         stride, size_, async)
 #else  // torch 2.11
   RECORD_PARAM_COMMS_DATA(sequence, group, inputs.vec(), outputs.vec(), rank, nccl_name(type, call), elements(inputs),
-                          elements(outputs), dtype, input_rows, output_rows, first, stride, size_)
+                          elements(outputs), dtype, input_sizes, output_sizes, first, stride, size_)
 #endif
   return body();
 }
 
 WorkPtr Backend::launch(OpType type, Task&& task, bool async, at::TensorList inputs, at::TensorList outputs) {
-  return recorded(type, task.call, async, inputs, outputs,
-                  [&] { return start(type, std::move(task), async, inputs, outputs); });
+  return with_comms_event(type, task.call, async, inputs, outputs,
+                          [&] { return run_or_submit(type, std::move(task), async, inputs, outputs); });
 }
 
 WorkPtr Backend::launch(OpType type, std::vector<Task>&& tasks, bool async, at::TensorList inputs,
                         at::TensorList outputs) {
-  return recorded(type, tasks.front().call, async, inputs, outputs,
-                  [&] { return start(type, std::move(tasks), async, inputs, outputs); });
+  return with_comms_event(type, tasks.front().call, async, inputs, outputs,
+                          [&] { return run_or_submit(type, std::move(tasks), async, inputs, outputs); });
 }
 
-WorkPtr Backend::start(OpType type, Task&& task, bool async, at::TensorList inputs, at::TensorList outputs) {
-  if (!c10d::isP2POp(type)) sequence_.fetch_add(1, std::memory_order_relaxed);
+WorkPtr Backend::run_or_submit(OpType type, Task&& task, bool async, at::TensorList inputs, at::TensorList outputs) {
   if (C10_UNLIKELY(task.on_device()))
     return devices_.launch(type, {&task, 1}, async, inputs, outputs, sequence_.load());
   if (deferred(async)) {
@@ -191,9 +192,8 @@ WorkPtr Backend::start(OpType type, Task&& task, bool async, at::TensorList inpu
   return nullptr;
 }
 
-WorkPtr Backend::start(OpType type, std::vector<Task>&& tasks, bool async, at::TensorList inputs,
-                       at::TensorList outputs) {
-  sequence_.fetch_add(1, std::memory_order_relaxed);
+WorkPtr Backend::run_or_submit(OpType type, std::vector<Task>&& tasks, bool async, at::TensorList inputs,
+                               at::TensorList outputs) {
   const bool on_device = tasks.front().on_device();
   for (const Task& task : tasks) {
     if (task.on_device() == on_device) continue;

@@ -60,7 +60,7 @@ class Backend final : public c10d::Backend {
 
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
-  void setSequenceNumberForGroup() override { sequence_ = 0; }
+  void setSequenceNumberForGroup() override { sequence_ = messages_ = 0; }
   std::uint64_t getSequenceNumberForGroup() override { return sequence_; }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
@@ -99,12 +99,12 @@ class Backend final : public c10d::Backend {
   WorkPtr launch(c10d::OpType type, Task&& task, bool async, at::TensorList inputs, at::TensorList outputs);
   WorkPtr launch(c10d::OpType type, std::vector<Task>&& tasks, bool async, at::TensorList inputs,
                  at::TensorList outputs);
-  WorkPtr start(c10d::OpType type, Task&& task, bool async, at::TensorList inputs, at::TensorList outputs);
-  WorkPtr start(c10d::OpType type, std::vector<Task>&& tasks, bool async, at::TensorList inputs,
-                at::TensorList outputs);
+  WorkPtr run_or_submit(c10d::OpType type, Task&& task, bool async, at::TensorList inputs, at::TensorList outputs);
+  WorkPtr run_or_submit(c10d::OpType type, std::vector<Task>&& tasks, bool async, at::TensorList inputs,
+                        at::TensorList outputs);
   template <typename Body>
-  WorkPtr recorded(c10d::OpType type, const Call& call, bool async, at::TensorList inputs, at::TensorList outputs,
-                   const Body& body);
+  WorkPtr with_comms_event(c10d::OpType type, const Call& call, bool async, at::TensorList inputs,
+                           at::TensorList outputs, const Body& body);
   intrusive_ptr<AsyncWork> begin(c10d::OpType type, const Site& site, at::TensorList inputs);
   void run(Task& task);
   Task allgather_task(const Site& site, Tensor& output, const Tensor& input, bool async,
@@ -123,7 +123,7 @@ class Backend final : public c10d::Backend {
   std::shared_ptr<Engine> engine_;  // of the cpu
   intrusive_ptr<Options> options_;
   DeviceGroup devices_;
-  std::atomic<std::uint64_t> sequence_{0};
+  std::atomic<std::uint64_t> sequence_{0}, messages_{0};  // collectives, and sends and receives
   std::atomic<bool> coalescing_{false};
   intrusive_ptr<AsyncWork> coalesced_;  // the calls on the cpu since startCoalescing
   // The last child and its key: torch splits once for each device type, but one child serves all of them.

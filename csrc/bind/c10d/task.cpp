@@ -257,7 +257,7 @@ void Task::separate_parts() {
 
 void Task::split(std::vector<Part>& parts, const Tensor& tensor, void* data, const std::vector<std::int64_t>& rows,
                  const char* side) {
-  const std::int64_t height = tensor.dim() == 0 ? 0 : tensor.size(0);
+  const std::int64_t height = tensor.dim() == 0 ? 1 : tensor.size(0);
   const auto world_size = static_cast<std::int64_t>(site_.world_size);
   if (rows.empty() ? height % world_size != 0
                    : rows.size() != static_cast<std::size_t>(world_size) ||
