@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from torch.distributed.flight_recorder import fr_trace
 
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.observe import record, torch_dump
+from ringcomm.observe import doctor, record, torch_dump
 from ringcomm.observe.record import Record
 from tests.observe.test_record_view import made, made_call
 
@@ -118,6 +119,17 @@ def test_a_rank_without_a_record_needs_an_option_of_torchfrtrace(
         fr_trace.main(words)
     fr_trace.main([*words, "--allow-incomplete-ranks"])
     assert "we missed FR dumps from ranks ({2})" in caplog.text
+
+
+def test_doctor_says_on_stderr_what_the_files_lack(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for rank in range(2):
+        document = {"ringcomm_record": record._FORMAT, **record._plain(made(rank, made_call(0)))}
+        (tmp_path / f"{rank}.json").write_text(json.dumps(document))
+    files = [str(tmp_path / "0.json"), str(tmp_path / "1.json")]
+    assert doctor.main([*files, "--torch", str(tmp_path / "dumps")]) == 0
+    said = capsys.readouterr()
+    assert said.out.split() == [str(tmp_path / "dumps" / f"rank_{rank}") for rank in range(2)]
+    assert said.err == "ringcomm doctor: no record of rank 2: torchfrtrace needs --allow-incomplete-ranks\n"
 
 
 def test_files_of_other_ranks_are_not_left_beside(tmp_path: Path) -> None:
