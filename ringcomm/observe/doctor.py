@@ -17,20 +17,25 @@ from ringcomm.terminal import columns
 if TYPE_CHECKING:
     from ringcomm.observe.record import View
 
+_CALLS = 5
+
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command. Returns: its exit status; 2 for processes and files that have no record."""
     try:
-        a = _parser().parse_args(list(argv))
+        a = _arguments(argv)
     except SystemExit as ended:
         return int(ended.code or 0)
-    if not a.pid and not a.files and not a.torch:
+    if not a.pid and not a.files:
         return info.main(as_json=a.json)
     try:
         views = record.merge(_records(a.pid, a.files))
-        if a.torch:
-            for path in torch_dump.write(views, Path(a.torch)):
+        if a.torch is not None:
+            paths, notes = torch_dump.write(views, Path(a.torch))
+            for path in paths:
                 print(path)
+            for note in notes:
+                print(f"ringcomm doctor: {note}", file=sys.stderr)
             return 0
     except InvalidArgumentError as error:
         print(f"ringcomm doctor: {error}", file=sys.stderr)
@@ -42,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="ringcomm doctor",
         description="Without processes and files: what was built, what is usable on this machine, and what is not and "
@@ -52,11 +57,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pid", type=int, action="append", default=[], help="a rank's process on this machine; again "
                         "for more. Others of its communicators are found by themselves")  # fmt: skip
     parser.add_argument("files", nargs="*", metavar="FILE", help=f"of ringcomm.record.dump, or from {record.FOLDER}")
-    parser.add_argument("--calls", type=int, default=5, help="last calls of each rank to show (%(default)s)")
+    parser.add_argument("--calls", type=int, help=f"last calls of each rank to show ({_CALLS})")
     parser.add_argument("--torch", metavar="FOLDER", help="write the collectives there as the files of torch's flight "
                         "recorder, for torchfrtrace")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="as JSON")
-    return parser
+    a = parser.parse_args(list(argv))
+    if a.torch is not None:
+        if not a.pid and not a.files:
+            parser.error(
+                f"--torch: expected a process or files, got neither; name --pid or the files of {record.FOLDER}"
+            )
+        if a.json or a.calls is not None:
+            parser.error(
+                "--torch: expected no --json and no --calls, which do not change torch's files; leave them out"
+            )
+    a.calls = _CALLS if a.calls is None else a.calls
+    return a
 
 
 def _records(pids: Sequence[int], files: Sequence[str]) -> list[record.Record]:

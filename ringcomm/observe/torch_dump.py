@@ -3,40 +3,47 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from ringcomm.errors import InvalidArgumentError
+from ringcomm.errors import InvalidArgumentError, rank_list
 from ringcomm.observe.record import Call, Record, View
 
 _VERSION = "2.10"  # of torch's format
-_STATES = {"in flight": "started", "failed": "started", "enqueued": "scheduled", "done": "completed"}
+_STATES = {"in flight": "started", "failed": "started", "enqueued": "started", "done": "completed"}
 
 
-def write(views: Sequence[View], folder: Path) -> list[Path]:
+def write(views: Sequence[View], folder: Path) -> tuple[list[Path], list[str]]:
     """Writes one file for each rank of the largest communicator, with its collectives there and in all communicators
-    among the same processes.
+    among the same processes. Of several largest ones, that with the newest records is taken, because a folder of
+    records may hold those of earlier runs.
 
     A smaller communicator is left out if a rank of it has no record, or if its ranks are threads of one process,
     because torch's format names global ranks. So are messages between two ranks: `torchfrtrace` expects every rank of
     the communicator in them. Collectives that one rank's record no longer holds are left out for all.
 
-    Returns: the paths, which end in the rank.
-    Raises:  InvalidArgumentError: there is no communicator, or a path cannot be written.
+    Returns: (the paths, which end in the rank; sentences about what the files lack).
+    Raises:  InvalidArgumentError: there is no communicator, the folder has files of other ranks, or a path cannot be
+             written.
     """
     connected = [view for view in views if view.group]
     if not connected:
         raise InvalidArgumentError("the records hold no communicator, expected one that is connected")
-    world = max(connected, key=lambda view: (view.world_size, max(each.begun for each in view.records)))
+    world = _largest(connected)
     dumps: dict[int, dict[str, Any]] = {each.rank: _empty() for each in world.records}
+    left_out: dict[str, list[str]] = {}
     for view in connected:
         ranks = _global_ranks(view, world)
-        if ranks is not None:
+        if isinstance(ranks, str):
+            left_out.setdefault(ranks, []).append(f"{view.group:x}")
+        else:
             _add(dumps, view, ranks)
     paths = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _refuse_other_ranks(folder, dumps.keys())
         for rank, dumped in dumps.items():
             dumped["entries"].sort(key=lambda entry: entry["time_created_ns"])
             for number, entry in enumerate(dumped["entries"]):
@@ -46,22 +53,65 @@ def write(views: Sequence[View], folder: Path) -> list[Path]:
             paths.append(path)
     except OSError as error:
         raise InvalidArgumentError(f"{folder} cannot be written: {error}; name a folder that can") from None
-    return paths
+    notes = []
+    if left_out:
+        notes.append(
+            "communicators left out: " + "; ".join(f"{', '.join(names)} ({why})" for why, names in left_out.items())
+        )
+    missing = [rank for rank in range(world.world_size) if rank not in dumps]
+    if missing:
+        notes.append(f"no record of {rank_list(missing)}: torchfrtrace needs --allow-incomplete-ranks")
+    return paths, notes
+
+
+def _largest(views: Sequence[View]) -> View:
+    newest: dict[tuple[str, int], int] = {}
+    for each in (each for view in views for each in view.records):
+        newest[_process(each)] = max(each.taken_ns, newest.get(_process(each), 0))
+
+    def key(view: View) -> tuple[int, int, int]:
+        return (
+            view.world_size,
+            max(newest[_process(each)] for each in view.records),  # equal for the communicators of one run
+            max(each.begun for each in view.records),
+        )
+
+    return max(views, key=key)
+
+
+def _refuse_other_ranks(folder: Path, ranks: Collection[int]) -> None:
+    """Raises InvalidArgumentError if a folder has files that this dump would not replace."""
+    found = (re.fullmatch(r"rank_(\d+)", path.name) for path in folder.iterdir())
+    others = [int(match[1]) for match in found if match and match[0] not in {f"rank_{rank}" for rank in ranks}]
+    if others:
+        raise InvalidArgumentError(
+            f"--torch: expected a folder without files beside those of {rank_list([*ranks])}, got {folder} with "
+            f"those of {rank_list(others)}, which torchfrtrace would read too; name another folder or delete them"
+        )
 
 
 def _empty() -> dict[str, Any]:
     return {"version": _VERSION, "pg_config": {}, "pg_status": {}, "entries": []}
 
 
-def _global_ranks(view: View, world: View) -> list[int] | None:
-    """Returns, for each rank of a communicator, its rank in ``world``; None if that is not known of all."""
+def _global_ranks(view: View, world: View) -> list[int] | str:
+    """Returns, for each rank of a communicator, its rank in ``world``; or, if that is not known of all, the reason."""
     if view.world_size == world.world_size and all(_at(each) in map(_at, world.records) for each in view.records):
         return list(range(view.world_size))
-    processes = [_at(each)[:2] for each in world.records]
+    processes = [_process(each) for each in world.records]
+    own = {_process(each) for each in view.records}
+    if not own.issubset(processes):
+        return f"has processes without a record in {world.group:x}, such as those of another run"
+    if len(own) < len(view.records) or any(processes.count(each) > 1 for each in own):
+        return "its ranks are threads of one process"
     ranks = {each.rank: each for each in view.records}
-    if len(ranks) < view.world_size or any(processes.count(_at(each)[:2]) != 1 for each in view.records):
-        return None
-    return [world.records[processes.index(_at(ranks[rank])[:2])].rank for rank in range(view.world_size)]
+    if missing := [rank for rank in range(view.world_size) if rank not in ranks]:
+        return f"no record of its {rank_list(missing)}"
+    return [world.records[processes.index(_process(ranks[rank]))].rank for rank in range(view.world_size)]
+
+
+def _process(each: Record) -> tuple[str, int]:
+    return each.host, each.pid
 
 
 def _at(each: Record) -> tuple[str, int, int]:
@@ -73,18 +123,18 @@ def _add(dumps: dict[int, dict[str, Any]], view: View, ranks: Sequence[int]) -> 
     collectives = {each.rank: _collectives(each) for each in view.records}
     first = max((calls[0].collective for calls in collectives.values() if calls), default=0)
     for rank, calls in collectives.items():
-        dumped, numbers = dumps[ranks[rank]], {state: [-1] for state in ("scheduled", "started", "completed")}
+        dumped, started, completed = dumps[ranks[rank]], -1, -1
         for call in calls:
-            state = _STATES[call.state]
-            for reached in list(numbers)[: list(numbers).index(state) + 1]:
-                numbers[reached].append(call.collective + 1)
+            state, started = _STATES[call.state], call.collective + 1
+            if state == "completed":
+                completed = started
             if call.collective >= first:
                 dumped["entries"].append(_entry(call, state, (name, desc), view.world_size))
         dumped["pg_config"][name] = {"name": name, "desc": desc, "ranks": str(list(ranks))}
         dumped["pg_status"][name] = {
-            "last_enqueued_collective": max(numbers["scheduled"]),
-            "last_started_collective": max(numbers["started"]),
-            "last_completed_collective": max(numbers["completed"]),
+            "last_enqueued_collective": started,
+            "last_started_collective": started,
+            "last_completed_collective": completed,
         }
 
 
@@ -118,7 +168,7 @@ def _entry(call: Call, state: str, group: tuple[str, str], world_size: int) -> d
         "state": state,
         "retired": state == "completed",
         "time_created_ns": call.begin_ns,
-        "time_discovered_started_ns": call.begin_ns if state != "scheduled" else None,
+        "time_discovered_started_ns": call.begin_ns,
         "time_discovered_completed_ns": call.end_ns if state == "completed" else None,
         "frames": [{"name": op, "filename": file, "line": int(line)}] if line.isdecimal() else [],
     }

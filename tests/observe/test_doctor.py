@@ -144,6 +144,22 @@ def test_torchfrtrace_names_the_rank_and_the_collective(
     assert f"all_reduce at job.py:{LAST}" in text
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "--torch: expected a process or files, got neither; name --pid or"),
+        (["some.json", "--json"], "--torch: expected no --json and no --calls"),
+        (["--pid", "1", "--calls", "5"], "--torch: expected no --json and no --calls"),
+    ],
+)
+def test_what_does_not_go_with_torch_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert cli.main(["doctor", "--torch", str(tmp_path / "torch"), *words]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "torch").exists()
+
+
 def test_it_reads_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     before = {each.group for each in record.records()}
     with ringcomm.init() as comm:

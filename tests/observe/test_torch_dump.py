@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from torch.distributed.flight_recorder import fr_trace
 
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.observe import record, torch_dump
+from ringcomm.observe import doctor, record, torch_dump
 from ringcomm.observe.record import Record
 from tests.observe.test_record_view import made, made_call
 
@@ -67,13 +68,77 @@ def test_communicators_of_fewer_ranks_name_global_ranks(tmp_path: Path) -> None:
     world = [made(rank, made_call(0)) for rank in range(3)]
     pair = [made(0, made_call(1), world_size=2, group=0xCD, pid=42), made(1, world_size=2, group=0xCD, pid=40)]
     half = made(0, made_call(2), world_size=2, group=0xEF, pid=41)
-    paths = torch_dump.write(record.merge([*world, *pair, half]), tmp_path)
+    paths, notes = torch_dump.write(record.merge([*world, *pair, half]), tmp_path)
+    assert notes == ["communicators left out: ef (no record of its rank 1)"]
     dumps = [pickle.loads(path.read_bytes()) for path in paths]
     assert [sorted(dump["pg_config"]) for dump in dumps] == [["ab", "cd"], ["ab"], ["ab", "cd"]]
     assert dumps[2]["pg_config"]["cd"]["ranks"] == "[2, 0]"
     assert dumps[2]["pg_status"]["cd"]["last_completed_collective"] == 2
     assert [len(dump["entries"]) for dump in dumps] == [1, 1, 2]
     assert [entry["record_id"] for entry in dumps[2]["entries"]] == [0, 1]
+
+
+def test_calls_on_a_device_are_started(tmp_path: Path) -> None:
+    calls = made_call(0), made_call(1, "enqueued")
+    ranks = [made(rank, *calls, engine="cuda") for rank in range(3)]
+    paths, notes = torch_dump.write(record.merge(ranks), tmp_path)
+    dump = pickle.loads(paths[0].read_bytes())
+    assert not notes
+    assert [entry["state"] for entry in dump["entries"]] == ["completed", "started"]
+    assert dump["pg_status"]["ab"] == {
+        "last_enqueued_collective": 2,
+        "last_started_collective": 2,
+        "last_completed_collective": 1,
+    }
+
+
+def test_the_newest_of_several_runs_is_taken(tmp_path: Path) -> None:
+    old = [made(rank, *map(made_call, range(3)), pid=10 + rank, group=0xCD) for rank in range(3)]
+    new = [made(rank, made_call(0), taken_ns=old[0].taken_ns + 1) for rank in range(3)]
+    paths, notes = torch_dump.write(record.merge([*old, *new]), tmp_path)
+    assert [*pickle.loads(paths[0].read_bytes())["pg_config"]] == ["ab"]
+    assert notes == ["communicators left out: cd (has processes without a record in ab, such as those of another run)"]
+
+
+@pytest.mark.parametrize("pids", [(40, 40, 40), (40, 41, 42)])
+def test_ranks_that_are_threads_are_left_out(pids: tuple[int, ...], tmp_path: Path) -> None:
+    world = [made(rank, made_call(0), pid=pids[rank]) for rank in range(3)]
+    pair = [made(rank, made_call(0), world_size=2, group=0xEF, pid=40) for rank in range(2)]
+    _, notes = torch_dump.write(record.merge([*world, *pair]), tmp_path)
+    assert notes == ["communicators left out: ef (its ranks are threads of one process)"]
+
+
+def test_a_rank_without_a_record_needs_an_option_of_torchfrtrace(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    found = [made(rank, made_call(0), made_call(1, "in flight")) for rank in range(2)]
+    _, notes = torch_dump.write(record.merge(found), tmp_path / "dumps")
+    assert notes == ["no record of rank 2: torchfrtrace needs --allow-incomplete-ranks"]
+    words = [str(tmp_path / "dumps"), "-o", str(tmp_path / "database")]
+    with pytest.raises(AssertionError, match=r"Missing dump files from ranks \{2\}"):
+        fr_trace.main(words)
+    fr_trace.main([*words, "--allow-incomplete-ranks"])
+    assert "we missed FR dumps from ranks ({2})" in caplog.text
+
+
+def test_doctor_says_on_stderr_what_the_files_lack(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for rank in range(2):
+        document = {"ringcomm_record": record._FORMAT, **record._plain(made(rank, made_call(0)))}
+        (tmp_path / f"{rank}.json").write_text(json.dumps(document))
+    files = [str(tmp_path / "0.json"), str(tmp_path / "1.json")]
+    assert doctor.main([*files, "--torch", str(tmp_path / "dumps")]) == 0
+    said = capsys.readouterr()
+    assert said.out.split() == [str(tmp_path / "dumps" / f"rank_{rank}") for rank in range(2)]
+    assert said.err == "ringcomm doctor: no record of rank 2: torchfrtrace needs --allow-incomplete-ranks\n"
+
+
+def test_files_of_other_ranks_are_not_left_beside(tmp_path: Path) -> None:
+    three = record.merge([made(rank, made_call(0)) for rank in range(3)])
+    two = record.merge([made(rank, made_call(0), world_size=2) for rank in range(2)])
+    torch_dump.write(two, tmp_path)
+    torch_dump.write(three, tmp_path)  # replaces all
+    with pytest.raises(InvalidArgumentError, match=r"beside those of ranks 0, 1, got .* with those of rank 2, which"):
+        torch_dump.write(two, tmp_path)
 
 
 def test_what_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
