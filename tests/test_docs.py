@@ -27,7 +27,8 @@ PLANTED = """# A page that is in no list
 [a page](nothing.md) [a place](guide.md#nothing) [a source file](../csrc/nothing.h) [a name][ringcomm.nothing]
 """
 FOUND = (
-    "docs/planted.md",  # not in the navigation
+    'not included in the "nav"',
+    "docs/planted.md",
     "'docs/nothing.md' is not found",
     "'docs/guide.md' does not contain an anchor '#nothing'",
     "'csrc/nothing.h' is not found",
