@@ -366,3 +366,13 @@ def _sparse_refused() -> None:
 
 def test_sparse_tensors_that_fit_no_call_are_refused() -> None:
     run(_sparse_refused)
+
+
+def _all_to_all_without_dimensions() -> float:
+    output = torch.full((), 7.0)
+    dist.all_to_all_single(output, torch.ones(()))
+    return float(output)
+
+
+def test_an_all_to_all_of_one_rank_moves_a_tensor_without_dimensions() -> None:
+    assert run(_all_to_all_without_dimensions, world_size=1) == [1.0]
