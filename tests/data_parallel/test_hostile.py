@@ -30,15 +30,16 @@ SPECIAL: dict[str, Callable[..., Any]] = {  # what is called by no name, or in t
     "parallelize.plan": ringcomm.parallelize,
 }
 ELSEWHERE = {
-    "Communicator": "test_hostile_arguments",
+    "Communicator": "comm/test_hostile_arguments",
     "Mesh": "is made by init_mesh",
     "Work": "has no argument but a time",
     "__version__": "is no function",
     "build_info": "has no argument",
+    "checkpoint.ByRank": "holds any value",
     "errors": "are raised, not called",
-    "init": "test_hostile",
+    "init": "comm/test_hostile",
     "pipeline_parallel": "has no function of its own; Pipeline, split",
-    "run_ranks": "test_hostile",
+    "run_ranks": "comm/test_hostile",
     "hooks.attach": "below: it takes a model over a process group",
     "hooks.all_reduce_hook": "is called by torch",
     "hooks.bf16_all_reduce_hook": "is called by torch",
@@ -52,7 +53,7 @@ ELSEWHERE = {
     "record.Record": "a value, which records gives",
     "record.View": "a value, which merge gives",
     "record.find": "any number may be a communicator's",
-    "simulate": "test_simulate_refusals",
+    "simulate": "tools/test_simulate_refusals",
     "schedule.Step": "a value, which ring_step gives",
     "tensor_parallel.TensorParallelGroup": "is made of a communicator by what is here",
     **dict.fromkeys(
