@@ -213,6 +213,8 @@ def _process_main(pipe: Connection, job: _Job, rank: int, port: int) -> None:
         engine = job.engine(rank, None if job.hosts is None else client_store(port))
         _tell(pipe, "handle", engine.handle())
         handles = pipe.recv()
+        if isinstance(handles, tuple):  # the reason to abort, as in `_obey`: another rank did not start
+            raise AbortedError(f"run_ranks: rank {rank} expected all ranks to start, {handles[0]}; look at that rank")
         threading.Thread(target=_obey, args=(pipe, engine, leaving), daemon=True).start()
         engine.connect(handles)
         with Communicator(engine) as comm:

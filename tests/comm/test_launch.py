@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -253,6 +255,32 @@ def test_a_process_that_ends_slowly_has_no_exit_code(monkeypatch: pytest.MonkeyP
     words = r"rank 0 expected to start, its process closed its connection and has not ended within 0\.5 s; "
     with pytest.raises(errors.RankFailedError, match=words):
         ringcomm.run_ranks(does_nothing, 1, LoadsOnlyInTheCaller(), ranks="processes", timeout=30)
+
+
+class FailsToLoadOnce:
+    """In the first of the ranks that loads it."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        self.mark = state["mark"]
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(self.mark, os.O_CREAT | os.O_EXCL))
+                raise AttributeError("a name that is not there")
+
+
+def test_of_a_rank_that_does_not_start_the_others_hear(tmp_path: Path) -> None:
+    value = FailsToLoadOnce(str(tmp_path / "mark"))
+    got = ringcomm.run_ranks(does_nothing, 3, value, ranks="processes", timeout=30, return_exceptions=True)
+    assert sorted((type(each) for each in got), key=lambda kind: kind.__name__) == [
+        errors.AbortedError,
+        errors.AbortedError,
+        errors.RankFailedError,
+    ]
+    (told, _) = (str(each) for each in got if isinstance(each, errors.AbortedError))
+    assert re.search(r"rank \d expected all ranks to start, rank \d \(process \d+\) failed with RankFailedError", told)
 
 
 def survives(comm: Communicator, folder: str) -> None:
