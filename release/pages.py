@@ -18,7 +18,16 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-SHOWN = ("*.md", "LICENSE", "docs/**/*.md", "benchmarks/README.md", "benchmarks/results/*", "examples/*", "release/*.*")
+SHOWN = (
+    "*.md",
+    "LICENSE",
+    "docs/**/*.md",
+    "benchmarks/README.md",
+    "benchmarks/results/*",
+    "release/pages.css",
+    "release/matrix.py",
+)
+SHOWN += tuple(f"examples/{name}" for name in ("rpc.py", "slurm.sh", "survive.py", "train_gpt.py"))
 """The files that are on the site; a link to any other is an error."""
 NOTEBOOK = "examples/four_ranks.ipynb"
 API = {

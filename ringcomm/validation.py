@@ -30,17 +30,24 @@ class Wanted(NamedTuple):
     Attributes:
         said: the requirement in words, for the error.
         take: converts the argument to the form that the call uses; raises any exception for a wrong argument.
+        instead: of a wrong argument, what to pass in its place, for the error; empty if unknown.
     """
 
     said: str
     take: Callable[[Any], Any]
+    instead: Callable[[Any], str] = lambda value: ""
 
 
 def _plain(value: Any) -> int | float:
     return value if type(value) is int else float(value)
 
 
-def that(said: str, fits: Callable[[Any], bool], take: Callable[[Any], Any] | None = None) -> Wanted:
+def that(
+    said: str,
+    fits: Callable[[Any], bool],
+    take: Callable[[Any], Any] | None = None,
+    instead: Callable[[Any], str] = lambda value: "",
+) -> Wanted:
     """Requires that ``fits`` returns True."""
 
     def taken(value: Any) -> Any:
@@ -48,7 +55,7 @@ def that(said: str, fits: Callable[[Any], bool], take: Callable[[Any], Any] | No
             raise ValueError(said)
         return value if take is None else take(value)
 
-    return Wanted(said, taken)
+    return Wanted(said, taken, instead)
 
 
 def a(said: str, *types: type) -> Wanted:
@@ -58,7 +65,7 @@ def a(said: str, *types: type) -> Wanted:
 
 def or_none(wanted: Wanted) -> Wanted:
     """Also accepts None, for arguments whose default is not None."""
-    return Wanted(f"{wanted.said} or None", lambda value: None if value is None else wanted.take(value))
+    return Wanted(f"{wanted.said} or None", lambda value: None if value is None else wanted.take(value), wanted.instead)
 
 
 def one_of(*known: str) -> Wanted:
@@ -87,7 +94,12 @@ def validate_int(least: int = 0, most: int = (1 << 63) - 1, said: str = "") -> W
             raise ValueError(said)
         return number
 
-    return Wanted(said, taken)
+    def instead(value: Any) -> str:
+        """Returns the number that a text spells, if it is within the bounds."""
+        spelled = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 20 else None
+        return str(spelled) if spelled is not None and least <= spelled <= most else ""
+
+    return Wanted(said, taken, instead)
 
 
 def number(least: float = -sys.float_info.max, most: float = sys.float_info.max, said: str = "a number") -> Wanted:
@@ -124,7 +136,13 @@ def is_communicator(value: Any) -> bool:
     return type(getattr(value, "rank", None)) is int and type(getattr(value, "world_size", None)) is int
 
 
-COMMUNICATOR = that("a communicator", is_communicator)
+def communicator_over(value: Any) -> str:
+    """Returns how to make a communicator of a wrong argument, if that is a process group of torch."""
+    is_group = any(kind.__name__ == "ProcessGroup" for kind in type(value).__mro__)
+    return "ringcomm.Communicator.from_process_group(group)" if is_group else ""
+
+
+COMMUNICATOR = that("a communicator", is_communicator, instead=communicator_over)
 
 
 def expects(call: str, **wanted: Wanted) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
@@ -146,7 +164,9 @@ def expects(call: str, **wanted: Wanted) -> Callable[[Callable[_P, _R]], Callabl
                 return wanted[name].take(value)
             except Exception as error:
                 expected = wanted[name].said + (" or None" if defaults[name] is None else "")
-                raise InvalidArgumentError(f"{call}: got {name}={shown(value)}, expected {expected}; pass that") from (
+                instead = wanted[name].instead(value)
+                advice = f"pass {name}={instead}" if instead else "pass that"
+                raise InvalidArgumentError(f"{call}: got {name}={shown(value)}, expected {expected}; {advice}") from (
                     None if type(error) is ValueError else error
                 )
 

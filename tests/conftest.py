@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_stderr] = os.dup(2)  # nothing is captured yet
 
 
-def listed(nodeid: str) -> str:
+def file_name(nodeid: str) -> str:
     """The name of a test's file in the lists above: comm/deadlock for tests/comm/test_deadlock.py."""
     folder, slash, name = nodeid.partition("::")[0].removeprefix("tests/").rpartition("/")
     return folder + slash + name.removeprefix("test_").removesuffix(".py")
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if spare:
                 item.add_marker("slow")
     order = {name: i - len(WAITING) - len(LONG) for i, name in enumerate((*WAITING, *LONG))}
-    items.sort(key=lambda item: order.get(listed(item.nodeid), 0))
+    items.sort(key=lambda item: order.get(file_name(item.nodeid), 0))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -85,7 +85,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "waiting" if listed(nodeid) in WAITING else listed(nodeid)
+            return "waiting" if file_name(nodeid) in WAITING else file_name(nodeid)
 
     return ByFile(config, log)
 

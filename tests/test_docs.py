@@ -26,7 +26,7 @@ PLANTED = """# A page that is in no list
 
 [a page](nothing.md) [a place](guide.md#nothing) [a source file](../csrc/nothing.h) [a name][ringcomm.nothing]
 """
-FOUND = (
+PLANTED_ERRORS = (
     'not included in the "nav"',
     "docs/planted.md",
     "'docs/nothing.md' is not found",
@@ -62,9 +62,11 @@ def test_the_site_has_no_dead_link_but_those_of_a_wrong_page(
 ) -> None:
     _, done = site
     assert done.returncode != 0, "a dead link does not end the build"
-    unexpected = [line for line in done.stderr.splitlines() if "WARNING" in line and not any(map(line.count, FOUND))]
+    unexpected = [
+        line for line in done.stderr.splitlines() if "WARNING" in line and not any(map(line.count, PLANTED_ERRORS))
+    ]
     assert not unexpected, done.stderr
-    for said in FOUND:
+    for said in PLANTED_ERRORS:
         assert said in done.stderr, done.stderr
 
 
@@ -82,7 +84,21 @@ def test_the_site_loads_nothing_from_elsewhere(site: tuple[Path, subprocess.Comp
         assert not loaded, (page.name, loaded)
 
 
-def outputs(notebook: Any) -> list[str]:
+def test_a_file_of_the_repository_is_on_the_site_only_if_a_page_links_to_it(
+    site: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    pages = [*site[0].rglob("*.html")]
+    linked = {
+        (page.parent / target).resolve()
+        for page in pages
+        for target in re.findall(r'(?:href|src)="?([^" >#]+)', page.read_text())
+    }
+    published = {path.resolve() for name in ("examples", "release") for path in (site[0] / name).rglob("*.*")}
+    assert published
+    assert not published - linked
+
+
+def cell_outputs(notebook: Any) -> list[str]:
     """What each cell of code printed."""
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert all(output["output_type"] == "stream" for cell in cells for output in cell["outputs"])
@@ -97,4 +113,4 @@ def test_the_notebook_gives_the_outputs_that_stand_in_it(tmp_path: Path, monkeyp
     nbformat = pytest.importorskip("nbformat", reason="needs the packages of `make docs`")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbclient.NotebookClient(notebook, timeout=250, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    assert outputs(notebook) == outputs(json.loads(NOTEBOOK.read_text()))
+    assert cell_outputs(notebook) == cell_outputs(json.loads(NOTEBOOK.read_text()))

@@ -107,9 +107,11 @@ def _as_array(x: Any, call: str, rank: int, served: Device | None) -> Array:
     try:
         view = memoryview(x)
     except TypeError:
+        are_numbers = isinstance(x, (int, float, complex, list, tuple))
         raise InvalidArgumentError(
             f"{call}: rank {rank} got {type(x).__name__}, expected a torch tensor, a NumPy or CuPy array, a buffer or "
-            "anything with __dlpack__, __cuda_array_interface__ or __array_interface__; convert it first"
+            "anything with __dlpack__, __cuda_array_interface__ or __array_interface__; "
+            f"{'pass torch.tensor(x) or numpy.array(x)' if are_numbers else 'convert it first'}"
         ) from None
     import numpy as np
 

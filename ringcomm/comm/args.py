@@ -312,6 +312,12 @@ class CollectiveArgs:
     def _writable(self, x: Any) -> Array:
         array = self.array(x)
         if not array.writable:
+            numpy = sys.modules.get("numpy")
+            if numpy is not None and isinstance(x, numpy.generic):
+                raise InvalidArgumentError(
+                    f"{self.op}: rank {self.rank} got a NumPy scalar of dtype {x.dtype}, expected an array to write "
+                    "to; pass numpy.array(x), an array without dimensions"
+                )
             raise InvalidArgumentError(
                 f"{self.op}: rank {self.rank} got a read-only array to write to; pass a copy, or out="
             )

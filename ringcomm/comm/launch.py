@@ -173,6 +173,8 @@ def _run_threads(job: _Job) -> list[Any]:
             # So that ranks that still wait for this one, in any communicator, are told at once.
             engine.close_descendants()
         except BaseException as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"in rank {rank} of run_ranks")
             outcome.failures.append((rank, error))
             reason = f"rank {rank} raised {type(error).__name__}: {error}"
             if job.returns_errors:
@@ -211,11 +213,13 @@ def _process_main(pipe: Connection, job: _Job, rank: int, port: int) -> None:
         engine = job.engine(rank, None if job.hosts is None else client_store(port))
         _tell(pipe, "handle", engine.handle())
         handles = pipe.recv()
+        if isinstance(handles, tuple):  # the reason to abort, as in `_obey`: another rank did not start
+            raise AbortedError(f"run_ranks: rank {rank} expected all ranks to start, {handles[0]}; look at that rank")
         threading.Thread(target=_obey, args=(pipe, engine, leaving), daemon=True).start()
         engine.connect(handles)
         with Communicator(engine) as comm:
             result = job.fn(comm, *job.args)
-        _tell(pipe, "result", result)
+        _tell_result(pipe, rank, result)
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         _tell(pipe, "error", (error if _travels(error) else RankFailedError(f"rank {rank}: {error!r}"), text))
@@ -228,17 +232,30 @@ def _tell(pipe: Connection, kind: str, value: Any) -> None:
     pipe.send_bytes(pickle.dumps((kind, value)))
 
 
+def _tell_result(pipe: Connection, rank: int, result: Any) -> None:
+    """Sends a rank's result. Raises: RankFailedError: it cannot be pickled."""
+    try:
+        message = pickle.dumps(("result", result))
+    except Exception as error:
+        raise RankFailedError(
+            f"run_ranks: rank {rank} expected to return a value that can be pickled, got {shown(result)} "
+            f"({type(error).__name__}: {one_line(error)}); return tensors, numbers or texts, or pass ranks='threads'"
+        ) from error
+    pipe.send_bytes(message)
+
+
 def _obey(pipe: Connection, engine: NativeEngine, leaving: threading.Lock) -> None:
-    """Aborts when the parent says so, and ends this process soon after the parent has ended."""
+    """Aborts when the parent says so, and ends this process at most ``_GRACE_S`` after the parent has ended."""
     try:
         reason, died = pipe.recv()
         with leaving:
             engine.abort(reason, RankLostError(reason) if died else None)
     except (EOFError, OSError):
+        deadline = time.monotonic() + _GRACE_S
         if leaving.acquire(timeout=_GRACE_S):
             engine.abort("the process that called run_ranks ended")
             leaving.release()
-        time.sleep(_GRACE_S)
+        time.sleep(max(0.0, deadline - time.monotonic()))  # for the function to end by itself
         os._exit(1)
 
 
@@ -329,13 +346,17 @@ class _Processes:
             self.fail(pipe, rank, error)
 
     def death(self, rank: int) -> RankFailedError:
-        """Returns the error for a rank whose process has ended."""
+        """Returns the error for a rank whose process has closed its pipe, usually because it has ended."""
         process = self.processes[rank]
         process.join(_GRACE_S)
-        code = process.exitcode or 0
-        ended = f"its process ended with exit code {code}" + (f" ({_signal_name(-code)})" if code < 0 else "")
-        if rank not in self.handles and process.exitcode == 1:
-            return RankFailedError(f"run_ranks: rank {rank} expected to start, {ended} before that; {_UNGUARDED}")
+        code = process.exitcode
+        if code is None:  # a process that fails to start closes its pipe first, and may take long to end
+            ended = f"its process closed its connection and has not ended within {_GRACE_S:g} s"
+        else:
+            ended = f"its process ended with exit code {code}" + (f" ({_signal_name(-code)})" if code < 0 else "")
+        if rank not in self.handles and code in (1, None):
+            ended += " before that" if code else ""
+            return RankFailedError(f"run_ranks: rank {rank} expected to start, {ended}; {_UNGUARDED}")
         return RankFailedError(f"run_ranks: rank {rank} expected to return a result, {ended}; look at its output")
 
     def fail(self, pipe: Connection, rank: int, error: BaseException, died: bool = False) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ringcomm.data_parallel.precision import MixedPrecision
-from ringcomm.validation import Wanted, a, is_communicator, several, that, validate_int
+from ringcomm.validation import Wanted, a, communicator_over, is_communicator, several, that, validate_int
 
 LAST_STAGE = 3
 MODULE = a("a torch.nn.Module", nn.Module)
@@ -25,6 +25,7 @@ RANKS = that(
     lambda value: (
         is_communicator(value) or (type(value) is tuple and len(value) == 2 and all(map(is_communicator, value)))
     ),
+    instead=communicator_over,
 )
 
 

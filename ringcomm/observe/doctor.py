@@ -4,6 +4,7 @@ it hangs."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -54,8 +55,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "why, as a text to paste into the report of a bug. With "
         "processes or files: which rank of their communicators is in which call, and what they called last.",
     )
-    parser.add_argument("--pid", type=int, action="append", default=[], help="a rank's process on this machine; again "
-                        "for more. Others of its communicators are found by themselves")  # fmt: skip
+    parser.add_argument("--pid", type=int, action="append", default=[], help="a rank's process on this machine, or "
+                        "its launcher, such as torchrun; again for more. Others of its communicators are found by "
+                        "themselves")  # fmt: skip
     parser.add_argument("files", nargs="*", metavar="FILE", help=f"of ringcomm.record.dump, or from {record.FOLDER}")
     parser.add_argument("--calls", type=int, help=f"last calls of each rank to show ({_CALLS})")
     parser.add_argument("--torch", metavar="FOLDER", help="write the collectives there as the files of torch's flight "
@@ -78,14 +80,28 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 def _records(pids: Sequence[int], files: Sequence[str]) -> list[record.Record]:
     found = record.load(files)
     for pid in pids:
-        own = record.records(pid)
-        if not own:
-            raise InvalidArgumentError(
-                f"process {pid} has no communicator with a record, expected a rank of a job; name one that uses "
-                "ringcomm, with RINGCOMM_RECORD above 0"
-            )
-        found += own
+        found += record.records(pid) or _of_descendants(pid)
     return [*found, *record.find(*(each.group for each in found))] if pids else found
+
+
+def _of_descendants(pid: int) -> list[record.Record]:
+    """Returns the records of the processes that a process without a record, such as torchrun, has started."""
+    found: list[record.Record] = []
+    for each in record.descendants(pid):
+        with contextlib.suppress(InvalidArgumentError, OSError):  # it has ended, or belongs to another user
+            found += record.records(each)
+    if not found:
+        raise InvalidArgumentError(
+            f"process {pid} has no communicator with a record, nor has a process that it started, expected a rank of a "
+            "job or its launcher; name one that uses ringcomm, with RINGCOMM_RECORD above 0"
+        )
+    pids = sorted({each.pid for each in found})
+    print(
+        f"ringcomm doctor: process {pid} has no communicator; these are of the processes that it started: "
+        f"{', '.join(map(str, pids))}",
+        file=sys.stderr,
+    )
+    return found
 
 
 def _show(views: Sequence[View], calls: int) -> None:

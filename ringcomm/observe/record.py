@@ -184,6 +184,18 @@ def _taken(pid: int) -> tuple[list[bytes], str, int]:
     return taken, "stopped" if stopped else "running", int(status.get("NSpid", str(pid)).split()[-1])
 
 
+def descendants(pid: int) -> list[int]:
+    """Returns the processes that a process has started, those that they have started, and so on; of any user."""
+    children: dict[int, list[int]] = {}
+    for each in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        with suppress(OSError, KeyError):  # it may end at any moment
+            children.setdefault(int(_status(each)["PPid"]), []).append(each)
+    found = sorted(children.get(pid, []))
+    for each in found:  # grows
+        found += sorted(children.get(each, []))
+    return found
+
+
 def find(*groups: int) -> list[Record]:
     """Returns the records of the communicators ``groups``, from all processes of this user on this machine."""
     return _search(groups, None)

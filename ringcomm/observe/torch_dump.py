@@ -17,8 +17,8 @@ _STATES = {"in flight": "started", "failed": "started", "enqueued": "started", "
 
 def write(views: Sequence[View], folder: Path) -> tuple[list[Path], list[str]]:
     """Writes one file for each rank of the largest communicator, with its collectives there and in all communicators
-    among the same processes. Of several largest ones, that with the newest records is taken, because a folder of
-    records may hold those of earlier runs.
+    among the same processes. Only the newest run is looked at, because a folder of records may hold those of earlier
+    runs: runs are sets of communicators that share no process.
 
     A smaller communicator is left out if a rank of it has no record, or if its ranks are threads of one process,
     because torch's format names global ranks. So are messages between two ranks: `torchfrtrace` expects every rank of
@@ -31,7 +31,7 @@ def write(views: Sequence[View], folder: Path) -> tuple[list[Path], list[str]]:
     connected = [view for view in views if view.group]
     if not connected:
         raise InvalidArgumentError("the records hold no communicator, expected one that is connected")
-    world = _largest(connected)
+    world = _largest(_newest_run(connected))
     dumps: dict[int, dict[str, Any]] = {each.rank: _empty() for each in world.records}
     left_out: dict[str, list[str]] = {}
     for view in connected:
@@ -64,19 +64,23 @@ def write(views: Sequence[View], folder: Path) -> tuple[list[Path], list[str]]:
     return paths, notes
 
 
+def _newest_run(views: Sequence[View]) -> list[View]:
+    """Returns the communicators of the run whose records were taken last."""
+    runs: list[tuple[set[tuple[str, int]], list[View]]] = []
+    for view in views:
+        processes, together, apart = set(map(_process, view.records)), [view], []
+        for run in runs:
+            if processes.isdisjoint(run[0]):
+                apart.append(run)
+            else:
+                processes |= run[0]
+                together += run[1]
+        runs = [*apart, (processes, together)]
+    return max(runs, key=lambda run: max(each.taken_ns for view in run[1] for each in view.records))[1]
+
+
 def _largest(views: Sequence[View]) -> View:
-    newest: dict[tuple[str, int], int] = {}
-    for each in (each for view in views for each in view.records):
-        newest[_process(each)] = max(each.taken_ns, newest.get(_process(each), 0))
-
-    def key(view: View) -> tuple[int, int, int]:
-        return (
-            view.world_size,
-            max(newest[_process(each)] for each in view.records),  # equal for the communicators of one run
-            max(each.begun for each in view.records),
-        )
-
-    return max(views, key=key)
+    return max(views, key=lambda view: (view.world_size, max(each.begun for each in view.records)))
 
 
 def _refuse_other_ranks(folder: Path, ranks: Collection[int]) -> None:

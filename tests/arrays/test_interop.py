@@ -81,6 +81,23 @@ def test_arrays_with_numpys_interface() -> None:
     three(fn)
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (
+            np.float64(3),
+            r"all_reduce: rank 0 got a NumPy scalar of dtype float64, .*; pass numpy\.array\(x\), an array",
+        ),
+        (3, r"all_reduce: rank 0 got int, expected .*; pass torch\.tensor\(x\) or numpy\.array\(x\)$"),
+        ([1.0, 2.0], r"all_reduce: rank 0 got list, expected .*; pass torch\.tensor\(x\) or numpy\.array\(x\)$"),
+        ({}, r"all_reduce: rank 0 got dict, expected .*; convert it first$"),
+    ],
+)
+def test_of_a_number_the_error_says_what_to_pass(value: Any, words: str) -> None:
+    with ringcomm.init() as comm, pytest.raises(errors.InvalidArgumentError, match=words):
+        comm.all_reduce(value)
+
+
 def test_torch_and_numpy_ranks_mix() -> None:
     def fn(comm: Communicator) -> list[float]:
         x: Any = np.full(4, 1.0, np.float32) if comm.rank else torch.ones(4)

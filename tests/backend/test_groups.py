@@ -488,6 +488,12 @@ def _lacking() -> None:
         backend.shrink([1])
     if hasattr(backend, "supports_reconfigure"):  # torch 2.14
         assert not backend.supports_reconfigure
+        options = torch._C._distributed_c10d.ReconfigureOptions()
+        for name, arguments in {"get_reconfigure_handle": (), "reconfigure": (options,)}.items():
+            with pytest.raises(
+                errors.UnsupportedError, match=rf"^{name}: rank \d asked a process group .* use comm\.shrink\(\)"
+            ):
+                getattr(backend, name)(*arguments)
     for call in ("suspend", "resume"):
         if hasattr(backend, call):
             with pytest.raises(RuntimeError, match=f"ringcomm does not support {call}"):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,6 +151,13 @@ def test_an_abort_of_a_part_leaves_what_it_was_made_from() -> None:
     assert ringcomm.run_ranks(body, 2) == [2.0, 2.0]
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions of Python 3.10 hold no notes")
+def test_an_exception_of_a_thread_names_its_rank() -> None:
+    with pytest.raises(KeyError) as caught:
+        ringcomm.run_ranks(one_fails, 3, timeout=60)
+    assert caught.value.__notes__ == ["in rank 1 of run_ranks"]
+
+
 def sees_the_abort(comm: Communicator, seen: list[str]) -> None:
     if comm.rank == 0:
         raise ZeroDivisionError("gone")
@@ -195,6 +206,19 @@ def test_an_exception_that_cannot_travel_is_told() -> None:
         ringcomm.run_ranks(raises_what_cannot_travel, 1, ranks="processes", timeout=30)
 
 
+def returns_what_cannot_be_pickled(comm: Communicator) -> Any:
+    return threading.Lock() if comm.rank == 1 else None
+
+
+def test_a_result_that_cannot_be_pickled_is_told() -> None:
+    words = (
+        r"run_ranks: rank 1 expected to return a value that can be pickled, got a value of type lock "
+        r"\(TypeError: cannot pickle .*\); return tensors, numbers or texts, or pass ranks='threads'"
+    )
+    with pytest.raises(errors.RankFailedError, match=words):
+        ringcomm.run_ranks(returns_what_cannot_be_pickled, 2, ranks="processes", timeout=30)
+
+
 def dies(comm: Communicator, how: str) -> None:
     if comm.rank == 1 and how == "exit":
         os._exit(3)
@@ -207,6 +231,56 @@ def dies(comm: Communicator, how: str) -> None:
 def test_a_dead_process_is_told_and_the_others_end(how: str, code: str) -> None:
     with pytest.raises(errors.RankFailedError, match=f"rank 1 .*exit code {code}"):
         ringcomm.run_ranks(dies, 3, how, ranks="processes", timeout=60)
+
+
+def fails_to_load_in_a_rank() -> None:
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # the caller loads it, too, to check it
+        atexit.register(time.sleep, 60)
+        raise AttributeError("a name that is not there")
+
+
+class LoadsOnlyInTheCaller:
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return fails_to_load_in_a_rank, ()
+
+
+def does_nothing(comm: Communicator, value: Any) -> None:
+    del comm, value
+
+
+@pytest.mark.usefixtures("new_pythons")  # a forked one ends at once
+def test_a_process_that_ends_slowly_has_no_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It closes its connection when it fails to load the function, long before Python has ended."""
+    monkeypatch.setattr(launch, "_GRACE_S", 0.5)
+    words = r"rank 0 expected to start, its process closed its connection and has not ended within 0\.5 s; "
+    with pytest.raises(errors.RankFailedError, match=words):
+        ringcomm.run_ranks(does_nothing, 1, LoadsOnlyInTheCaller(), ranks="processes", timeout=30)
+
+
+class FailsToLoadOnce:
+    """In the first of the ranks that loads it."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        self.mark = state["mark"]
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(self.mark, os.O_CREAT | os.O_EXCL))
+                raise AttributeError("a name that is not there")
+
+
+def test_of_a_rank_that_does_not_start_the_others_hear(tmp_path: Path) -> None:
+    value = FailsToLoadOnce(str(tmp_path / "mark"))
+    got = ringcomm.run_ranks(does_nothing, 3, value, ranks="processes", timeout=30, return_exceptions=True)
+    assert sorted((type(each) for each in got), key=lambda kind: kind.__name__) == [
+        errors.AbortedError,
+        errors.AbortedError,
+        errors.RankFailedError,
+    ]
+    (told, _) = (str(each) for each in got if isinstance(each, errors.AbortedError))
+    assert re.search(r"rank \d expected all ranks to start, rank \d \(process \d+\) failed with RankFailedError", told)
 
 
 def survives(comm: Communicator, folder: str) -> None:
@@ -474,3 +548,29 @@ def test_processes_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(alive(pid) for pid in pids)
+
+
+def test_ranks_outlive_their_parent_by_one_limit_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although a rank that is about to leave holds the lock for as long."""
+    now = [100.0]
+
+    class ClosedPipe:
+        def recv(self) -> None:
+            raise EOFError
+
+    class HeldLock:
+        def acquire(self, timeout: float) -> bool:
+            now[0] += timeout
+            return False
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(SystemExit):
+        launch._obey(ClosedPipe(), None, HeldLock())  # type: ignore[arg-type]
+    assert now[0] == 100.0 + launch._GRACE_S

@@ -92,7 +92,8 @@ def test_an_optimizer_that_no_shard_can_serve(make: Callable[..., Any], kind: ty
     [
         ({"stage": 4}, "stage=4, expected 0, 1, 2 or 3"),
         ({"stage": -1}, "stage=-1"),
-        ({"stage": "2"}, "stage='2'"),
+        ({"stage": "2"}, r"stage='2', expected 0, 1, 2 or 3 or None; pass stage=2$"),
+        ({"stage": "7"}, r"stage='7', expected 0, 1, 2 or 3 or None; pass that$"),
         ({"accumulation": "pairs"}, "accumulation='pairs'"),
         ({"atom": "page"}, "atom='page'"),
         ({"units": [nn.Linear(2, 2)]}, "unit Linear, which is not in the module"),
@@ -105,6 +106,25 @@ def test_wrong_arguments(how: dict[str, Any], says: str) -> None:
         model = tower()
         with pytest.raises(InvalidArgumentError, match=says):
             ringcomm.shard(model, sgd(model), **{"stage": 1, "comm": comm, **how})
+
+    alone(rank)
+
+
+def test_in_the_place_of_a_process_group_the_error_says_what_to_pass() -> None:
+    class ProcessGroup:
+        """As torch names it."""
+
+    model = tower()
+    says = r"got comm=a value of type ProcessGroup, .*; pass comm=ringcomm\.Communicator\.from_process_group\(group\)$"
+    with pytest.raises(InvalidArgumentError, match=says):
+        ringcomm.shard(model, sgd(model), 1, ProcessGroup())  # type: ignore[arg-type]
+
+
+def test_a_copy_at_stage_3_is_refused_with_how_to_average_weights() -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        model, _ = ringcomm.shard(tower(), None, 3, comm)
+        with pytest.raises(UnsupportedError, match=r"to average weights, .* lerp_ a copy of its state_dict\(\)"):
+            torch.optim.swa_utils.AveragedModel(model)
 
     alone(rank)
 

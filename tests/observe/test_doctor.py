@@ -121,6 +121,29 @@ def test_it_says_which_rank_is_behind_in_which_call(job: Job, capsys: pytest.Cap
     assert view["summary"][0].startswith(late)
 
 
+@pytest.mark.parametrize("job", ["asleep"], indirect=True)
+def test_the_launcher_of_ranks_stands_for_them(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    launcher = job.process.pid
+    assert cli.main(["doctor", "--json", "--pid", str(launcher)]) == 0
+    said = capsys.readouterr()
+    (view,) = json.loads(said.out)
+    assert [each["pid"] for each in view["ranks"]] == [job.pids[rank] for rank in range(3)]
+    pids = ", ".join(map(str, sorted(job.pids.values())))
+    assert said.err == (
+        f"ringcomm doctor: process {launcher} has no communicator; these are of the processes that it started: {pids}\n"
+    )
+
+
+def test_descendants_are_found_through_processes_without_a_record() -> None:
+    inner = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
+    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
+    with subprocess.Popen([sys.executable, "-c", outer], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert len(record.descendants(process.pid)) == 2
+        process.communicate(b"\n")
+
+
 def torchfrtrace(folder: Path) -> str:
     words = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
@@ -182,7 +205,10 @@ def ended_process() -> int:
     ("words", "told"),
     [
         (["--pid", "of a process that has ended"], "which there is none of"),
-        (["--pid", "of a process without ringcomm"], "has no communicator with a record"),
+        (
+            ["--pid", "of a process without ringcomm"],
+            "nor has a process that it started, expected a rank",
+        ),
         (["nowhere.json"], "expected a file of ringcomm.record.dump"),
     ],
 )

@@ -100,6 +100,16 @@ def test_the_newest_of_several_runs_is_taken(tmp_path: Path) -> None:
     assert notes == ["communicators left out: cd (has processes without a record in ab, such as those of another run)"]
 
 
+def test_the_newest_of_several_runs_is_taken_though_an_older_one_is_larger(tmp_path: Path) -> None:
+    old = [made(rank, made_call(0), made_call(1), pid=10 + rank, group=0xCD, world_size=4) for rank in range(4)]
+    new = [made(rank, made_call(0), taken_ns=old[0].taken_ns + 1) for rank in range(3)]
+    part = [made(rank, made_call(0), world_size=2, group=0xEF, taken_ns=old[0].taken_ns - 1) for rank in range(2)]
+    paths, notes = torch_dump.write(record.merge([*part, *new, *old]), tmp_path)
+    assert [path.name for path in paths] == ["rank_0", "rank_1", "rank_2"]
+    assert sorted(pickle.loads(paths[0].read_bytes())["pg_config"]) == ["ab", "ef"]
+    assert notes == ["communicators left out: cd (has processes without a record in ab, such as those of another run)"]
+
+
 @pytest.mark.parametrize("pids", [(40, 40, 40), (40, 41, 42)])
 def test_ranks_that_are_threads_are_left_out(pids: tuple[int, ...], tmp_path: Path) -> None:
     world = [made(rank, made_call(0), pid=pids[rank]) for rank in range(3)]

@@ -117,9 +117,11 @@ def sizes_between(low: int, high: int, step: int, factor: int) -> tuple[int, ...
 def build_parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="ringcomm bench",
-        usage="%(prog)s [COLLECTIVE ...] [-g RANKS] [-b SIZE] [-e SIZE]\n       [-f FACTOR] [flags, see --help]",
+        usage="%(prog)s [COLLECTIVE ...] [-g RANKS] [-b SIZE] [-e SIZE]\n       [-f FACTOR] [-d TYPES] "
+        "[--device NAME] [--peer BACKEND]\n       [--limit] [--json FILE.json] [--plot FILE.png] [OPTION ...]",
         description="Bandwidth and latency of the collectives, measured and printed as nccl-tests does.",
-        epilog="Sizes take K, M, G. Exit status 1: a wrong element, or an average bus bandwidth below --min-bw.",
+        epilog="For example: ringcomm bench all_reduce -g 4 -b 1K -e 64M -f 4 --peer gloo. "
+        "Sizes take K, M, G. Exit status 1: a wrong element, or an average bus bandwidth below --min-bw.",
     )  # fmt: skip
     p.add_argument("collective", nargs="*", metavar="COLLECTIVE", help=f"any of: {', '.join(COLLECTIVES)} (all_reduce)")
     _add_scan_flags(p)
