@@ -136,6 +136,7 @@ class CpuEngine final : public Engine {
     group_.count_waits(std::move(waited));
     return true;
   }
+  void count_chosen(std::shared_ptr<Flag> counts) override { collectives_.count_chosen(std::move(counts)); }
   std::vector<std::pair<std::string, std::string>> describe() const override {
     return {{"engine", "cpu"},
             {"isa", kernels().isa},

@@ -17,6 +17,17 @@ namespace {
 constexpr std::size_t kWaveBytes = 128 << 20;  // of sums in scratch memory at once
 constexpr std::chrono::milliseconds kInsideLonger{500};
 
+Chosen chosen_by(InterHostSchedule schedule) {
+  switch (schedule) {
+    case InterHostSchedule::kRing:
+      return Chosen::kRing;
+    case InterHostSchedule::kButterfly:
+      return Chosen::kButterfly;
+    default:
+      return Chosen::kDirect;
+  }
+}
+
 DType sum_type(DType dtype) { return is_float(dtype) && element_bytes(dtype) < 4 ? DType::kFloat32 : dtype; }
 
 // What the bytes of a CallSignature hold: the properties of a call that two ranks must agree on, and the number of
@@ -76,15 +87,17 @@ void Collectives::run(const Call& call, TransportClock::time_point limit) {
                     averages ? ReduceOp::kAvg : combine_of(call.reduce_op),
                     averages ? topology_.world_size() : 1};
   ++calls_;
+  const auto by_schedule = [&] { chose(scope, chosen_by(scope.schedule)); };
   switch (call.op) {
     case Op::kAllReduce:
-      return all_reduce(scope);
+      if (fits_signature(scope)) return chose(scope, Chosen::kOneshot), all_reduce_at_once(scope);
+      return by_schedule(), all_reduce(scope);
     case Op::kReduce:
-      return reduce(scope);
+      return by_schedule(), reduce(scope);
     case Op::kReduceScatter:
-      return reduce_scatter(scope);
+      return by_schedule(), reduce_scatter(scope);
     case Op::kAllGather:
-      return all_gather(scope);
+      return by_schedule(), all_gather(scope);
     case Op::kBroadcast:
       return broadcast(scope);
     case Op::kBarrier:
@@ -92,6 +105,11 @@ void Collectives::run(const Call& call, TransportClock::time_point limit) {
     default:
       return exchange(scope);
   }
+}
+
+void Collectives::chose(const Scope& scope, Chosen chosen) const {
+  trace::chose(name(chosen));
+  chosen_.add(scope.call.op, scope.call.algorithm, chosen);
 }
 
 // ---- shared by all collectives

@@ -2,6 +2,7 @@
 // transport.
 #pragma once
 
+#include "core/chosen.h"
 #include "hierarchy/options.h"
 #include "hierarchy/scope.h"
 
@@ -17,11 +18,15 @@ class Collectives {
   std::uint64_t calls() const { return calls_; }
   // Runs one call at a time, in the order of the calls. Throws Error and TransportFailure.
   void run(const Call& call, TransportClock::time_point limit);
+  // See Engine::count_chosen: counts the schedules between hosts.
+  void count_chosen(std::shared_ptr<Flag> counts) { chosen_.count_in(std::move(counts)); }
   // Returns one sentence about how the calls of this rank and a peer differ.
   std::string difference(int peer, const std::string& mine, const std::string& theirs) const;
 
  private:
+  void chose(const Scope& scope, Chosen chosen) const;
   void all_reduce(const Scope& scope);
+  bool fits_signature(const Scope& scope) const;
   void all_reduce_at_once(const Scope& scope);
   void reduce(const Scope& scope);
   void reduce_scatter(const Scope& scope);
@@ -64,6 +69,7 @@ class Collectives {
   std::size_t scratch_bytes_ = 0;
   std::uint64_t calls_ = 0;
   std::uint64_t history_ = 0;
+  ChosenCounts chosen_;
 };
 
 inline std::size_t scratch_for(const std::vector<Rail>& rails) {

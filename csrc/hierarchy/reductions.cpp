@@ -45,6 +45,13 @@ std::vector<Rail> Collectives::rails_of(const Scope& scope, const Cut& cut, char
   return rails;
 }
 
+// Whether the message of an all_reduce is so short that it may follow the signature.
+bool Collectives::fits_signature(const Scope& scope) const {
+  const Call& call = scope.call;
+  const bool in_order = call.algorithm != Algorithm::kRing;
+  return call.count && in_order && !options_.compressed && call.count * scope.sum_element <= transport_->inline_bytes();
+}
+
 // A short message follows the signature completely, from each host's first rank to those of the others: one round.
 void Collectives::all_reduce_at_once(const Scope& scope) {
   const Call& call = scope.call;
@@ -97,9 +104,6 @@ void Collectives::all_reduce_at_once(const Scope& scope) {
 
 void Collectives::all_reduce(const Scope& scope) {
   const Call& call = scope.call;
-  const bool in_order = call.algorithm != Algorithm::kRing;
-  if (call.count && in_order && !options_.compressed && call.count * scope.sum_element <= transport_->inline_bytes())
-    return all_reduce_at_once(scope);
   agree(scope, partners(scope.schedule, Cut(topology_, call.count, scope.element).rail_ranks()));
   const std::size_t wave = scope.wider() ? wave_elements(scope, call.count, 1) : call.count;
   for (std::size_t begin = 0; begin < call.count; begin += wave) {

@@ -17,7 +17,7 @@ namespace ringcomm {
 
 namespace {
 
-constexpr std::uint64_t kMagic = 0x72696e6772656332;  // "ringrec2"
+constexpr std::uint64_t kMagic = 0x72696e6772656333;  // "ringrec3"
 constexpr std::uint32_t kDefaultCapacity = 256, kMostCapacity = 1 << 20;
 
 template <std::size_t N>
@@ -227,6 +227,13 @@ RecordText RecordText::read(const std::string& bytes) {
                            {"failed", static_cast<std::int64_t>(t.failed)},
                            {"bytes", static_cast<std::int64_t>(t.bytes)},
                            {"ns", static_cast<std::int64_t>(t.ns)}});
+    Facts& chosen = text.chosen.emplace_back();
+    for (int c = 0; c < kRecordedChoices; ++c) {
+      const std::size_t at = ChosenCounts::index(i / kRecordedAlgorithms, i % kRecordedAlgorithms, c);
+      Flag calls;
+      std::memcpy(&calls, bytes.data() + FlightRecorder::kChosen + at * sizeof calls, sizeof calls);
+      if (calls) chosen[name(static_cast<Chosen>(c))] = static_cast<std::int64_t>(calls);
+    }
   }
   if (h.waits) {
     text.waited.resize(static_cast<std::size_t>(h.world_size));

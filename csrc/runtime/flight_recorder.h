@@ -9,6 +9,7 @@
 #include <variant>
 #include <vector>
 
+#include "core/chosen.h"
 #include "core/engine.h"
 #include "core/sync.h"
 #include "runtime/shared_memory.h"
@@ -23,7 +24,8 @@ std::uint64_t group_number(const std::vector<std::string>& handles);
 enum class CallState : std::uint8_t { kInFlight, kDone, kFailed, kRefused, kEnqueued };
 const char* name(CallState state);
 
-// The memory file: the head, the totals, the waits, and from `entries_at` on the last calls.
+// The memory file: the head, the totals, the counts by chosen algorithm, the waits, and from `entries_at` on the last
+// calls.
 struct RecordHead {
   std::uint64_t magic;
   std::uint32_t entry_bytes, capacity;
@@ -44,8 +46,6 @@ struct CallTotals {
   Flag bytes;   // this rank's messages: the larger of a call's input and output
   Flag ns;      // from begin to end; devices: not known
 };
-inline constexpr int kRecordedOps = static_cast<int>(Op::kRecv) + 1;
-inline constexpr int kRecordedAlgorithms = static_cast<int>(Algorithm::kCopyEngine) + 1;
 
 struct CallRecord {
   Flag number;               // number of the call, from 1; 0 while the entry is being written
@@ -54,7 +54,7 @@ struct CallRecord {
   std::uint64_t count;  // the agreed count, see core/check.h; for a message its own
   std::uint64_t bytes;  // as in CallTotals
   std::int32_t root, tag;
-  std::uint8_t op, dtype, reduce_op, algorithm, state, async;
+  std::uint8_t op, dtype, reduce_op, algorithm, state, async;  // the algorithm that was asked for
   char site[58];
 };
 static_assert(sizeof(CallRecord) == 128, "an entry is two cache lines");
@@ -78,6 +78,8 @@ class FlightRecorder {
   // Where the engine adds its waits for each peer, in ns; the memory lives as long as the recorder.
   Flag* waits() const { return reinterpret_cast<Flag*>(memory_.data() + kWaits); }
   void has_waits() { head().waits = 1; }
+  // Where the engine counts collectives by the algorithm that it chooses; see ChosenCounts.
+  Flag* chosen() const { return reinterpret_cast<Flag*>(memory_.data() + kChosen); }
   // Sets the group number from the handles, which are the same on all ranks of a communicator.
   void connected(const std::vector<std::string>& handles);
   BegunCall begin(const Call& call, bool async);
@@ -99,7 +101,8 @@ class FlightRecorder {
     return reinterpret_cast<CallTotals*>(memory_.data() + kTotals)[e.op * kRecordedAlgorithms + e.algorithm];
   }
   static constexpr std::size_t kTotals = 256;  // offset in the file
-  static constexpr std::size_t kWaits = kTotals + sizeof(CallTotals) * kRecordedOps * kRecordedAlgorithms;
+  static constexpr std::size_t kChosen = kTotals + sizeof(CallTotals) * kRecordedOps * kRecordedAlgorithms;
+  static constexpr std::size_t kWaits = kChosen + sizeof(Flag) * ChosenCounts::kCounts;
   static_assert(sizeof(RecordHead) <= kTotals, "the head has its place before the totals");
   static std::size_t entries_at(int world_size) {
     const std::size_t end = kWaits + sizeof(Flag) * static_cast<std::size_t>(world_size);
@@ -135,6 +138,7 @@ struct RecordText {
   Facts facts;
   std::vector<Facts> calls;
   std::vector<Facts> totals;         // of the ops and algorithms that were called
+  std::vector<Facts> chosen;         // for each of the totals: the number of calls by chosen algorithm
   std::vector<std::int64_t> waited;  // ns for each peer; empty: not known
 
   // Throws kInvalid for anything but a flight recorder's memory of this version.

@@ -80,7 +80,9 @@ class RecordingEngine final : public Engine {
         recorder_(capacity ? std::make_shared<FlightRecorder>(*engine, capacity) : nullptr),
         engine_(std::move(engine)),
         on_host_(engine_->device() < 0) {
-    if (recorder_ && engine_->count_waits({recorder_, recorder_->waits()})) recorder_->has_waits();
+    if (!recorder_) return;
+    if (engine_->count_waits({recorder_, recorder_->waits()})) recorder_->has_waits();
+    engine_->count_chosen({recorder_, recorder_->chosen()});
   }
 
   // Returns the recorded engine, which becomes a part of another engine.

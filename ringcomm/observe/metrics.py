@@ -28,6 +28,7 @@ _SOON_S = 0.1
 
 _HELP = {  # name: what it is
     "ringcomm_calls_total": "Calls that were begun.",
+    "ringcomm_chosen_calls_total": "Collectives for which the engine chose an algorithm, by asked and chosen one.",
     "ringcomm_failed_calls_total": "Calls that ended with an error.",
     "ringcomm_bytes_total": "Bytes of this rank's messages, of the larger of input and output.",
     "ringcomm_call_seconds_total": "Time from the begin of a call to its end.",
@@ -39,13 +40,19 @@ _HELP = {  # name: what it is
 def metrics(pid: int | None = None) -> dict[str, Any]:
     """Returns the counters of a process's communicators, from their beginning.
 
+    ringcomm repeats no call, so there is no counter of retries: a call that fails is counted once in ``failed``.
+
     Args:
         pid: a process of this user on this machine; None: this one.
     Returns: ``calls``, ``failed``, ``bytes`` and ``seconds`` of all calls, and ``communicators``: a dict for each rank
              of each communicator, with ``group``, ``engine``, ``rank`` and ``world_size``; ``ops``, which has the same
-             counters for each op and the algorithm that was asked for; and ``waited``, the seconds that collectives
-             waited for each peer. ``seconds`` is missing where no end of a call is known, as on a device, and
-             ``waited`` where the engine does not know for whom it waits (every engine but the cpu's inside a host).
+             counters for each op and ``algorithm`` that was asked for, and in ``chosen`` the number of calls for which
+             the engine chose each algorithm, such as ``{"oneshot": 9, "direct": 1}``; and ``waited``, the seconds that
+             collectives waited for each peer, with waits that go on now. ``seconds`` is missing where no end of a call
+             is known, as on a device, and ``waited`` where the engine does not know for whom it waits (every engine but
+             the cpu's inside a host). ``chosen`` has no calls that failed before the choice, and none for which there
+             is nothing to choose: sends, receives, those of one rank on the cpu, and between hosts the ops that have
+             no schedule.
     Raises:  InvalidArgumentError: the process does not exist, belongs to another user, or runs another version.
     """
     taken = record.totals(os.getpid() if pid is None else pid)
@@ -93,6 +100,8 @@ def _samples(communicator: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]
         for key, name in columns.items():
             if key in op:
                 yield f"ringcomm_{name}_total", labels, op[key]
+        for chosen, calls in op["chosen"].items():
+            yield "ringcomm_chosen_calls_total", {**labels, "chosen": chosen}, calls
     for peer, seconds in communicator.get("waited", {}).items():
         yield "ringcomm_wait_seconds_total", {**whose, "peer": peer}, seconds
 

@@ -51,7 +51,7 @@ class Call:
     op: str
     dtype: str
     reduce_op: str
-    algorithm: str
+    algorithm: str  # that was asked for; `ringcomm.metrics()` counts the chosen ones
     count: int  # elements, equal on all ranks; negative: parts of different sizes
     root: int  # or the peer of a send or a receive; negative: any
     tag: int
@@ -148,8 +148,9 @@ def _records(pid: int, wanted: set[int] | None) -> list[Record]:
 
 
 def totals(pid: int) -> list[tuple[dict[str, Any], list[dict[str, Any]], list[int]]]:
-    """Returns, for each rank of a process in each communicator, (facts, the totals of its calls by op and algorithm,
-    the ns that it waited for each peer); raises as `records`."""
+    """Returns, for each rank of a process in each communicator, (facts, the totals of its calls by op and algorithm
+    asked for, each with its numbers of calls by chosen algorithm, the ns that it waited for each peer); raises as
+    `records`."""
     found = []
     taken, _, own = _taken(pid)
     for each in taken:

@@ -179,3 +179,8 @@ def test_processes_on_one_device_are_told_what_it_costs() -> None:
 
 def test_no_driver() -> None:
     assert "cuda" in run("no_driver", RINGCOMM_EMULATED_NO_DRIVER="1")
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_calls_are_counted_by_the_chosen_algorithm(kind: str) -> None:
+    run("chosen", kind)

@@ -520,3 +520,28 @@ def test_unknown_networks_and_wire_types_are_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("RINGCOMM_WIRE_DTYPE")
     with pytest.raises(InvalidArgumentError, match="ucc"):
         ringcomm.init(0, 1, network="ucc")
+
+
+# ---- what is counted ------------------------------------------------------------------------------------------------
+
+
+def of_all_sizes(comm: Communicator) -> list[dict[str, Any]]:
+    for count in (1, 2048, 2049):
+        comm.all_reduce(torch.ones(count))
+    comm.all_reduce(torch.ones(1), algorithm="ring")
+    comm.reduce(torch.ones(1), 0)
+    comm.broadcast(torch.ones(1), 0)
+    place = (comm.rank, comm.world_size)
+    found = [each for each in ringcomm.metrics()["communicators"] if (each["rank"], each["world_size"]) == place]
+    return list(found[-1]["ops"])
+
+
+@pytest.mark.parametrize(("ranks", "schedule"), [(consecutive(2, 1), "butterfly"), (consecutive(1, 1, 1), "direct")])
+def test_calls_are_counted_by_the_schedule_between_hosts(ranks: Ranks, schedule: str) -> None:
+    for ops in over(ranks, of_all_sizes):
+        assert {(op["op"], op["algorithm"]): op["chosen"] for op in ops} == {
+            ("all_reduce", "auto"): {"oneshot": 2, schedule: 1},
+            ("all_reduce", "ring"): {"ring": 1},
+            ("reduce", "auto"): {schedule: 1},
+            ("broadcast", "auto"): {},
+        }

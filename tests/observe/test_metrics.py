@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import urllib.request
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,119 @@ def test_every_call_is_counted_with_its_bytes(ranks: str) -> None:
     waits = ringcomm.run_ranks(calls, 2, ranks=ranks)[0]["waited"]
     assert [*waits] == [1]
     assert waits[1] > 0.1  # rank 1 slept for 0.2 s
+
+
+KIB, MIB = 1 << 10, 1 << 20
+ALL_REDUCE, BROADCAST, GATHER = Communicator.all_reduce, Communicator.broadcast, Communicator.all_gather
+SHARED: list[tuple[Any, int, str, str]] = [  # op, bytes of the message, algorithm asked for, algorithm chosen
+    (ALL_REDUCE, 4, "auto", "oneshot"),
+    (ALL_REDUCE, 16 * KIB - 4, "auto", "oneshot"),
+    (ALL_REDUCE, 16 * KIB, "auto", "direct"),
+    (ALL_REDUCE, MIB, "auto", "direct"),
+    (ALL_REDUCE, MIB, "direct", "direct"),
+    (ALL_REDUCE, 4, "direct", "staged"),
+    (ALL_REDUCE, MIB, "oneshot", "oneshot"),
+    (ALL_REDUCE, 4, "ring", "ring"),
+    (BROADCAST, 16 * KIB - 4, "auto", "staged"),
+    (BROADCAST, 16 * KIB, "auto", "direct"),
+    (BROADCAST, 16 * MIB - 4, "auto", "direct"),
+    (BROADCAST, 16 * MIB, "auto", "staged"),
+    (GATHER, 4, "auto", "staged"),
+    (GATHER, MIB, "auto", "direct"),
+    (GATHER, MIB, "ring", "ring"),
+]
+PRIVATE: list[tuple[Any, int, str, str]] = [  # processes do not see one another's arrays
+    (ALL_REDUCE, 32 * KIB, "auto", "oneshot"),
+    (ALL_REDUCE, 32 * KIB + 4, "auto", "staged"),
+    (ALL_REDUCE, 32 * KIB + 4, "oneshot", "oneshot"),
+    (BROADCAST, MIB, "auto", "staged"),
+    (ALL_REDUCE, 4, "ring", "ring"),
+]
+TWO: list[tuple[Any, int, str, str]] = [
+    (ALL_REDUCE, MIB, "auto", "oneshot"),
+    (ALL_REDUCE, MIB, "direct", "staged"),
+    (ALL_REDUCE, 4, "ring", "ring"),
+]
+
+
+def make_calls(comm: Communicator, cases: list[tuple[str, int, str]]) -> tuple[dict[str, Any], str]:
+    for n, (op, nbytes, algorithm) in enumerate(cases):
+        x = np.ones(nbytes // 4, np.float32)
+        for is_async in [False] * n + [True]:  # another number of calls for every case
+            work = getattr(comm, op)(x, algorithm=algorithm, async_op=is_async)
+            if is_async:
+                work.wait()
+    if comm.rank < 2:
+        comm.send(np.ones(4), 1) if comm.rank == 0 else comm.recv(np.ones(4), 0)
+    found = [each for each in ringcomm.metrics()["communicators"] if was_asked_for_a_ring(each, comm)]
+    text = module.text()
+    comm.barrier()
+    return found[-1], text
+
+
+def was_asked_for_a_ring(found: dict[str, Any], comm: Communicator) -> bool:
+    asked = {op["algorithm"] for op in found["ops"]}
+    return (found["rank"], found["world_size"]) == (comm.rank, comm.world_size) and "ring" in asked
+
+
+@pytest.mark.parametrize(
+    ("ranks", "world_size", "cases"), [("threads", 3, SHARED), ("processes", 3, PRIVATE), ("processes", 2, TWO)]
+)
+def test_calls_are_counted_by_the_chosen_algorithm(ranks: str, world_size: int, cases: list[Any]) -> None:
+    wanted: dict[tuple[str, str], Counter[str]] = {}
+    for n, (op, _, asked, chosen) in enumerate(cases):
+        wanted.setdefault((op.__name__, asked), Counter())[chosen] += n + 1
+    named = [(op.__name__, nbytes, asked) for op, nbytes, asked, _ in cases]
+    for found, text in ringcomm.run_ranks(make_calls, world_size, named, ranks=ranks):
+        counted = {(op["op"], op["algorithm"]): op for op in found["ops"]}
+        messages = [counted.pop(key) for key in [("send", "auto"), ("recv", "auto")] if key in counted]
+        assert [op["chosen"] for op in messages] == [{}] * (found["rank"] < 2)
+        assert {key: op["chosen"] for key, op in counted.items()} == wanted
+        assert all(sum(op["chosen"].values()) == op["calls"] for op in counted.values())
+        for (op, asked), numbers in wanted.items():
+            for chosen, calls in numbers.items():
+                labels = f'rank="{found["rank"]}",world_size="{world_size}",op="{op}",algorithm="{asked}"'
+                assert re.search(rf'ringcomm_chosen_calls_total{{.*{labels},chosen="{chosen}"}} {calls}\n', text)
+
+
+def test_memory_that_every_rank_can_access_is_used_in_place() -> None:
+    for found in ringcomm.run_ranks(in_shared_memory, 3, ranks="processes"):
+        assert [(op["op"], op["chosen"]) for op in found["ops"]] == [("all_reduce", {"direct": 2, "oneshot": 1})]
+
+
+def in_shared_memory(comm: Communicator) -> dict[str, Any]:
+    shared = comm.empty(16 * KIB, np.float32)
+    shared[:] = 1
+    for count in (1, 4 * KIB, 16 * KIB):
+        comm.all_reduce(shared[:count])
+    (found,) = ringcomm.metrics()["communicators"]
+    return found
+
+
+def test_a_wait_that_goes_on_is_counted() -> None:
+    read: list[list[float]] = []
+
+    def rank(comm: Communicator) -> None:
+        comm.all_reduce(np.ones(4), algorithm="ring")
+        if comm.rank == 0:
+            comm.barrier()
+            return
+        seconds, until = [0.0], time.monotonic() + 30
+        while len(seconds) < 4 and time.monotonic() < until:  # rank 0 waits meanwhile
+            each = [each for each in ringcomm.metrics()["communicators"] if each["rank"] == 0 and "waited" in each]
+            waited = max(found["waited"].get(1, 0.0) for found in each if found["group"] == group_of(comm))
+            seconds += [waited] if waited > seconds[-1] + 0.02 else []
+            time.sleep(0.02)
+        read.append(seconds)
+        comm.barrier()
+
+    ringcomm.run_ranks(rank, 2, ranks="threads")
+    assert len(read[0]) == 4, read
+
+
+def group_of(comm: Communicator) -> str:
+    found = [each for each in ringcomm.metrics()["communicators"] if was_asked_for_a_ring(each, comm)]
+    return str(found[-1]["group"])
 
 
 def test_what_failed_is_counted() -> None:

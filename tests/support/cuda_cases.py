@@ -1047,3 +1047,32 @@ def other_dtypes(kind: str, device: str) -> None:
     for text in ranks(received_as_integers, 2, kind=kind, device=device):
         assert "float32" in text, text
         assert "int32" in text, text
+
+
+def of_all_sizes(comm: Communicator) -> dict[tuple[str, str], dict[str, int]]:
+    for nbytes in (4, 256 << 10, (256 << 10) + 4):
+        comm.all_reduce(torch.ones(nbytes // 4))
+    comm.all_reduce(torch.ones(1), algorithm="ring")
+    comm.all_reduce(torch.ones(1), algorithm="oneshot")
+    comm.all_gather(torch.ones(64), algorithm="copy_engine")
+    comm.all_reduce(torch.ones(1), algorithm="direct")
+    comm.broadcast(torch.ones(1), 0, async_op=True).wait()
+    place = (comm.engine, comm.rank, comm.world_size)
+    every = ringcomm.metrics()["communicators"]
+    found = [each for each in every if (each["engine"], each["rank"], each["world_size"]) == place]
+    return {(op["op"], op["algorithm"]): op["chosen"] for op in found[-1]["ops"]}
+
+
+def chosen(kind: str) -> None:
+    """Ranks that launch together know all pointers: they need no packets."""
+    small = {"oneshot": 2, "direct": 1} if kind == "processes" else {"direct": 3}
+    for counted in ranks(of_all_sizes, 2, kind=kind, device="cuda:0"):
+        copies = counted.pop(("all_gather", "copy_engine"))
+        assert copies in ({"copy_engine": 1}, {"direct": 1}), copies
+        assert counted == {
+            ("all_reduce", "auto"): small,
+            ("all_reduce", "ring"): {"ring": 1},
+            ("all_reduce", "oneshot"): {"oneshot": 1},
+            ("all_reduce", "direct"): {"direct": 1},
+            ("broadcast", "auto"): {"direct": 1},
+        }

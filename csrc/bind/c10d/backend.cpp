@@ -129,7 +129,8 @@ intrusive_ptr<AsyncWork> Backend::begin(OpType type, const Site& site, at::Tenso
   return coalesced_;
 }
 
-// Runs `body`, under a profiler within the event `record_param_comms`.
+// Counts the call, in the sequence of the collectives or of the messages, and runs `body`; under a profiler within the
+// event `record_param_comms`. The span of the call itself has another scope, so that torch is asked for it apart.
 template <typename Body>
 WorkPtr Backend::with_comms_event(OpType type, const Call& call, [[maybe_unused]] bool async, at::TensorList inputs,
                                   at::TensorList outputs, const Body& body) {

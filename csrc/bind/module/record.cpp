@@ -34,7 +34,10 @@ py::tuple read_record(const py::bytes& bytes) {
   py::list calls;
   for (const RecordText::Facts& call : text.calls) calls.append(to_python(call));
   py::list totals, waited;
-  for (const RecordText::Facts& total : text.totals) totals.append(to_python(total));
+  for (std::size_t i = 0; i < text.totals.size(); ++i) {
+    totals.append(to_python(text.totals[i]));
+    totals[i]["chosen"] = to_python(text.chosen[i]);
+  }
   for (const std::int64_t ns : text.waited) waited.append(ns);
   return py::make_tuple(to_python(text.facts), calls, totals, waited);
 }
@@ -44,10 +47,10 @@ py::tuple read_record(const py::bytes& bytes) {
 void define_record(py::module_& m) {
   serve_python_threads();
   m.attr("RECORD_NAME") = kRecordName;
-  m.def(
-      "read_record", &read_record, py::arg("bytes"),
-      "What a record of calls says: facts about its rank; its last calls, from old to new, with times in ns since "
-      "1970; the totals of all calls by op and algorithm; and the ns that it waited for each peer, empty if unknown.");
+  m.def("read_record", &read_record, py::arg("bytes"),
+        "What a record of calls says: facts about its rank; its last calls, from old to new, with times in ns since "
+        "1970; the totals of all calls by op and algorithm asked for, each with its numbers of calls by the algorithm "
+        "that was chosen; and the ns that it waited for each peer, empty if unknown.");
   m.def("set_step", &set_step, py::arg("step"), "Names the step of training that this process is in; below 0: none.");
 }
 

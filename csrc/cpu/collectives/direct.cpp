@@ -151,7 +151,7 @@ void publish_buffers(SlotStream& slots, const Heap& heap) {
   slots.publish(0);
 }
 
-bool direct_collective(SlotStream& slots) {
+bool can_be_direct(SlotStream& slots) {
   const Group& group = slots.group();
   const Call& call = slots.call();
   for (int p = 0; p < group.world_size(); ++p) {
@@ -161,17 +161,19 @@ bool direct_collective(SlotStream& slots) {
     const SlotHeader& said = slots.header_of(peer);
     if (!usable(call, peer, said.input, said.output)) return false;
   }
-  trace::chose("direct");
+  return true;
+}
+
+void direct_collective(SlotStream& slots) {
   {
     const auto probe = slots.probe(trace::What::kInPlace, -1, 0);
-    const PeerAccessGuard guard(group, call);
+    const PeerAccessGuard guard(slots.group(), slots.call());
     Direct(slots).run();
   }
   const auto probe = slots.probe(trace::What::kLeave, -1, 1);  // once no peer reads this rank's buffers any more
   slots.wait_credit(1);
   slots.publish(1);
   slots.await_all(1);
-  return true;
 }
 
 }  // namespace ringcomm::cpu

@@ -12,8 +12,10 @@ namespace ringcomm::cpu {
 // Publishes the locations of this rank's buffers with ticket 0.
 void publish_buffers(SlotStream& slots, const Heap& heap);
 
-// Runs the call in place with tickets 0 and 1 and returns true, or returns false if that is not possible. The result is
-// the same on every rank. A rank whose own buffer is private returns false without waiting.
-bool direct_collective(SlotStream& slots);
+// Whether every rank can access the buffers that the call needs, with the same answer on every rank. A rank whose own
+// buffer is private returns false without waiting.
+bool can_be_direct(SlotStream& slots);
+// Runs the call in place, with tickets 0 and 1, where it can be direct.
+void direct_collective(SlotStream& slots);
 
 }  // namespace ringcomm::cpu

@@ -34,6 +34,13 @@ bool may_be_direct(const Call& call, std::size_t nbytes) {
   return nbytes >= tuning::kVisibleBytes;
 }
 
+// Of a call that is not direct.
+bool is_oneshot(const Call& call, int world_size) {
+  if (call.op != Op::kAllReduce) return false;
+  const bool small = call.count * element_bytes(call.dtype) <= tuning::kOneshotBytes;
+  return call.algorithm == Algorithm::kOneshot || (call.algorithm == Algorithm::kAuto && (small || world_size == 2));
+}
+
 }  // namespace
 
 void Collectives::run(const Call& call) {
@@ -69,31 +76,35 @@ void Collectives::end_badly(const Call& call, const char* what) {
   let_go_of_buffers();
 }
 
+void Collectives::chose(const Call& call, Chosen chosen) const {
+  trace::chose(name(chosen));
+  chosen_.add(call.op, call.algorithm, chosen);
+}
+
 // Returns the number of tickets used.
 std::uint64_t Collectives::run_connected(SlotStream& slots) {
   const Call& call = slots.call();
   if (call.algorithm == Algorithm::kRing && call.op != Op::kBarrier) {
-    trace::chose("ring");
+    chose(call, Chosen::kRing);
     return ring_collective(slots);
   }
   const std::uint64_t count = agreed_count(call, group_.world_size());
   const bool uneven = count & kUneven;
   if (uneven || !may_be_direct(call, count * element_bytes(call.dtype))) return run_staged(slots, 0);
   publish_buffers(slots, heap_);
-  return direct_collective(slots) ? 2 : 1 + run_staged(slots, 1);
+  if (!can_be_direct(slots)) return 1 + run_staged(slots, 1);
+  chose(call, Chosen::kDirect);
+  direct_collective(slots);
+  return 2;
 }
 
 std::uint64_t Collectives::run_staged(SlotStream& slots, std::uint64_t first) {
   const Call& call = slots.call();
-  trace::chose("staged");
+  const bool oneshot = is_oneshot(call, group_.world_size());
+  chose(call, oneshot ? Chosen::kOneshot : Chosen::kStaged);
   switch (call.op) {
-    case Op::kAllReduce: {
-      const bool small = call.count * element_bytes(call.dtype) <= tuning::kOneshotBytes;
-      const bool oneshot = call.algorithm == Algorithm::kOneshot ||
-                           (call.algorithm == Algorithm::kAuto && (small || group_.world_size() == 2));
-      if (oneshot) trace::chose("oneshot");
+    case Op::kAllReduce:
       return oneshot ? staged_oneshot_all_reduce(slots, first) : staged_two_phase_reduce(slots, first);
-    }
     case Op::kReduce:
       return staged_two_phase_reduce(slots, first);
     case Op::kReduceScatter:

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "core/error.h"
 #include "core/on_exit.h"
@@ -42,19 +43,23 @@ std::string place_of(const LoggedCall& call) {
 
 void Group::wait(int peer, const Flag* flag, std::uint64_t target, const Deadline& deadline) const {
   if (load_acquire(flag) >= target) return;
-  Clock::time_point next{}, begin{};
-  const OnExit count([&] {  // also if the wait throws
-    if (waited_ && begin != Clock::time_point{})
-      fetch_add(waited_.get() + peer,
-                static_cast<std::uint64_t>(std::chrono::nanoseconds(Clock::now() - begin).count()));
-  });
+  Clock::time_point next{}, begin{}, counted{};
+  const auto count_wait = [&] {  // until now
+    if (!waited_ || begin == Clock::time_point{}) return;
+    const auto since = std::max(begin, std::exchange(counted, Clock::now()));
+    fetch_add(waited_.get() + peer, static_cast<std::uint64_t>(std::chrono::nanoseconds(counted - since).count()));
+  };
+  const OnExit count(count_wait);  // also if the wait throws
   const auto has_come = [&] { return load_acquire(flag) >= target; };
   LongWait watch(*this, WaitKind::kCollective, peer, deadline.timeout_ms, flag);
   wait_flag(flag, target, &control(peer).sleepers.value, patience_, begin, [&] {
     wait_for(peer);
     watch.check(has_come);
     look_around(peer, deadline, has_come);
+    const auto looked = next;
     check_interrupt(*deadline.call, next);
+    const bool first = looked == Clock::time_point{};
+    if (!first && next != looked) count_wait();  // every 25 ms, for readers of the metrics of a rank that hangs
   });
   wait_for(-1);
 }

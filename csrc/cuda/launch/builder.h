@@ -21,6 +21,8 @@ class LaunchBuilder {
   void agree();
   // Enqueues the calls. True: their kernels wait for other ranks.
   bool enqueue() const;
+  // The algorithm that serves the calls, once the ranks have agreed.
+  Algorithm algorithm() const { return plan_.algorithm; }
 
  private:
   const Call& call(std::size_t member = 0, int i = 0) const { return members_[member].batch->calls[i]; }

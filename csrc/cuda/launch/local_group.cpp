@@ -30,6 +30,20 @@ class LocalGroup::PendingLaunch final : public PendingCall {
 
 namespace {
 
+// A plan has no auto.
+Chosen chosen_by(Algorithm algorithm) {
+  switch (algorithm) {
+    case Algorithm::kRing:
+      return Chosen::kRing;
+    case Algorithm::kOneshot:
+      return Chosen::kOneshot;
+    case Algorithm::kCopyEngine:
+      return Chosen::kCopyEngine;
+    default:
+      return Chosen::kDirect;
+  }
+}
+
 bool alike(const Call& a, const Call& b, int world_size) {
   return a.op == b.op && a.dtype == b.dtype && a.algorithm == b.algorithm &&
          (!reduces(a.op) || a.reduce_op == b.reduce_op) && agreed_root(a) == agreed_root(b) &&
@@ -184,6 +198,8 @@ void LocalGroup::enqueue(PendingLaunch& pending, std::size_t lead) {
   for (const LaunchMember& member : members) {
     if (waits) member.context->calls(mine.first().op, member.batch->limit_ms);
     if (mine.capture) member.context->captured.store(true);
+    const Call& call = member.batch->first();
+    member.context->chosen.add(call.op, call.algorithm, chosen_by(builder.algorithm()), member.batch->num_calls);
   }
   pending.enqueued(end, waits);
 }
