@@ -44,7 +44,7 @@ struct CallTotals {
   Flag bytes;   // this rank's messages: the larger of a call's input and output
   Flag ns;      // from begin to end; devices: not known
 };
-inline constexpr int kRecordedOps = static_cast<int>(Op::kRecv) + 1;
+inline constexpr int kRecordedOps = static_cast<int>(Op::kProbe) + 1;
 inline constexpr int kRecordedAlgorithms = static_cast<int>(Algorithm::kCopyEngine) + 1;
 
 struct CallRecord {
