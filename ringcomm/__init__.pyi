@@ -8,6 +8,7 @@ from ringcomm import tensor_parallel as tensor_parallel
 from ringcomm._C import build_info as build_info
 from ringcomm.comm import schedule as schedule
 from ringcomm.comm.communicator import Communicator as Communicator
+from ringcomm.comm.communicator import Status as Status
 from ringcomm.comm.launch import run_ranks as run_ranks
 from ringcomm.comm.rendezvous import init as init
 from ringcomm.comm.work import Work as Work

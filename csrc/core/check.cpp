@@ -36,8 +36,9 @@ std::uint64_t agreed_count(const Call& call, int world_size) {
 }
 
 void check_call(const Call& call, int rank, int world_size) {
-  const bool peer_op = call.op == Op::kSend || call.op == Op::kRecv;
-  if ((rooted(call.op) || peer_op) && (call.root < (call.op == Op::kRecv ? kAnySource : 0) || call.root >= world_size))
+  const bool peer_op = point_to_point(call.op);
+  if ((rooted(call.op) || peer_op) &&
+      (call.root < (peer_op && call.op != Op::kSend ? kAnySource : 0) || call.root >= world_size))
     fail(ErrorCode::kInvalid, name(call.op), ": rank ", rank, " expected a ", peer_op ? "peer" : "root", " below ",
          world_size, ", got ", call.root);
   if (reduces(call.op) && !supports(call.dtype, call.reduce_op))

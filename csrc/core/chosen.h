@@ -26,7 +26,7 @@ constexpr const char* name(Chosen chosen) {
   return kNames[static_cast<std::size_t>(chosen)];
 }
 
-inline constexpr int kRecordedOps = static_cast<int>(Op::kRecv) + 1;
+inline constexpr int kRecordedOps = static_cast<int>(Op::kProbe) + 1;
 inline constexpr int kRecordedAlgorithms = static_cast<int>(Algorithm::kCopyEngine) + 1;
 inline constexpr int kRecordedChoices = static_cast<int>(Chosen::kButterfly) + 1;
 

@@ -6,6 +6,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -38,6 +39,7 @@ inline constexpr int kAnySource = -1;
 //   all_to_all      world_size * count world_size * count elements of one part
 //   send            count              -                  root = the destination
 //   recv            -                  count              root = the source, or kAnySource
+//   probe           -                  -                  as recv
 //   barrier         -                  -                  0
 //
 // A message of world_size parts may instead be given as `input_parts` / `output_parts`: world_size entries in rank
@@ -53,7 +55,7 @@ struct Call {
   ReduceOp reduce_op = ReduceOp::kSum;
   Algorithm algorithm = Algorithm::kAuto;
   int root = 0;  // root of a rooted op, peer of send and recv
-  int tag = 0;   // send and recv only; a receive takes the oldest message with its tag from its source
+  int tag = 0;   // messages only; a receive takes the oldest message with its tag from its source
   const void* input = nullptr;
   void* output = nullptr;
   std::size_t count = 0;
@@ -63,6 +65,13 @@ struct Call {
   std::int64_t timeout_ms = 0;  // 0: the communicator's
   std::uintptr_t stream = 0;    // device engines: the stream to run on
   const char* site = nullptr;   // place in the user's code, such as "train.py:88"; never freed
+};
+
+// A message that has come, as `Engine::probe` describes it.
+struct Status {
+  int source = -1;
+  DType dtype = DType::kUInt8;
+  std::size_t nbytes = 0;
 };
 
 // An asynchronous call in flight.
@@ -137,6 +146,13 @@ class Engine {
   // Returns the source rank of a recv, else -1.
   virtual int run(const Call& call) = 0;
   virtual std::shared_ptr<Request> submit(Call call) = 0;
+  // Describes the message that a recv with this root and tag would take next, and leaves it there. `waits`: until there
+  // is one, within the call's time limit; otherwise returns nothing if there is none yet.
+  virtual std::optional<Status> probe(const Call& call, bool /*waits*/) {
+    fail(ErrorCode::kUnsupported, name(call.op), ": rank ", rank(),
+         " expected the cpu engine among the ranks of one host, got ", kind(),
+         "; send the size in a message of its own");
+  }
   // Runs calls of one op and type, with the effect of one after the other. An engine may merge them, so that a list of
   // tensors needs no copy into one buffer. Sends and receives of one list do not wait for one another.
   virtual void run_list(const std::vector<Call>& calls) {

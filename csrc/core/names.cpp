@@ -28,6 +28,8 @@ const char* name(Op op) {
       return "send";
     case Op::kRecv:
       return "recv";
+    case Op::kProbe:
+      return "probe";
   }
   return "?";
 }

@@ -17,6 +17,7 @@ enum class Op : std::uint8_t {
   kBarrier,
   kSend,
   kRecv,
+  kProbe,  // of Engine::probe alone: run and submit do not take it
 };
 const char* name(Op op);
 

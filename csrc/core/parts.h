@@ -59,7 +59,7 @@ inline bool rooted(Op op) {
 }
 // The root in the signature of a collective. That of an all_to_all tells what the call is a part of: see scan_mark.
 inline int agreed_root(const Call& call) { return rooted(call.op) || call.op == Op::kAllToAll ? call.root : 0; }
-inline bool point_to_point(Op op) { return op == Op::kSend || op == Op::kRecv; }
+inline bool point_to_point(Op op) { return op == Op::kSend || op == Op::kRecv || op == Op::kProbe; }
 
 // Whether the ranks have to tell each other the sizes that they send. An empty call does not show whether the others'
 // calls are even.

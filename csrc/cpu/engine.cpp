@@ -78,6 +78,11 @@ class CpuEngine final : public Engine {
     return point_to_point(call.op) ? p2p_->submit(std::move(call)) : queue_->submit(std::move(call));
   }
 
+  std::optional<Status> probe(const Call& call, bool waits) override {
+    check(call);
+    return p2p_->probe(call, waits);
+  }
+
   void pack(const Packing& packing) override {
     check_packing(packing, rank());
     cpu::pack(packing);

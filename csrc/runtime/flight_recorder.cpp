@@ -203,7 +203,7 @@ RecordText RecordText::read(const std::string& bytes) {
     if (e.number == 0) continue;
     text.calls.push_back({{"number", static_cast<std::int64_t>(e.number)},
                           {"collective", static_cast<std::int64_t>(e.collective)},
-                          {"op", name_of(e.op, Op::kRecv)},
+                          {"op", name_of(e.op, Op::kProbe)},
                           {"dtype", name_of(e.dtype, DType::kBool)},
                           {"reduce_op", name_of(e.reduce_op, ReduceOp::kBxor)},
                           {"algorithm", name_of(e.algorithm, Algorithm::kCopyEngine)},

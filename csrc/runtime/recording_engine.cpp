@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 
 #include "runtime/flight_recorder.h"
@@ -103,15 +104,14 @@ class RecordingEngine final : public Engine {
   }
 
   int run(const Call& call) override {
-    if (silent()) return engine_->run(call);
-    const BegunCall begun = recorder_->begin(call, false);
-    const Unplaced late(call.site ? nullptr : recorder_.get(), &begun, 1);
+    return recorded(call, [&] { return engine_->run(call); });
+  }
+  std::optional<Status> probe(const Call& call, bool waits) override {
+    if (waits) return recorded(call, [&] { return engine_->probe(call, true); });
     try {
-      const int source = engine_->run(call);
-      recorder_->end(begun, ended());
-      return source;
+      return engine_->probe(call, false);  // not recorded: the caller asks again and again
     } catch (...) {
-      failed({begun});
+      std::rethrow_exception(about(std::current_exception(), silent() ? 0 : recorder_->group()));
     }
   }
   std::shared_ptr<Request> submit(Call call) override {
@@ -182,6 +182,20 @@ class RecordingEngine final : public Engine {
   // In a forked child the recorder belongs to the parent.
   bool forked() const { return forks_ != forks_so_far(); }
   bool silent() const { return !recorder_ || forked(); }
+  // Records a call that `act` makes, and returns its result.
+  template <typename Act>
+  std::invoke_result_t<Act> recorded(const Call& call, const Act& act) const {
+    if (silent()) return act();
+    const BegunCall begun = recorder_->begin(call, false);
+    const Unplaced late(call.site ? nullptr : recorder_.get(), &begun, 1);
+    try {
+      const auto result = act();
+      recorder_->end(begun, ended());
+      return result;
+    } catch (...) {
+      failed({begun});
+    }
+  }
   CallState ended() const { return on_host_ ? CallState::kDone : CallState::kEnqueued; }
   // Ends calls with the current exception and rethrows it. The last call comes first, so that refused calls give their
   // numbers back.

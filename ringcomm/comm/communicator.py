@@ -25,6 +25,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import groupby
 from types import TracebackType
 from typing import Any
@@ -57,7 +58,28 @@ _SUMS_IN = dict.fromkeys(("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 """The types that narrow numbers are added in."""
 _EXCHANGED = b"ringcomm"
 """The first line of bytes that are exchanged with the name of their call, which no other exchange begins with."""
+_DTYPE_NAMES = {code: name for name, code in _C.DTYPES.items()}
 _SCANS = {op: _C.REDUCE_OPS[op] for op in ("sum", "prod", "min", "max", "band", "bor", "bxor")}
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A message that has come, as `Communicator.probe` and `iprobe` describe it.
+
+    Attributes:
+        source: the rank that sent it.
+        tag: its tag.
+        dtype: the name of its element type, such as "float32". Types that ringcomm has no arithmetic for, such as
+            complex numbers, travel as bytes: "uint8".
+        count: the number of its elements of this type.
+        nbytes: its size in bytes.
+    """
+
+    source: int
+    tag: int
+    dtype: str
+    count: int
+    nbytes: int
 
 
 class Communicator:
@@ -649,6 +671,23 @@ class Communicator:
         """Like ``recv``, but returns a Work at once; its ``wait()`` returns the sender's rank."""
         return self._recv(x, src, tag, timeout, stream, async_op=True)
 
+    def probe(self, src: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> Status:
+        """Waits for a message from rank ``src``, or, if it is None, from any rank, and describes it without receiving
+        it: the message that a ``recv`` with the same ``src`` and ``tag`` would take next.
+
+        ``recv(x, status.source, status.tag)`` takes exactly this message, unless another thread receives it first. A
+        large message is not copied until it is received. On the cpu engine of one host.
+
+        Returns: a Status with the message's source, tag, dtype and size, by which to allocate ``x``.
+        Raises:  UnsupportedError on other engines, before anything is sent; else as ``recv``.
+        """
+        return self._probe("probe", src, tag, timeout)  # type: ignore[return-value]
+
+    def iprobe(self, src: int | None = None, tag: int = 0) -> Status | None:
+        """Like ``probe``, but returns None at once if there is no such message, also if the rank has closed its
+        communicator. The flight recorder does not record it."""
+        return self._probe("iprobe", src, tag, None)
+
     def sendrecv(
         self,
         send: Any,
@@ -718,14 +757,27 @@ class Communicator:
     def _prepare_recv(
         self, call: CollectiveArgs, x: Any, src: int | None, tag: int, tag_name: str = "tag"
     ) -> CollectiveArgs:
+        self._name_message(call, src, tag, tag_name)
+        call.output = call.write(x)
+        return call.validate(call.output.count, call.output.dtype)
+
+    def _name_message(self, call: CollectiveArgs, src: int | None, tag: int, tag_name: str = "tag") -> None:
+        """Sets which message the call receives or looks for."""
         call.root = -1 if src is None else self._other("src", src, call)
         if self.world_size == 1:
             raise InvalidArgumentError(
                 f"{call.op}: rank {self.rank} is alone, expected another rank that can send; leave the call out"
             )
         call.tag = call.integer(tag_name, tag, 32)
-        call.output = call.write(x)
-        return call.validate(call.output.count, call.output.dtype)
+
+    def _probe(self, op: str, src: int | None, tag: int, timeout: Timeout) -> Status | None:
+        call = self._begin(op, timeout)
+        self._name_message(call, src, tag)
+        found = self._open.probe(call, op == "probe")
+        if found is None:
+            return None
+        source, code, count, nbytes = found
+        return Status(source, call.tag, _DTYPE_NAMES[code], count, nbytes)
 
     def _other(self, what: str, value: int, call: CollectiveArgs) -> int:
         rank = call.peer(what, value)

@@ -108,6 +108,11 @@ class Engine(Rank, ABC):
                 request.wait()  # because the message is in the caller's memory
             raise
 
+    def probe(self, call: CollectiveArgs, waits: bool) -> tuple[int, int, int, int] | None:
+        """Returns (source, number of the element type, elements, bytes) of the message that a recv would take, without
+        taking it; None: there is none yet."""
+        raise _no_probe(call, self.name)
+
     def run_plain(self, op: str, reduce_op: str, root: int | None, tag: int, x: Any, out: Any, /) -> int | None:
         """Runs a call on plain arrays with default options; returns None, with nothing done, if the call needs
         preparation."""
@@ -184,6 +189,13 @@ class Engine(Rank, ABC):
             f"communicator: rank {self.rank} expected an engine of its own, got {self.name}; use the functions of "
             "torch.distributed on its group"
         )
+
+
+def _no_probe(call: CollectiveArgs, got: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{call.op}: rank {call.rank} expected the cpu engine with all ranks on one host, got {got}; send the size in "
+        "a message of its own"
+    )
 
 
 class NativeEngine(Engine):
@@ -372,6 +384,14 @@ class NativeEngine(Engine):
             return self.explaining(super().run_pair, sending, receiving)
         self.run_list([sending, receiving])  # one launch: on one stream the second would wait for the first
         return receiving.root
+
+    def probe(self, call: CollectiveArgs, waits: bool) -> tuple[int, int, int, int] | None:
+        """Returns (source, number of the element type, elements, bytes) of the message that a recv would take, without
+        taking it; None: there is none yet."""
+        if self.name != "cpu" or self.hosts.several:
+            raise _no_probe(call, f"{self.name} over several hosts" if self.hosts.several else self.name)
+        with profiling.named(call.op):
+            return self.explaining(self.native.probe, call.root, call.tag, call.timeout_ms, waits)
 
     def pack(self, call: CollectiveArgs, pairs: Pairs, scale: float) -> None:
         """Copies pairs of pieces that were already checked."""

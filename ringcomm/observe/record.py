@@ -70,7 +70,7 @@ class Call:
     @property
     def title(self) -> str:
         """The call's name, such as "all_reduce #118"."""
-        if self.op in ("send", "recv"):
+        if self.op in ("send", "recv", "probe"):
             peer = "any rank" if self.root < 0 else f"rank {self.root}"
             return f"{self.op} {'to' if self.op == 'send' else 'from'} {peer}"
         return f"{self.op} #{self.collective}"
@@ -80,6 +80,8 @@ class Call:
         """The call's arguments, such as "1024 x float32, sum"; the ranks of one collective must agree on them."""
         if self.op == "barrier":
             return ""
+        if self.op == "probe":
+            return f"tag {self.tag}"
         words = [f"uneven parts of {self.dtype}" if self.count < 0 else f"{self.count} x {self.dtype}"]
         if self.op in ("all_reduce", "reduce_scatter", "reduce"):
             words.append(self.reduce_op)

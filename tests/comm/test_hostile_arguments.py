@@ -168,6 +168,8 @@ MESSAGES["sendrecv"] = (
     lambda c: {"send": FOUR, "dst": _other(c), "recv": torch.ones(4), "src": _other(c)},
     {"send": "read", "dst": "peer", "recv": "written", "src": "peer", "tag": "whole", "recv_tag": "whole", **OPTIONS},
 )
+MESSAGES["probe"] = (lambda c: {"src": _other(c)}, {"src": "peer", "tag": "whole", "timeout": "timeout"})
+MESSAGES["iprobe"] = (lambda c: {"src": _other(c)}, {"src": "peer", "tag": "whole"})
 NOT_CALLED = {
     "abort": "is meant to end the communicator; any reason serves",
     "close": "has no argument",

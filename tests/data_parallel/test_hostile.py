@@ -32,6 +32,7 @@ SPECIAL: dict[str, Callable[..., Any]] = {  # what is called by no name, or in t
 ELSEWHERE = {
     "Communicator": "comm/test_hostile_arguments",
     "Mesh": "is made by init_mesh",
+    "Status": "a value, which probe gives",
     "Work": "has no argument but a time",
     "__version__": "is no function",
     "build_info": "has no argument",

@@ -124,6 +124,23 @@ std::shared_ptr<Request> submit(Engine& engine, Args... args) {
   return engine.submit(std::move(call));
 }
 
+// Returns (source, dtype, elements, bytes) of the message that a recv from `root` would take next; None: there is none
+// yet.
+std::optional<std::tuple<int, int, std::size_t, std::size_t>> probe(Engine& engine, int root, int tag,
+                                                                    std::int64_t timeout_ms, bool waits) {
+  Call call;
+  call.op = Op::kProbe;
+  call.root = root;
+  call.tag = tag;
+  call.timeout_ms = timeout_ms;
+  call.site = python_site();
+  const py::gil_scoped_release release;
+  const std::optional<Status> found = engine.probe(call, waits);
+  if (!found) return std::nullopt;
+  return std::make_tuple(found->source, static_cast<int>(found->dtype), found->nbytes / element_bytes(found->dtype),
+                         found->nbytes);
+}
+
 void run_list(Engine& engine, const std::vector<Fields>& list) {
   std::vector<Call> calls;
   for (const Fields& fields : list) calls.push_back(make_call(fields));
@@ -542,6 +559,7 @@ void define_engine(py::module_& m) {
           py::arg("data"), py::call_guard<py::gil_scoped_release>())
       .def("exchange", &exchange, py::arg("payload"))
       .def("synchronize", &Engine::synchronize, py::arg("stream") = 0, py::call_guard<py::gil_scoped_release>())
+      .def("probe", &probe, py::arg("root"), py::arg("tag"), py::arg("timeout_ms"), py::arg("waits"))
       .def("run_list", &run_list, py::arg("calls"))
       .def("pack", &pack, py::arg("pieces"), py::arg("from_dtype"), py::arg("to_dtype"), py::arg("factor") = 1.0,
            py::arg("stream") = 0)

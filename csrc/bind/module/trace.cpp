@@ -18,7 +18,7 @@ void add(py::dict& args, const char* key, std::int64_t value) {
 }
 
 void add_call(py::dict& args, const trace::CallFacts& call) {
-  if (call.op != Op::kBarrier) {
+  if (call.op != Op::kBarrier && call.op != Op::kProbe) {
     args["dtype"] = name(call.dtype);
     args["count"] = call.count;
   }

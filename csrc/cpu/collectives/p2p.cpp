@@ -1,5 +1,7 @@
 #include "cpu/collectives/p2p.h"
 
+#include <algorithm>
+
 #include "core/error.h"
 #include "core/schedule.h"
 #include "core/signature.h"
@@ -36,6 +38,7 @@ class PointToPoint::Message : public RequestBase {
   const std::size_t nbytes;
   const Deadline deadline;
   std::size_t moved = 0;
+  Status found;              // of a probe
   std::exception_ptr wrong;  // reported after the lock is released, since a callback may make calls
 
  private:
@@ -43,6 +46,8 @@ class PointToPoint::Message : public RequestBase {
 };
 
 namespace {
+
+bool has_closed(const Group& group, int rank) { return load_acquire(&group.control(rank).left.value) != 0; }
 
 std::exception_ptr wrong_message(const Call& call, int rank, int source, std::size_t got, DType dtype) {
   return std::make_exception_ptr(
@@ -162,6 +167,34 @@ std::shared_ptr<Request> PointToPoint::submit(Call call) {
   return message;
 }
 
+std::optional<Status> PointToPoint::probe(const Call& call, bool waits) {
+  std::optional<trace::CallSpan> span;  // of a call that waits: without waiting it is made again and again
+  if (waits) span.emplace(group_.origin(), -1, call);
+  const MessagePtr message = enqueue(call);
+  if (!waits) {
+    step();
+    try {
+      // A rank that has closed the communicator sends nothing more, so that there is no message; one that died is lost.
+      if (const int lost = lost_for(call); lost >= 0 && !has_closed(group_, lost)) check(*message);
+    } catch (...) {
+      fail_all(std::current_exception());
+    }
+    if (withdraw(message)) return std::nullopt;
+  }
+  message->wait(0);
+  return message->found;
+}
+
+// Takes a probe out of the queue again; false: it has ended.
+bool PointToPoint::withdraw(const MessagePtr& message) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto at = std::find(receives_.begin(), receives_.end(), message);
+  if (at == receives_.end()) return false;
+  receives_.erase(at);
+  --pending_;
+  return true;
+}
+
 // Moves everything that can be moved now, for all messages of this rank.
 bool PointToPoint::step() {
   bool moved = false;
@@ -227,24 +260,32 @@ bool PointToPoint::wanted(int source) const {
   return false;
 }
 
-PointToPoint::MessagePtr PointToPoint::claim_receive(int source, int tag) {
-  for (auto it = receives_.begin(); it != receives_.end(); ++it) {
-    if (!(*it)->fits(source, tag)) continue;
-    MessagePtr receive = std::move(*it);
-    receives_.erase(it);
-    receive->came_from(source);
-    return receive;
+// Takes the first receive that a message fits out of the queue; null: there is none. Probes that stand before it end
+// with this message.
+PointToPoint::MessagePtr PointToPoint::claim_receive(int source, int tag, DType dtype, std::size_t nbytes,
+                                                     std::vector<MessagePtr>& finished) {
+  for (auto it = receives_.begin(); it != receives_.end();) {
+    if (!(*it)->fits(source, tag)) {
+      ++it;
+      continue;
+    }
+    MessagePtr first = std::move(*it);
+    it = receives_.erase(it);
+    first->came_from(source);
+    if (first->call.op != Op::kProbe) return first;
+    first->found = {source, dtype, nbytes};
+    finished.push_back(std::move(first));
   }
   return nullptr;
 }
 
-// Finishes receives whose message was stored earlier.
+// Finishes receives and probes whose message was stored earlier.
 bool PointToPoint::match_arrived(std::vector<MessagePtr>& finished) {
-  bool moved = false;
+  const std::size_t before = finished.size();
   for (int source = 0; source < group_.world_size(); ++source) {
     auto& arrived = incoming_[source].arrived;
     for (auto it = arrived.begin(); it != arrived.end();) {
-      const MessagePtr receive = claim_receive(source, (*it)->tag);
+      const MessagePtr receive = claim_receive(source, (*it)->tag, (*it)->dtype, (*it)->nbytes, finished);
       if (!receive) {
         ++it;
         continue;
@@ -255,18 +296,19 @@ bool PointToPoint::match_arrived(std::vector<MessagePtr>& finished) {
         receive->wrong = wrong_message(receive->call, group_.rank(), source, (*it)->nbytes, (*it)->dtype);
       finished.push_back(receive);
       it = arrived.erase(it);
-      moved = true;
     }
   }
-  return moved;
+  return finished.size() != before;
 }
 
-// The next message of `source` has begun to arrive: finds its receive, or allocates memory to store it.
+// The next message of `source` has begun to arrive: finds its receive, or allocates memory to store it. Does neither if
+// it was only probed and no other call waits for a message of this source.
 void PointToPoint::begin(int source, std::vector<MessagePtr>& finished) {
   Incoming& in = incoming_[source];
   const Signature& s = group_.p2p_board(source, group_.rank()).header(in.ticket)->signature;
-  MessagePtr receive = claim_receive(source, s.root);
   const DType dtype = static_cast<DType>(s.dtype);
+  MessagePtr receive = claim_receive(source, s.root, dtype, s.count, finished);
+  if (!receive && !wanted(source)) return;
   if (receive && receive->takes(s.count, dtype)) {
     in.current = std::move(receive);
     return;
@@ -290,6 +332,7 @@ bool PointToPoint::pull(int source, std::vector<MessagePtr>& finished) {
   bool moved = false;
   while ((in.current || in.aside || wanted(source)) && load_acquire(&board.header(in.ticket)->flag) == in.ticket + 1) {
     if (!in.current && !in.aside) begin(source, finished);
+    if (!in.current && !in.aside) break;
     const std::size_t nbytes = in.current ? in.current->nbytes : in.aside->nbytes;
     std::size_t& at = in.current ? in.current->moved : in.aside->filled;
     char* const to = in.current ? static_cast<char*>(in.current->call.output) : in.aside->data.get();
@@ -331,7 +374,7 @@ int PointToPoint::lost_for(const Call& call) const {
   for (int peer = 0; peer < group_.world_size(); ++peer) {
     if (peer == group_.rank()) continue;
     if (!group_.is_gone(peer)) return -1;  // it may still send
-    lost = peer;
+    if (lost < 0 || !has_closed(group_, peer)) lost = peer;
   }
   return lost;
 }
@@ -350,9 +393,10 @@ void PointToPoint::check(const Message& message) {
   const auto said = [&] {
     const std::string peer = call.root == kAnySource ? "any rank" : group_.named(call.root);
     const std::string site = call.site && *call.site ? concat(" (", call.site, ")") : "";
+    const bool probes = call.op == Op::kProbe;
     return concat(name(call.op), ": rank ", group_.rank(), site, " expected ", peer, " to ",
-                  call.op == Op::kSend ? "receive" : "send", " ", message.nbytes, " bytes with tag ", call.tag,
-                  ", got ", message.moved);
+                  call.op == Op::kSend ? "receive " : "send ", probes ? "a message" : concat(message.nbytes, " bytes"),
+                  " with tag ", call.tag, ", got ", probes ? "none" : std::to_string(message.moved));
   };
   if (const int lost = lost_for(call); lost >= 0 && !step() && queued(message))
     group_.fail_group(call, ErrorCode::kRankLost, said() + concat(", but ", end_of(lost), "; see its own output"));
@@ -370,7 +414,9 @@ void PointToPoint::wait(Message& message, std::int64_t timeout_ms) {
   Deadline patience_of_caller{&message.call, timeout_ms};
   const Patience patience = group_.patience();
   Clock::time_point next{};
-  const WaitKind kind = message.call.op == Op::kSend ? WaitKind::kSend : WaitKind::kReceive;
+  const WaitKind kind = message.call.op == Op::kSend    ? WaitKind::kSend
+                        : message.call.op == Op::kProbe ? WaitKind::kProbe
+                                                        : WaitKind::kReceive;
   const std::int64_t limit_ms = timeout_ms > 0 ? 0 : message.deadline.timeout_ms.load();
   LongWait watch(group_, kind, message.call.root, limit_ms, &message, message.call.site);
   const auto over = [this](const Message*) { group_.wait_for(-1); };

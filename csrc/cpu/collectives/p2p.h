@@ -1,6 +1,6 @@
 // Point-to-point messages. Every ordered pair of ranks has its own board. A message has its size and tag in the first
 // slot's header, and its bytes in as many slots as they need. Messages of a pair stay in order per tag; a message that
-// arrives before its receive was posted is stored.
+// arrives before its receive was posted is stored, unless nothing but a probe asks for it: then it stays on the board.
 #pragma once
 
 #include <atomic>
@@ -8,6 +8,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -25,6 +26,7 @@ class PointToPoint {
   // Returns the source of a receive.
   int run(const Call& call);
   std::shared_ptr<Request> submit(Call call);
+  std::optional<Status> probe(const Call& call, bool waits);
   // Finishes queued sends; open receives end with an error.
   void stop();
   bool idle();
@@ -73,7 +75,8 @@ class PointToPoint {
   bool pull(int source, std::vector<MessagePtr>& finished);
   void begin(int source, std::vector<MessagePtr>& finished);
   bool match_arrived(std::vector<MessagePtr>& finished);
-  MessagePtr claim_receive(int source, int tag);
+  MessagePtr claim_receive(int source, int tag, DType dtype, std::size_t nbytes, std::vector<MessagePtr>& finished);
+  bool withdraw(const MessagePtr& message);
   bool wanted(int source) const;
   void fail_all(std::exception_ptr error);
   bool step();
@@ -84,7 +87,7 @@ class PointToPoint {
   std::condition_variable changed_;
   std::vector<Outgoing> outgoing_;
   std::vector<Incoming> incoming_;
-  std::deque<MessagePtr> receives_;  // in the order of the calls
+  std::deque<MessagePtr> receives_;  // and probes, in the order of the calls
   std::atomic<std::size_t> pending_{0};
   std::thread thread_;
   bool stopping_ = false;

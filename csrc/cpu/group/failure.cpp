@@ -88,7 +88,7 @@ WaitFacts Group::facts_of(WaitKind kind, int peer, const char* site) const {
   facts.target = party_of(peer);
   facts.kind = kind;
   if (kind == WaitKind::kItem) return facts;
-  const char* const message = kind == WaitKind::kSend ? "send" : "recv";
+  const char* const message = kind == WaitKind::kSend ? "send" : kind == WaitKind::kProbe ? "probe" : "recv";
   const std::string place = in_brackets(site ? site : "");
   const bool collective = kind == WaitKind::kCollective;
   const std::string here = collective ? call_here() : concat(message, ": rank ", rank_, place);

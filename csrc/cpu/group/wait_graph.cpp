@@ -65,8 +65,8 @@ bool same(const PartyPlace& a, const PartyPlace& b) { return a.party == b.party 
 
 // Whether two waits are the two ends of a message, which may be moving.
 bool are_two_ends(const WaitFacts& a, const WaitFacts& b) {
-  const bool ends = (a.kind == WaitKind::kSend && b.kind == WaitKind::kReceive) ||
-                    (a.kind == WaitKind::kReceive && b.kind == WaitKind::kSend);
+  const bool ends =
+      (a.kind == WaitKind::kSend && waits_for_send(b.kind)) || (waits_for_send(a.kind) && b.kind == WaitKind::kSend);
   return ends && a.group == b.group && a.rank == b.peer && a.peer == b.rank;
 }
 
@@ -232,7 +232,7 @@ bool WaitGraph::is_stuck(int index) const {
     if (activity.executes ? executed != 1 : executed != 0 || activity.queued != 0) return false;
     std::set<const void*> messages;
     for (const Entry& e : entries_)
-      if (e.member == member && (e.facts.kind == WaitKind::kSend || e.facts.kind == WaitKind::kReceive))
+      if (e.member == member && (e.facts.kind == WaitKind::kSend || waits_for_send(e.facts.kind)))
         messages.insert(e.what);
     if (activity.messages != messages.size()) return false;
   }

@@ -59,8 +59,11 @@ enum class WaitKind : std::uint8_t {
   kCollective,
   kSend,
   kReceive,
+  kProbe,
   kItem,  // for a call of this rank that another thread executes
 };
+
+inline bool waits_for_send(WaitKind kind) { return kind == WaitKind::kReceive || kind == WaitKind::kProbe; }
 
 // A thread's wait, as stored in its party's record.
 struct WaitFacts {
