@@ -27,6 +27,18 @@ bool can_cast(DType from, DType to) {
 
 }  // namespace
 
+void report_unusable(const char* call, int rank, bool closed, bool forked) {
+  if (forked)
+    fail(ErrorCode::kInvalid, call, ": rank ", rank,
+         " was called in a process forked after the communicator was made; make a communicator in the child, and start "
+         "the child with spawn if it uses a GPU");
+  if (closed)
+    fail(ErrorCode::kInvalid, call, ": rank ", rank,
+         " expected an open communicator, got a closed one; create a new one");
+  fail(ErrorCode::kInvalid, call, ": rank ", rank,
+       " expected a connected engine; exchange handles and call connect first");
+}
+
 std::uint64_t agreed_count(const Call& call, int world_size) {
   if (call.op == Op::kAllToAll && uneven_all_to_all(call)) return kUneven;
   if (call.op == Op::kReduceScatter && !call.input_parts.empty()) return input_parts(call).agreed(world_size);

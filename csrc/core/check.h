@@ -7,6 +7,9 @@
 
 namespace ringcomm {
 
+// Of an engine that is closed, not connected, or in a process forked from the one that made it: throws which it is.
+[[noreturn]] void report_unusable(const char* call, int rank, bool closed, bool forked);
+
 // Each throws unless its argument is valid on this rank.
 void check_call(const Call& call, int rank, int world_size);
 // For engines without GPUs of one host.

@@ -97,9 +97,7 @@ class CpuEngine final : public Engine {
   }
 
   void* allocate(std::size_t nbytes) override {
-    if (forked())
-      fail(ErrorCode::kInvalid, "empty: rank ", rank(),
-           " was called in a forked process; make a communicator in the child");
+    if (forked()) report_unusable("empty", rank(), false, true);
     return heap_.allocate(nbytes);
   }
   // In a forked child, release and abort do nothing: the shared memory and the group belong to the parent.
@@ -155,16 +153,8 @@ class CpuEngine final : public Engine {
   bool forked() const { return forks_ != forks_so_far(); }
 
   void check(const Call& call) const {
-    if (closed_.load(std::memory_order_relaxed))
-      fail(ErrorCode::kInvalid, name(call.op), ": rank ", rank(),
-           " expected an open communicator, got a closed one; create a new one");
-    if (!group_.connected())
-      fail(ErrorCode::kInvalid, name(call.op), ": rank ", rank(),
-           " expected a connected engine; exchange handles and call connect first");
-    if (forked())
-      fail(ErrorCode::kInvalid, name(call.op), ": rank ", rank(),
-           " was called in a process forked after the communicator was made; make a communicator in the child, or "
-           "start it with spawn");
+    const bool closed = closed_.load(std::memory_order_relaxed);
+    if (closed || !group_.connected() || forked()) report_unusable(name(call.op), rank(), closed, forked());
     check_call(call, rank(), world_size());
     check_no_copy_engine(call, rank());
     group_.note_caller();

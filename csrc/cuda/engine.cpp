@@ -150,16 +150,8 @@ class CudaEngine final : public Engine {
 // ---- checks ---------------------------------------------------------------------------------------------------------
 
 void CudaEngine::check_open(const char* call) const {
-  if (forked())
-    fail(ErrorCode::kInvalid, call, ": rank ", rank(),
-         " was called in a process forked after the communicator was made; make a communicator in the child, and start "
-         "it with spawn: CUDA does not survive a fork");
-  if (context_->closed.load(std::memory_order_relaxed))
-    fail(ErrorCode::kInvalid, call, ": rank ", rank(),
-         " expected an open communicator, got a closed one; create a new one");
-  if (!local_group_)
-    fail(ErrorCode::kInvalid, call, ": rank ", rank(),
-         " expected a connected engine; exchange handles and call connect first");
+  const bool closed = context_->closed.load(std::memory_order_relaxed);
+  if (closed || !local_group_ || forked()) report_unusable(call, rank(), closed, forked());
 }
 
 void CudaEngine::check(const Call& call) const {

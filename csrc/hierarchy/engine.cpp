@@ -145,13 +145,7 @@ class HierarchicalEngine final : public Engine {
 
   bool forked() const { return forks_ != forks_so_far(); }
   void check(const Call& call) const {
-    if (closed_.load(std::memory_order_relaxed))
-      fail(ErrorCode::kInvalid, name(call.op), ": rank ", rank(),
-           " expected an open communicator, got a closed one; create a new one");
-    if (forked())
-      fail(ErrorCode::kInvalid, name(call.op), ": rank ", rank(),
-           " was called in a process forked after the communicator was made; make a communicator in the child, or "
-           "start it with spawn");
+    if (closed() || forked()) report_unusable(name(call.op), rank(), closed(), forked());
     check_call(call, rank(), world_size());
     check_no_copy_engine(call, rank());
     abort_state_->check(call.op);
