@@ -68,7 +68,7 @@ struct Call {
 };
 
 // A message that has come, as `Engine::probe` describes it.
-struct Status {
+struct MessageInfo {
   int source = -1;
   DType dtype = DType::kUInt8;
   std::size_t nbytes = 0;
@@ -148,10 +148,9 @@ class Engine {
   virtual std::shared_ptr<Request> submit(Call call) = 0;
   // Describes the message that a recv with this root and tag would take next, and leaves it there. `waits`: until there
   // is one, within the call's time limit; otherwise returns nothing if there is none yet.
-  virtual std::optional<Status> probe(const Call& call, bool /*waits*/) {
-    fail(ErrorCode::kUnsupported, name(call.op), ": rank ", rank(),
-         " expected the cpu engine among the ranks of one host, got ", kind(),
-         "; send the size in a message of its own");
+  virtual std::optional<MessageInfo> probe(const Call&, bool /*waits*/) {
+    fail(ErrorCode::kUnsupported, "probe: rank ", rank(), " expected an engine that can look at messages, got ",
+         kind());
   }
   // Runs calls of one op and type, with the effect of one after the other. An engine may merge them, so that a list of
   // tensors needs no copy into one buffer. Sends and receives of one list do not wait for one another.
@@ -205,8 +204,8 @@ class Engine {
   // wait counts from the moment at which it stops spinning. Before connect. Returns false if the engine does not know
   // for whom it waits.
   virtual bool count_waits([[maybe_unused]] std::shared_ptr<Flag> waited) { return false; }
-  // From now on counts collectives by the algorithm that the engine chooses, as ChosenCounts does. Before connect.
-  virtual void count_chosen([[maybe_unused]] std::shared_ptr<Flag> counts) {}
+  // From now on counts collectives by the algorithm that the engine chooses, as AlgorithmCounts does. Before connect.
+  virtual void count_algorithms([[maybe_unused]] std::shared_ptr<Flag> counts) {}
   // Device engines: blocks the host until all work enqueued on `stream` is done; throws at once if an error has ended
   // the communicator.
   virtual void synchronize([[maybe_unused]] std::uintptr_t stream) {}

@@ -78,9 +78,9 @@ class CpuEngine final : public Engine {
     return point_to_point(call.op) ? p2p_->submit(std::move(call)) : queue_->submit(std::move(call));
   }
 
-  std::optional<Status> probe(const Call& call, bool waits) override {
+  std::optional<MessageInfo> probe(const Call& call, bool waits) override {
     check(call);
-    return p2p_->probe(call, waits);
+    return waits ? std::optional(p2p_->probe(call)) : p2p_->probe_now(call);
   }
 
   void pack(const Packing& packing) override {
@@ -139,7 +139,7 @@ class CpuEngine final : public Engine {
     group_.count_waits(std::move(waited));
     return true;
   }
-  void count_chosen(std::shared_ptr<Flag> counts) override { collectives_.count_chosen(std::move(counts)); }
+  void count_algorithms(std::shared_ptr<Flag> counts) override { collectives_.count_algorithms(std::move(counts)); }
   std::vector<std::pair<std::string, std::string>> describe() const override {
     return {{"engine", "cpu"},
             {"isa", kernels().isa},

@@ -17,14 +17,14 @@ namespace {
 constexpr std::size_t kWaveBytes = 128 << 20;  // of sums in scratch memory at once
 constexpr std::chrono::milliseconds kInsideLonger{500};
 
-Chosen chosen_by(InterHostSchedule schedule) {
+AlgorithmUsed used_by(InterHostSchedule schedule) {
   switch (schedule) {
     case InterHostSchedule::kRing:
-      return Chosen::kRing;
+      return AlgorithmUsed::kRing;
     case InterHostSchedule::kButterfly:
-      return Chosen::kButterfly;
+      return AlgorithmUsed::kButterfly;
     default:
-      return Chosen::kDirect;
+      return AlgorithmUsed::kDirect;
   }
 }
 
@@ -87,17 +87,18 @@ void Collectives::run(const Call& call, TransportClock::time_point limit) {
                     averages ? ReduceOp::kAvg : combine_of(call.reduce_op),
                     averages ? topology_.world_size() : 1};
   ++calls_;
-  const auto by_schedule = [&] { chose(scope, chosen_by(scope.schedule)); };
+  const bool at_once = call.op == Op::kAllReduce && fits_signature(scope);
+  if (reduces(call.op) || call.op == Op::kAllGather)
+    note_algorithm(scope, at_once ? AlgorithmUsed::kOneshot : used_by(scope.schedule));
   switch (call.op) {
     case Op::kAllReduce:
-      if (fits_signature(scope)) return chose(scope, Chosen::kOneshot), all_reduce_at_once(scope);
-      return by_schedule(), all_reduce(scope);
+      return at_once ? all_reduce_at_once(scope) : all_reduce(scope);
     case Op::kReduce:
-      return by_schedule(), reduce(scope);
+      return reduce(scope);
     case Op::kReduceScatter:
-      return by_schedule(), reduce_scatter(scope);
+      return reduce_scatter(scope);
     case Op::kAllGather:
-      return by_schedule(), all_gather(scope);
+      return all_gather(scope);
     case Op::kBroadcast:
       return broadcast(scope);
     case Op::kBarrier:
@@ -107,9 +108,9 @@ void Collectives::run(const Call& call, TransportClock::time_point limit) {
   }
 }
 
-void Collectives::chose(const Scope& scope, Chosen chosen) const {
-  trace::chose(name(chosen));
-  chosen_.add(scope.call.op, scope.call.algorithm, chosen);
+void Collectives::note_algorithm(const Scope& scope, AlgorithmUsed used) const {
+  trace::chose(name(used));
+  used_.add(scope.call.op, scope.call.algorithm, used);
 }
 
 // ---- shared by all collectives

@@ -2,7 +2,7 @@
 // transport.
 #pragma once
 
-#include "core/chosen.h"
+#include "core/algorithm_counts.h"
 #include "hierarchy/options.h"
 #include "hierarchy/scope.h"
 
@@ -18,13 +18,13 @@ class Collectives {
   std::uint64_t calls() const { return calls_; }
   // Runs one call at a time, in the order of the calls. Throws Error and TransportFailure.
   void run(const Call& call, TransportClock::time_point limit);
-  // See Engine::count_chosen: counts the schedules between hosts.
-  void count_chosen(std::shared_ptr<Flag> counts) { chosen_.count_in(std::move(counts)); }
+  // See Engine::count_algorithms: counts the schedules between hosts.
+  void count_algorithms(std::shared_ptr<Flag> counts) { used_.count_in(std::move(counts)); }
   // Returns one sentence about how the calls of this rank and a peer differ.
   std::string difference(int peer, const std::string& mine, const std::string& theirs) const;
 
  private:
-  void chose(const Scope& scope, Chosen chosen) const;
+  void note_algorithm(const Scope& scope, AlgorithmUsed used) const;
   void all_reduce(const Scope& scope);
   bool fits_signature(const Scope& scope) const;
   void all_reduce_at_once(const Scope& scope);
@@ -69,7 +69,7 @@ class Collectives {
   std::size_t scratch_bytes_ = 0;
   std::uint64_t calls_ = 0;
   std::uint64_t history_ = 0;
-  ChosenCounts chosen_;
+  AlgorithmCounts used_;
 };
 
 inline std::size_t scratch_for(const std::vector<Rail>& rails) {

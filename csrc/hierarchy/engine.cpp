@@ -135,7 +135,7 @@ class HierarchicalEngine final : public Engine {
     return queue_->runs_this_thread() || transport_->runs_this_thread() || local_->runs_this_thread();
   }
   void synchronize(std::uintptr_t stream) override { local_->synchronize(stream); }
-  void count_chosen(std::shared_ptr<Flag> counts) override { collectives_.count_chosen(std::move(counts)); }
+  void count_algorithms(std::shared_ptr<Flag> counts) override { collectives_.count_algorithms(std::move(counts)); }
 
   std::vector<std::pair<std::string, std::string>> describe() const override;
 

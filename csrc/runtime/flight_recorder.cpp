@@ -228,11 +228,11 @@ RecordText RecordText::read(const std::string& bytes) {
                            {"bytes", static_cast<std::int64_t>(t.bytes)},
                            {"ns", static_cast<std::int64_t>(t.ns)}});
     Facts& chosen = text.chosen.emplace_back();
-    for (int c = 0; c < kRecordedChoices; ++c) {
-      const std::size_t at = ChosenCounts::index(i / kRecordedAlgorithms, i % kRecordedAlgorithms, c);
+    for (int c = 0; c < kAlgorithmsUsed; ++c) {
+      const std::size_t at = AlgorithmCounts::index(i / kRecordedAlgorithms, i % kRecordedAlgorithms, c);
       Flag calls;
-      std::memcpy(&calls, bytes.data() + FlightRecorder::kChosen + at * sizeof calls, sizeof calls);
-      if (calls) chosen[name(static_cast<Chosen>(c))] = static_cast<std::int64_t>(calls);
+      std::memcpy(&calls, bytes.data() + FlightRecorder::kAlgorithms + at * sizeof calls, sizeof calls);
+      if (calls) chosen[name(static_cast<AlgorithmUsed>(c))] = static_cast<std::int64_t>(calls);
     }
   }
   if (h.waits) {

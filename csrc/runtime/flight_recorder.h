@@ -9,7 +9,7 @@
 #include <variant>
 #include <vector>
 
-#include "core/chosen.h"
+#include "core/algorithm_counts.h"
 #include "core/engine.h"
 #include "core/sync.h"
 #include "runtime/shared_memory.h"
@@ -78,8 +78,8 @@ class FlightRecorder {
   // Where the engine adds its waits for each peer, in ns; the memory lives as long as the recorder.
   Flag* waits() const { return reinterpret_cast<Flag*>(memory_.data() + kWaits); }
   void has_waits() { head().waits = 1; }
-  // Where the engine counts collectives by the algorithm that it chooses; see ChosenCounts.
-  Flag* chosen() const { return reinterpret_cast<Flag*>(memory_.data() + kChosen); }
+  // Where the engine counts collectives by the algorithm that it chooses; see AlgorithmCounts.
+  Flag* algorithms() const { return reinterpret_cast<Flag*>(memory_.data() + kAlgorithms); }
   // Sets the group number from the handles, which are the same on all ranks of a communicator.
   void connected(const std::vector<std::string>& handles);
   BegunCall begin(const Call& call, bool async);
@@ -101,8 +101,8 @@ class FlightRecorder {
     return reinterpret_cast<CallTotals*>(memory_.data() + kTotals)[e.op * kRecordedAlgorithms + e.algorithm];
   }
   static constexpr std::size_t kTotals = 256;  // offset in the file
-  static constexpr std::size_t kChosen = kTotals + sizeof(CallTotals) * kRecordedOps * kRecordedAlgorithms;
-  static constexpr std::size_t kWaits = kChosen + sizeof(Flag) * ChosenCounts::kCounts;
+  static constexpr std::size_t kAlgorithms = kTotals + sizeof(CallTotals) * kRecordedOps * kRecordedAlgorithms;
+  static constexpr std::size_t kWaits = kAlgorithms + sizeof(Flag) * AlgorithmCounts::kCounts;
   static_assert(sizeof(RecordHead) <= kTotals, "the head has its place before the totals");
   static std::size_t entries_at(int world_size) {
     const std::size_t end = kWaits + sizeof(Flag) * static_cast<std::size_t>(world_size);

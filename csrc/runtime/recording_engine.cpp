@@ -83,7 +83,7 @@ class RecordingEngine final : public Engine {
         on_host_(engine_->device() < 0) {
     if (!recorder_) return;
     if (engine_->count_waits({recorder_, recorder_->waits()})) recorder_->has_waits();
-    engine_->count_chosen({recorder_, recorder_->chosen()});
+    engine_->count_algorithms({recorder_, recorder_->algorithms()});
   }
 
   // Returns the recorded engine, which becomes a part of another engine.
@@ -106,7 +106,7 @@ class RecordingEngine final : public Engine {
   int run(const Call& call) override {
     return recorded(call, [&] { return engine_->run(call); });
   }
-  std::optional<Status> probe(const Call& call, bool waits) override {
+  std::optional<MessageInfo> probe(const Call& call, bool waits) override {
     if (waits) return recorded(call, [&] { return engine_->probe(call, true); });
     try {
       return engine_->probe(call, false);  // not recorded: the caller asks again and again

@@ -22,14 +22,14 @@ from ringcomm.arrays.libraries import (
 )
 from ringcomm.errors import DeviceError, DtypeError, InvalidArgumentError, RingcommError, ShapeError, one_line
 
-__all__ = ["Array", "Dtype", "as_array", "dtype_in", "identity", "library_of", "wire_type"]
+__all__ = ["DTYPE_NAMES", "Array", "Dtype", "as_array", "dtype_in", "identity", "library_of", "wire_type"]
 
 _DLPACK_CPU, _DLPACK_CUDA = (1, 3), (2, 13)  # kDLCPU and kDLCUDAHost; kDLCUDA and kDLCUDAManaged
 _FIRST_PAGE = 4096  # bytes, to which no program has access
 _REAL_OF = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 # Operations that may be applied to the two halves of a complex number separately.
 _LINEAR = ("sum", "avg", "premul_sum")
-_NAMES = {code: name for name, code in _C.DTYPES.items()}
+DTYPE_NAMES = {code: name for name, code in _C.DTYPES.items()}
 
 
 def wire_type(dtype: Dtype, reduce_op: str | None, call: str, rank: int) -> tuple[int, int]:
@@ -44,7 +44,7 @@ def wire_type(dtype: Dtype, reduce_op: str | None, call: str, rank: int) -> tupl
         return dtype.code, 1
     if dtype.name in _REAL_OF and reduce_op in _LINEAR:
         return _C.DTYPES[_REAL_OF[dtype.name]], 2
-    served = [name for code, name in _NAMES.items() if _C.supports(code, _C.REDUCE_OPS[reduce_op])]
+    served = [name for code, name in DTYPE_NAMES.items() if _C.supports(code, _C.REDUCE_OPS[reduce_op])]
     raise DtypeError(
         f"{call}: rank {rank} got {dtype.name}, {reduce_op} is defined for {', '.join(sorted(served))}; "
         "convert the array"

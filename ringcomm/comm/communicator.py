@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import Any
 
 from ringcomm import _C
-from ringcomm.arrays.interop import Array, dtype_in, identity
+from ringcomm.arrays.interop import DTYPE_NAMES, Array, dtype_in, identity
 from ringcomm.comm import profiling
 from ringcomm.comm.args import CollectiveArgs, Pairs, Piece, Timeout, milliseconds, named_reduction, rows
 from ringcomm.comm.engine import MOST_BYTES, Engine
@@ -58,7 +58,6 @@ _SUMS_IN = dict.fromkeys(("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 """The types that narrow numbers are added in."""
 _EXCHANGED = b"ringcomm"
 """The first line of bytes that are exchanged with the name of their call, which no other exchange begins with."""
-_DTYPE_NAMES = {code: name for name, code in _C.DTYPES.items()}
 _SCANS = {op: _C.REDUCE_OPS[op] for op in ("sum", "prod", "min", "max", "band", "bor", "bxor")}
 
 
@@ -197,7 +196,8 @@ class Communicator:
     def coalesce(self) -> Iterator[Group]:
         """Starts the calls made inside one after another, and waits for them together at the end.
 
-        Inside, every method returns a Work. No other thread may use the communicator during the block.
+        Inside, every method returns a Work, but `probe` and `iprobe`, which it does not defer. No other thread may use
+        the communicator during the block.
 
         Returns: the Group of calls; its ``wait()`` returns the results, even after the block.
         """
@@ -675,18 +675,21 @@ class Communicator:
         """Waits for a message from rank ``src``, or, if it is None, from any rank, and describes it without receiving
         it: the message that a ``recv`` with the same ``src`` and ``tag`` would take next.
 
-        ``recv(x, status.source, status.tag)`` takes exactly this message, unless another thread receives it first. A
-        large message is not copied until it is received. On the cpu engine of one host.
+        ``recv(x, status.source, status.tag)`` takes exactly this message, unless another thread receives it first.
+        The message is not copied until it is received; those with other tags that the same rank sent before it are
+        copied to memory now, as by a ``recv``. On the cpu engine of one host.
 
         Returns: a Status with the message's source, tag, dtype and size, by which to allocate ``x``.
         Raises:  UnsupportedError on other engines, before anything is sent; else as ``recv``.
         """
-        return self._probe("probe", src, tag, timeout)  # type: ignore[return-value]
+        found = self._probe(src, tag, timeout, waits=True)
+        assert found is not None
+        return found
 
     def iprobe(self, src: int | None = None, tag: int = 0) -> Status | None:
-        """Like ``probe``, but returns None at once if there is no such message, also if the rank has closed its
-        communicator. The flight recorder does not record it."""
-        return self._probe("iprobe", src, tag, None)
+        """Like ``probe``, but does not wait: returns None if there is no such message yet, also if the rank has closed
+        its communicator. The flight recorder does not record it."""
+        return self._probe(src, tag, None, waits=False)
 
     def sendrecv(
         self,
@@ -770,14 +773,14 @@ class Communicator:
             )
         call.tag = call.integer(tag_name, tag, 32)
 
-    def _probe(self, op: str, src: int | None, tag: int, timeout: Timeout) -> Status | None:
-        call = self._begin(op, timeout)
+    def _probe(self, src: int | None, tag: int, timeout: Timeout, waits: bool) -> Status | None:
+        call = self._begin("probe", timeout)
         self._name_message(call, src, tag)
-        found = self._open.probe(call, op == "probe")
+        found = self._open.probe(call, waits)
         if found is None:
             return None
         source, code, count, nbytes = found
-        return Status(source, call.tag, _DTYPE_NAMES[code], count, nbytes)
+        return Status(source, call.tag, DTYPE_NAMES[code], count, nbytes)
 
     def _other(self, what: str, value: int, call: CollectiveArgs) -> int:
         rank = call.peer(what, value)

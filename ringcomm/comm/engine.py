@@ -386,8 +386,6 @@ class NativeEngine(Engine):
         return receiving.root
 
     def probe(self, call: CollectiveArgs, waits: bool) -> tuple[int, int, int, int] | None:
-        """Returns (source, number of the element type, elements, bytes) of the message that a recv would take, without
-        taking it; None: there is none yet."""
         if self.name != "cpu" or self.hosts.several:
             raise _no_probe(call, f"{self.name} over several hosts" if self.hosts.several else self.name)
         with profiling.named(call.op):

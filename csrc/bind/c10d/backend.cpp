@@ -130,7 +130,7 @@ intrusive_ptr<AsyncWork> Backend::begin(OpType type, const Site& site, at::Tenso
 }
 
 // Counts the call, in the sequence of the collectives or of the messages, and runs `body`; under a profiler within the
-// event `record_param_comms`. The span of the call itself has another scope, so that torch is asked for it apart.
+// event `record_param_comms`. `begin` asks for a profiler again, since its event belongs to another scope.
 template <typename Body>
 WorkPtr Backend::with_comms_event(OpType type, const Call& call, [[maybe_unused]] bool async, at::TensorList inputs,
                                   at::TensorList outputs, const Body& body) {

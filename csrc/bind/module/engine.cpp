@@ -135,7 +135,7 @@ std::optional<std::tuple<int, int, std::size_t, std::size_t>> probe(Engine& engi
   call.timeout_ms = timeout_ms;
   call.site = python_site();
   const py::gil_scoped_release release;
-  const std::optional<Status> found = engine.probe(call, waits);
+  const std::optional<MessageInfo> found = engine.probe(call, waits);
   if (!found) return std::nullopt;
   return std::make_tuple(found->source, static_cast<int>(found->dtype), found->nbytes / element_bytes(found->dtype),
                          found->nbytes);

@@ -151,7 +151,7 @@ void publish_buffers(SlotStream& slots, const Heap& heap) {
   slots.publish(0);
 }
 
-bool can_be_direct(SlotStream& slots) {
+bool buffers_are_visible(SlotStream& slots) {
   const Group& group = slots.group();
   const Call& call = slots.call();
   for (int p = 0; p < group.world_size(); ++p) {

@@ -38,7 +38,7 @@ class PointToPoint::Message : public RequestBase {
   const std::size_t nbytes;
   const Deadline deadline;
   std::size_t moved = 0;
-  Status found;              // of a probe
+  MessageInfo found;         // of a probe
   std::exception_ptr wrong;  // reported after the lock is released, since a callback may make calls
 
  private:
@@ -167,47 +167,49 @@ std::shared_ptr<Request> PointToPoint::submit(Call call) {
   return message;
 }
 
-std::optional<Status> PointToPoint::probe(const Call& call, bool waits) {
-  std::optional<trace::CallSpan> span;  // of a call that waits: without waiting it is made again and again
-  if (waits) span.emplace(group_.origin(), -1, call);
+MessageInfo PointToPoint::probe(const Call& call) {
+  const trace::CallSpan span(group_.origin(), -1, call);
   const MessagePtr message = enqueue(call);
-  if (!waits) {
-    step();
-    try {
-      // A rank that has closed the communicator sends nothing more, so that there is no message; one that died is lost.
-      if (const int lost = lost_for(call); lost >= 0 && !has_closed(group_, lost)) check(*message);
-    } catch (...) {
-      fail_all(std::current_exception());
-    }
-    if (withdraw(message)) return std::nullopt;
-  }
   message->wait(0);
   return message->found;
 }
 
-// Takes a probe out of the queue again; false: it has ended.
-bool PointToPoint::withdraw(const MessagePtr& message) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const auto at = std::find(receives_.begin(), receives_.end(), message);
-  if (at == receives_.end()) return false;
-  receives_.erase(at);
-  --pending_;
-  return true;
+// It is in no trace and no wait: the caller asks again and again.
+std::optional<MessageInfo> PointToPoint::probe_now(const Call& call) {
+  group_.check_abort(call);
+  const auto message = std::make_shared<Message>(*this, call);
+  for (int lost = -1;;) {
+    step(message);
+    if (message->done()) {
+      message->wait(0);
+      return message->found;
+    }
+    if (lost >= 0) report_lost(*message, lost);  // there was no last message of it either
+    lost = lost_for(call);
+    // A rank that has closed the communicator sends nothing more, so that there is no message; one that died is lost.
+    if (lost < 0 || has_closed(group_, lost)) return std::nullopt;
+  }
 }
 
-// Moves everything that can be moved now, for all messages of this rank.
-bool PointToPoint::step() {
+// Moves everything that can be moved now, for all messages of this rank. `visitor`, a probe that does not wait, is in
+// the queue for this step only.
+bool PointToPoint::step(const MessagePtr& visitor) {
   bool moved = false;
   std::vector<MessagePtr> finished;
   std::exception_ptr error;  // no memory to store a message
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (visitor) receives_.push_back(visitor), ++pending_;
     try {
       moved = advance(finished);
     } catch (...) {
       error = std::current_exception();
     }
     pending_ -= finished.size();
+    if (visitor && visitor->found.source < 0) {
+      receives_.erase(std::find(receives_.begin(), receives_.end(), visitor));
+      --pending_;
+    }
   }
   for (const MessagePtr& message : finished) message->complete(message->wrong);
   if (!finished.empty()) group_.ring_bell(group_.rank());  // other threads of this rank may wait for them
@@ -386,27 +388,35 @@ std::string PointToPoint::end_of(int rank) const {
   return cause == rank ? own : concat(own, ", and of ", group_.named(cause), ' ', group_.why_gone(cause));
 }
 
+// The begin of an error: what was expected of the peer, and what has come.
+std::string PointToPoint::expectation(const Message& message) const {
+  const Call& call = message.call;
+  const std::string peer = call.root == kAnySource ? "any rank" : group_.named(call.root);
+  const std::string site = call.site && *call.site ? concat(" (", call.site, ")") : "";
+  const bool probes = call.op == Op::kProbe;
+  return concat(name(call.op), ": rank ", group_.rank(), site, " expected ", peer, " to ",
+                call.op == Op::kSend ? "receive " : "send ", probes ? "a message" : concat(message.nbytes, " bytes"),
+                " with tag ", call.tag, ", got ", probes ? "none" : std::to_string(message.moved));
+}
+
+void PointToPoint::report_lost(const Message& message, int lost) const {
+  group_.fail_group(message.call, ErrorCode::kRankLost,
+                    concat(expectation(message), ", but ", end_of(lost), "; see its own output"));
+}
+
 // Throws if this message can no longer succeed: the group is aborted, the peer is gone, or the call's limit has passed.
 void PointToPoint::check(const Message& message) {
   const Call& call = message.call;
   group_.check_abort(call);
-  const auto said = [&] {
-    const std::string peer = call.root == kAnySource ? "any rank" : group_.named(call.root);
-    const std::string site = call.site && *call.site ? concat(" (", call.site, ")") : "";
-    const bool probes = call.op == Op::kProbe;
-    return concat(name(call.op), ": rank ", group_.rank(), site, " expected ", peer, " to ",
-                  call.op == Op::kSend ? "receive " : "send ", probes ? "a message" : concat(message.nbytes, " bytes"),
-                  " with tag ", call.tag, ", got ", probes ? "none" : std::to_string(message.moved));
-  };
-  if (const int lost = lost_for(call); lost >= 0 && !step() && queued(message))
-    group_.fail_group(call, ErrorCode::kRankLost, said() + concat(", but ", end_of(lost), "; see its own output"));
+  if (const int lost = lost_for(call); lost >= 0 && !step() && queued(message)) report_lost(message, lost);
   if (message.deadline.passed() && queued(message))
-    group_.fail_group(call, ErrorCode::kTimeout,
-                      said() + concat(" from it", call.root == kAnySource ? "" : group_.held_up_by(call.root),
-                                      ", within the timeout of ", message.deadline.timeout_ms / 1000.0, " s",
-                                      call.op == Op::kSend && group_.waits_in_circle(call.root)
-                                          ? kAdviceToSenders
-                                          : "; see whether it has stalled or calls something else"));
+    group_.fail_group(
+        call, ErrorCode::kTimeout,
+        concat(expectation(message), " from it", call.root == kAnySource ? "" : group_.held_up_by(call.root),
+               ", within the timeout of ", message.deadline.timeout_ms / 1000.0, " s",
+               call.op == Op::kSend && group_.waits_in_circle(call.root)
+                   ? kAdviceToSenders
+                   : "; see whether it has stalled or calls something else"));
 }
 
 // Moves all messages until this one is done, or `timeout_ms` (if not 0) has passed.
@@ -527,9 +537,9 @@ void PointToPoint::stop() {
   }
   changed_.notify_all();
   if (thread_.joinable()) thread_.join();
-  fail_all(std::make_exception_ptr(
-      Error(ErrorCode::kAborted, concat("recv: rank ", group_.rank(),
-                                        " closed the communicator with this message in flight; wait for it before"))));
+  fail_all(std::make_exception_ptr(Error(
+      ErrorCode::kAborted,
+      concat("close: rank ", group_.rank(), " ended a receive or a probe that was in flight; wait for it before"))));
 }
 
 }  // namespace ringcomm::cpu

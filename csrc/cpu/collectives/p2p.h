@@ -26,7 +26,9 @@ class PointToPoint {
   // Returns the source of a receive.
   int run(const Call& call);
   std::shared_ptr<Request> submit(Call call);
-  std::optional<Status> probe(const Call& call, bool waits);
+  // See Engine::probe: the first waits.
+  MessageInfo probe(const Call& call);
+  std::optional<MessageInfo> probe_now(const Call& call);
   // Finishes queued sends; open receives end with an error.
   void stop();
   bool idle();
@@ -64,6 +66,8 @@ class PointToPoint {
   void wait(Message& message, std::int64_t timeout_ms);
   int lost_for(const Call& call) const;
   std::string end_of(int rank) const;
+  std::string expectation(const Message& message) const;
+  [[noreturn]] void report_lost(const Message& message, int lost) const;
   void check(const Message& message);
   bool queued(const Message& message);
   MessagePtr most_urgent();
@@ -76,10 +80,9 @@ class PointToPoint {
   void begin(int source, std::vector<MessagePtr>& finished);
   bool match_arrived(std::vector<MessagePtr>& finished);
   MessagePtr claim_receive(int source, int tag, DType dtype, std::size_t nbytes, std::vector<MessagePtr>& finished);
-  bool withdraw(const MessagePtr& message);
   bool wanted(int source) const;
   void fail_all(std::exception_ptr error);
-  bool step();
+  bool step(const MessagePtr& visitor = nullptr);
   void progress();
 
   Group& group_;

@@ -25,7 +25,7 @@ void run_alone(const Call& call) {
   kernels().reduce({call.dtype, call.reduce_op, sources, 1, &call.factor, 1, outputs, 1, count, false});
 }
 
-bool may_be_direct(const Call& call, std::size_t nbytes) {
+bool direct_pays(const Call& call, std::size_t nbytes) {
   const bool has_form = call.op == Op::kAllReduce || call.op == Op::kReduceScatter || call.op == Op::kAllGather ||
                         call.op == Op::kAllToAll || call.op == Op::kBroadcast;
   if (!has_form || call.algorithm == Algorithm::kOneshot) return false;
@@ -76,24 +76,24 @@ void Collectives::end_badly(const Call& call, const char* what) {
   let_go_of_buffers();
 }
 
-void Collectives::chose(const Call& call, Chosen chosen) const {
-  trace::chose(name(chosen));
-  chosen_.add(call.op, call.algorithm, chosen);
+void Collectives::note_algorithm(const Call& call, AlgorithmUsed used) const {
+  trace::chose(name(used));
+  used_.add(call.op, call.algorithm, used);
 }
 
 // Returns the number of tickets used.
 std::uint64_t Collectives::run_connected(SlotStream& slots) {
   const Call& call = slots.call();
   if (call.algorithm == Algorithm::kRing && call.op != Op::kBarrier) {
-    chose(call, Chosen::kRing);
+    note_algorithm(call, AlgorithmUsed::kRing);
     return ring_collective(slots);
   }
   const std::uint64_t count = agreed_count(call, group_.world_size());
   const bool uneven = count & kUneven;
-  if (uneven || !may_be_direct(call, count * element_bytes(call.dtype))) return run_staged(slots, 0);
+  if (uneven || !direct_pays(call, count * element_bytes(call.dtype))) return run_staged(slots, 0);
   publish_buffers(slots, heap_);
-  if (!can_be_direct(slots)) return 1 + run_staged(slots, 1);
-  chose(call, Chosen::kDirect);
+  if (!buffers_are_visible(slots)) return 1 + run_staged(slots, 1);
+  note_algorithm(call, AlgorithmUsed::kDirect);
   direct_collective(slots);
   return 2;
 }
@@ -101,7 +101,7 @@ std::uint64_t Collectives::run_connected(SlotStream& slots) {
 std::uint64_t Collectives::run_staged(SlotStream& slots, std::uint64_t first) {
   const Call& call = slots.call();
   const bool oneshot = is_oneshot(call, group_.world_size());
-  chose(call, oneshot ? Chosen::kOneshot : Chosen::kStaged);
+  note_algorithm(call, oneshot ? AlgorithmUsed::kOneshot : AlgorithmUsed::kStaged);
   switch (call.op) {
     case Op::kAllReduce:
       return oneshot ? staged_oneshot_all_reduce(slots, first) : staged_two_phase_reduce(slots, first);

@@ -55,7 +55,7 @@ std::string machine_identity() {
   return first_line("/proc/sys/kernel/random/boot_id") + "/" + space;
 }
 
-constexpr const char* kVersion = "ringcomm-cpu-4";
+constexpr const char* kVersion = "ringcomm-cpu-5";
 
 struct Handle {
   std::string machine;

@@ -56,10 +56,7 @@ void Group::wait(int peer, const Flag* flag, std::uint64_t target, const Deadlin
     wait_for(peer);
     watch.check(has_come);
     look_around(peer, deadline, has_come);
-    const auto looked = next;
-    check_interrupt(*deadline.call, next);
-    const bool first = looked == Clock::time_point{};
-    if (!first && next != looked) count_wait();  // every 25 ms, for readers of the metrics of a rank that hangs
+    if (check_interrupt(*deadline.call, next)) count_wait();  // for readers of the metrics of a rank that hangs
   });
   wait_for(-1);
 }
@@ -123,14 +120,14 @@ void Group::check_lost(const Call& call) const {
 }
 
 // Aborts the group when a signal interrupts this rank, so that the others do not wait for it.
-void Group::check_interrupt(const Call& call, Clock::time_point& next) const {
+bool Group::check_interrupt(const Call& call, Clock::time_point& next) const {
   const auto now = Clock::now();
   const bool first = next == Clock::time_point{};
-  if (!first && now < next) return;
+  if (!first && now < next) return false;
   next = now + kLookForSignals;  // checking for Python signals needs the GIL
-  if (first) return;
+  if (first) return false;
   Unplaced::place();
-  if (!signals_.interrupted()) return;
+  if (!signals_.interrupted()) return true;
   interrupt(name(call.op));
   raise_end(call.op);
 }

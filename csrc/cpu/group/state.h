@@ -153,8 +153,9 @@ class Group {
   bool runs_handler() const { return signals_.runs_this(); }
   // Aborts the group with `message`, and throws the group's reason, which may be another rank's earlier one.
   [[noreturn]] void fail_group(const Call& call, ErrorCode code, const std::string& message) const;
-  // Polls for signals if the time `next` has come, and advances it; throws if a signal ends this rank's call.
-  void check_interrupt(const Call& call, Clock::time_point& next) const;
+  // Polls for signals if the time `next` has come, and advances it; throws if a signal ends this rank's call. Returns
+  // whether it polled.
+  bool check_interrupt(const Call& call, Clock::time_point& next) const;
   void check_lost(const Call& call) const;
   // After an abort: waits until no peer works in this rank's buffers; see Heap::detach.
   bool wait_peers_idle() const;

@@ -59,8 +59,8 @@ enum class WaitKind : std::uint8_t {
   kCollective,
   kSend,
   kReceive,
-  kProbe,
   kItem,  // for a call of this rank that another thread executes
+  kProbe,
 };
 
 inline bool waits_for_send(WaitKind kind) { return kind == WaitKind::kReceive || kind == WaitKind::kProbe; }

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "core/chosen.h"
+#include "core/algorithm_counts.h"
 #include "cuda/launch/pending_call.h"
 #include "cuda/launch/plan.h"
 #include "cuda/launch/status.h"
@@ -92,7 +92,7 @@ class Context {
   std::atomic<bool> closed{false};
   std::atomic<bool> captured{false};                                // some call of this rank is in a graph
   std::atomic<std::uint64_t> copy_calls{0}, refused_copy_calls{0};  // planned for copy_engine; of these by direct
-  ChosenCounts chosen;                                              // the local group's lock is held
+  AlgorithmCounts algorithms;                                       // the local group's lock is held
 
  private:
   const int rank_, world_size_, device_;

@@ -31,16 +31,16 @@ class LocalGroup::PendingLaunch final : public PendingCall {
 namespace {
 
 // A plan has no auto.
-Chosen chosen_by(Algorithm algorithm) {
+AlgorithmUsed used_by(Algorithm algorithm) {
   switch (algorithm) {
     case Algorithm::kRing:
-      return Chosen::kRing;
+      return AlgorithmUsed::kRing;
     case Algorithm::kOneshot:
-      return Chosen::kOneshot;
+      return AlgorithmUsed::kOneshot;
     case Algorithm::kCopyEngine:
-      return Chosen::kCopyEngine;
+      return AlgorithmUsed::kCopyEngine;
     default:
-      return Chosen::kDirect;
+      return AlgorithmUsed::kDirect;
   }
 }
 
@@ -199,7 +199,7 @@ void LocalGroup::enqueue(PendingLaunch& pending, std::size_t lead) {
     if (waits) member.context->calls(mine.first().op, member.batch->limit_ms);
     if (mine.capture) member.context->captured.store(true);
     const Call& call = member.batch->first();
-    member.context->chosen.add(call.op, call.algorithm, chosen_by(builder.algorithm()), member.batch->num_calls);
+    member.context->algorithms.add(call.op, call.algorithm, used_by(builder.algorithm()), member.batch->num_calls);
   }
   pending.enqueued(end, waits);
 }
