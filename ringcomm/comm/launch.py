@@ -306,14 +306,12 @@ class _Processes:
 
     def run(self) -> list[Any]:
         """Serves the pipes until every rank has ended, or the time limit after a failure has passed."""
-        while (self.open or self.ending) and (self.deadline is None or time.monotonic() < self.deadline):
+        while self.ending or (self.open and (self.deadline is None or time.monotonic() < self.deadline)):
             patience = 0.01 if self.ending else None if self.deadline is None else 0.1
             for pipe in wait(list(self.open), patience):
                 self.receive(pipe)
             self.look_for_deaths()
             self.tell()
-        for pipe in [*self.ending]:
-            self.fail(pipe, self.pipes[pipe], self.death(self.pipes[pipe]), died=True)
         if self.returns_errors:
             self.outcome.failures += [(rank, _killed(rank)) for rank in self.open.values()]
         return self.outcome.end(self.returns_errors)
@@ -408,11 +406,10 @@ class _Processes:
     def end(self) -> None:
         """Ends all processes."""
         self.starting.end()
-        deadline = time.monotonic() + _GRACE_S
         for process, pipe in zip(self.processes, self.pipes, strict=True):
             if pipe in self.open:
                 process.kill()
-            process.join(max(0.0, deadline - time.monotonic()))
+            process.join(_GRACE_S)
             if process.is_alive():
                 process.kill()
                 process.join()
