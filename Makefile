@@ -76,9 +76,10 @@ gpu-more:
 wheel: $(VENV)/.tools
 	$(BIN)/python -m release.wheel
 
+# Without --quiet: it hides warnings from --strict, so that a dead link would be no error.
 # The pages open from the disk; for the search: python3 -m http.server --directory build/site
 docs: $(VENV)/.tools
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # MATRIX="3.11:2.14.1 3.12:2.13.0": these pairs of Python and torch alone; with --quick, part of the tests.
 matrix:

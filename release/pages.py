@@ -26,8 +26,11 @@ SHOWN = (
     "benchmarks/results/*",
     "release/pages.css",
     "release/matrix.py",
+    "examples/rpc.py",
+    "examples/slurm.sh",
+    "examples/survive.py",
+    "examples/train_gpt.py",
 )
-SHOWN += tuple(f"examples/{name}" for name in ("rpc.py", "slurm.sh", "survive.py", "train_gpt.py"))
 """The files that are on the site; a link to any other is an error."""
 NOTEBOOK = "examples/four_ranks.ipynb"
 API = {

@@ -24,6 +24,10 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+def _unknown(value: Any) -> str:
+    return ""
+
+
 class Wanted(NamedTuple):
     """The requirement on an argument.
 
@@ -35,7 +39,7 @@ class Wanted(NamedTuple):
 
     said: str
     take: Callable[[Any], Any]
-    instead: Callable[[Any], str] = lambda value: ""
+    instead: Callable[[Any], str] = _unknown
 
 
 def _plain(value: Any) -> int | float:
@@ -46,7 +50,7 @@ def that(
     said: str,
     fits: Callable[[Any], bool],
     take: Callable[[Any], Any] | None = None,
-    instead: Callable[[Any], str] = lambda value: "",
+    instead: Callable[[Any], str] = _unknown,
 ) -> Wanted:
     """Requires that ``fits`` returns True."""
 

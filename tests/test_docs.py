@@ -61,6 +61,7 @@ def test_the_site_has_no_dead_link_but_those_of_a_wrong_page(
     site: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
     _, done = site
+    assert " -m mkdocs build --strict\n" in (ROOT / "Makefile").read_text()  # with --quiet there is no error
     assert done.returncode != 0, "a dead link does not end the build"
     unexpected = [
         line for line in done.stderr.splitlines() if "WARNING" in line and not any(map(line.count, PLANTED_ERRORS))

@@ -107,15 +107,27 @@ def _as_array(x: Any, call: str, rank: int, served: Device | None) -> Array:
     try:
         view = memoryview(x)
     except TypeError:
-        are_numbers = isinstance(x, (int, float, complex, list, tuple))
         raise InvalidArgumentError(
             f"{call}: rank {rank} got {type(x).__name__}, expected a torch tensor, a NumPy or CuPy array, a buffer or "
             "anything with __dlpack__, __cuda_array_interface__ or __array_interface__; "
-            f"{'pass torch.tensor(x) or numpy.array(x)' if are_numbers else 'convert it first'}"
+            f"{_instead(x)}"
         ) from None
     import numpy as np
 
     return _from_numpy(x, np.asarray(view), call, rank, served)
+
+
+def _instead(x: Any) -> str:
+    """Returns what to pass in the place of a value that is no array."""
+    if _are_numbers(x):
+        return "pass torch.tensor(x) or numpy.array(x)"
+    if isinstance(x, (list, tuple)) and all(hasattr(each, "dtype") for each in x):
+        return "pass its arrays one by one, or the list to all_reduce_coalesced"
+    return "convert it first"
+
+
+def _are_numbers(x: Any) -> bool:
+    return all(map(_are_numbers, x)) if isinstance(x, (list, tuple)) else isinstance(x, (int, float, complex))
 
 
 def _from_torch(torch: Any, x: Any, call: str, rank: int, served: Device | None) -> Array:

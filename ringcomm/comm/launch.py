@@ -84,8 +84,8 @@ def run_ranks(
             their end. Their calls with it raise AbortedError or RankLostError; they may go on with `shrink`.
     Returns: the results, by rank.
     Raises:  the first exception of a rank; the other ranks are aborted, and processes that do not end are killed.
-             RankFailedError: a process died without an exception, or a rank called sys.exit. RankLostError: a rank
-                 waits for a rank that has already returned.
+             RankFailedError: a process died without an exception, a rank called sys.exit, or, in the place of its
+                 result, a rank was killed. RankLostError: a rank waits for a rank that has already returned.
     """
     if not isinstance(ranks, str) or ranks not in ("threads", "processes"):
         raise InvalidArgumentError(f"run_ranks: got ranks={shown(ranks)}; pass 'threads' or 'processes'")
@@ -279,6 +279,7 @@ class _Processes:
         self.handles: dict[int, bytes] = {}
         self.pipes: dict[Connection, int] = {}
         self.open: dict[Connection, int] = {}
+        self.ending: dict[Connection, float] = {}  # of ranks without a result: until when to wait for their exit code
         self.processes: list[Any] = []
         self.deadline: float | None = None
         self.news: tuple[str, bool] | None = None  # the reason for the other ranks to abort, until it was sent
@@ -305,10 +306,14 @@ class _Processes:
 
     def run(self) -> list[Any]:
         """Serves the pipes until every rank has ended, or the time limit after a failure has passed."""
-        while self.open and (self.deadline is None or time.monotonic() < self.deadline):
-            for pipe in wait(list(self.open), None if self.deadline is None else 0.1):
+        while self.ending or (self.open and (self.deadline is None or time.monotonic() < self.deadline)):
+            patience = 0.01 if self.ending else None if self.deadline is None else 0.1
+            for pipe in wait(list(self.open), patience):
                 self.receive(pipe)
+            self.look_for_deaths()
             self.tell()
+        if self.returns_errors:
+            self.outcome.failures += [(rank, _killed(rank)) for rank in self.open.values()]
         return self.outcome.end(self.returns_errors)
 
     def receive(self, pipe: Any) -> None:
@@ -317,7 +322,8 @@ class _Processes:
         try:
             message = pipe.recv_bytes()
         except (EOFError, OSError):
-            self.fail(pipe, rank, self.death(rank), died=True)
+            del self.open[pipe]
+            self.ending[pipe] = time.monotonic() + _GRACE_S
             return
         except Exception as broken:  # an impossible message length
             self.fail(pipe, rank, _no_message(rank, broken))
@@ -345,11 +351,17 @@ class _Processes:
         else:
             self.fail(pipe, rank, error)
 
+    def look_for_deaths(self) -> None:
+        """Records the failure of each rank whose process has closed its pipe, once the process has ended or its time
+        to end is over."""
+        for pipe, until in [*self.ending.items()]:
+            rank = self.pipes[pipe]
+            if self.processes[rank].exitcode is not None or time.monotonic() >= until:
+                self.fail(pipe, rank, self.death(rank), died=True)
+
     def death(self, rank: int) -> RankFailedError:
         """Returns the error for a rank whose process has closed its pipe, usually because it has ended."""
-        process = self.processes[rank]
-        process.join(_GRACE_S)
-        code = process.exitcode
+        code = self.processes[rank].exitcode
         if code is None:  # a process that fails to start closes its pipe first, and may take long to end
             ended = f"its process closed its connection and has not ended within {_GRACE_S:g} s"
         else:
@@ -362,7 +374,8 @@ class _Processes:
     def fail(self, pipe: Connection, rank: int, error: BaseException, died: bool = False) -> None:
         """Records a failure and tells the other ranks to abort."""
         self.starting.end()
-        del self.open[pipe]
+        self.open.pop(pipe, None)
+        self.ending.pop(pipe, None)
         self.outcome.failures.append((rank, error))
         connected = len(self.handles) == len(self.processes)
         if self.returns_errors and connected:
@@ -370,7 +383,13 @@ class _Processes:
         if self.deadline is None:
             self.deadline = time.monotonic() + _GRACE_S
             who = f"rank {rank} (process {self.processes[rank].pid})"
-            self.news = (f"{who} failed with {type(error).__name__}: {error}", died)
+            kind = type(error).__name__
+            if connected:
+                reason = f"{who} failed with {kind}: {error}"
+            else:  # becomes a part of a sentence that ends in an advice of its own
+                fact = str(error).removeprefix("run_ranks: ").partition(";")[0]
+                reason = f"got none from {who}, which failed with {kind}: {fact}"
+            self.news = (reason, died)
             self.news_at = time.monotonic() + (_NEWS_S if died and connected else 0)
             self.tell()
 
@@ -403,6 +422,13 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def _killed(rank: int) -> RankFailedError:
+    return RankFailedError(
+        f"run_ranks: rank {rank} expected to end within {_GRACE_S:g} s after another rank failed, got no result, so "
+        "its process was killed; look at its output"
+    )
 
 
 def _no_message(rank: int, error: Exception) -> RankFailedError:

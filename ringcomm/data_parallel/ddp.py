@@ -386,7 +386,7 @@ def _only(device_ids: Devices | None, positional: Any) -> Any:
     if not isinstance(positional, (list, tuple)):
         raise InvalidArgumentError(
             f"{CALL}: got {type(positional).__name__} as the second argument, expected a Communicator, or a list of "
-            "one device; pass one of these"
+            "one device; pass one of these, or a process group as process_group="
         )
     return positional
 

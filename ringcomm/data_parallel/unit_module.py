@@ -68,8 +68,8 @@ class UnitModule:
             raise UnsupportedError(
                 f"copy: rank {unit.flat.ranks.rank} got a {type(self).__name__} of stage 3, whose parameters are in "
                 "the ranks' shards, expected whole ones; copy it at another stage, or load its state_dict() into a "
-                "new module; to average weights, as AveragedModel does, lerp_ a copy of its state_dict() (docs/"
-                "training.md, Averaging weights)"
+                "new module; to average weights, as AveragedModel does, lerp_ a copy of its state_dict() "
+                "(docs/training.md, Averaging weights)"
             )
         state = without_unit(self.__getstate__())  # type: ignore[attr-defined]
         return _new, (plain_class(type(self)),), state

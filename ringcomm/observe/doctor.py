@@ -4,7 +4,6 @@ it hangs."""
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -87,9 +86,21 @@ def _records(pids: Sequence[int], files: Sequence[str]) -> list[record.Record]:
 def _of_descendants(pid: int) -> list[record.Record]:
     """Returns the records of the processes that a process without a record, such as torchrun, has started."""
     found: list[record.Record] = []
+    refusal = ""
     for each in record.descendants(pid):
-        with contextlib.suppress(InvalidArgumentError, OSError):  # it has ended, or belongs to another user
-            found += record.records(each)
+        try:
+            if record.is_of_this_user(each):
+                found += record.records(each)
+            else:
+                refusal = f"process {each} belongs to another user"
+        except (InvalidArgumentError, OSError) as error:
+            if not record.has_ended(each):
+                refusal = f"process {each}: {str(error).removeprefix('record: ').partition(';')[0]}"
+    if not found and refusal:
+        raise InvalidArgumentError(
+            f"process {pid} has no communicator with a record, expected a rank of a job or its launcher, got one that "
+            f"started processes which cannot be read ({refusal}); ask as their user, with their version of ringcomm"
+        )
     if not found:
         raise InvalidArgumentError(
             f"process {pid} has no communicator with a record, nor has a process that it started, expected a rank of a "
@@ -97,7 +108,7 @@ def _of_descendants(pid: int) -> list[record.Record]:
         )
     pids = sorted({each.pid for each in found})
     print(
-        f"ringcomm doctor: process {pid} has no communicator; these are of the processes that it started: "
+        f"ringcomm doctor: process {pid} has no communicator; reading the processes that it started: "
         f"{', '.join(map(str, pids))}",
         file=sys.stderr,
     )

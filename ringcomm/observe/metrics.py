@@ -28,7 +28,7 @@ _SOON_S = 0.1
 
 _HELP = {  # name: what it is
     "ringcomm_calls_total": "Calls that were begun.",
-    "ringcomm_chosen_calls_total": "Collectives for which the engine chose an algorithm, by asked and chosen one.",
+    "ringcomm_chosen_calls_total": "Collectives with a choice of algorithm, by requested and used algorithm.",
     "ringcomm_failed_calls_total": "Calls that ended with an error.",
     "ringcomm_bytes_total": "Bytes of this rank's messages, of the larger of input and output.",
     "ringcomm_call_seconds_total": "Time from the begin of a call to its end.",
@@ -51,8 +51,8 @@ def metrics(pid: int | None = None) -> dict[str, Any]:
              collectives waited for each peer, with waits that go on now. ``seconds`` is missing where no end of a call
              is known, as on a device, and ``waited`` where the engine does not know for whom it waits (every engine but
              the cpu's inside a host). ``chosen`` has no calls that failed before the choice, and none for which there
-             is nothing to choose: sends, receives, those of one rank on the cpu, and between hosts the ops that have
-             no schedule.
+             is nothing to choose: sends, receives, calls of a single rank on the cpu, and between hosts the ops that
+             have no schedule.
     Raises:  InvalidArgumentError: the process does not exist, belongs to another user, or runs another version.
     """
     taken = record.totals(os.getpid() if pid is None else pid)

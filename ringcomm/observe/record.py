@@ -47,13 +47,13 @@ class Call:
     """One recorded call of one rank."""
 
     number: int  # among the rank's calls, from 1
-    collective: int  # among its collectives, from 0; -1: a send or a receive
+    collective: int  # among its collectives, from 0; -1: a send, a receive or a probe
     op: str
     dtype: str
     reduce_op: str
     algorithm: str  # that was asked for; `ringcomm.metrics()` counts the chosen ones
     count: int  # elements, equal on all ranks; negative: parts of different sizes
-    root: int  # or the peer of a send or a receive; negative: any
+    root: int  # or the peer of a send, a receive or a probe; negative: any
     tag: int
     state: str  # in flight, done, failed, refused; enqueued: on a device, and its end was not checked
     is_async: bool
@@ -188,15 +188,35 @@ def _taken(pid: int) -> tuple[list[bytes], str, int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Returns the processes that a process has started, those that they have started, and so on; of any user."""
+    """Returns the processes that a process has started, those that they have started, and so on; of any user. /proc is
+    no snapshot: numbers that are reused while it is read can form a circle."""
     children: dict[int, list[int]] = {}
     for each in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         with suppress(OSError, KeyError):  # it may end at any moment
             children.setdefault(int(_status(each)["PPid"]), []).append(each)
-    found = sorted(children.get(pid, []))
-    for each in found:  # grows
-        found += sorted(children.get(each, []))
+    found: list[int] = []
+    seen, started = {pid}, [pid]
+    while started:
+        started = sorted({child for each in started for child in children.get(each, [])} - seen)
+        seen.update(started)
+        found += started
     return found
+
+
+def is_of_this_user(pid: int) -> bool:
+    """Whether a process belongs to this user; root can read the memory of others, but cannot trust it.
+
+    Raises:  OSError: there is no such process.
+    """
+    return os.stat(f"/proc/{pid}").st_uid == os.geteuid()
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended; its parent may not have asked for its exit code yet."""
+    try:
+        return _status(pid)["State"][0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def find(*groups: int) -> list[Record]:
@@ -214,9 +234,8 @@ def _search(groups: Iterable[int], seconds: float | None) -> list[Record]:
         if deadline is not None and time.monotonic() > deadline:
             break
         with suppress(InvalidArgumentError, OSError):
-            if os.stat(f"/proc/{pid}").st_uid != os.geteuid():
-                continue  # root may read it, but its contents cannot be trusted
-            found += _records(pid, wanted)
+            if is_of_this_user(pid):
+                found += _records(pid, wanted)
     return found
 
 

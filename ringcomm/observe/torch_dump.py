@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from ringcomm.errors import InvalidArgumentError, rank_list
-from ringcomm.observe.record import Call, Record, View
+from ringcomm.observe.record import Call, Record, View, seconds
 
 _VERSION = "2.10"  # of torch's format
+_TOGETHER_NS = 5_000_000_000  # runs whose records were taken within this time may be parts of one job
 _STATES = {"in flight": "started", "failed": "started", "enqueued": "started", "done": "completed"}
 
 
 def write(views: Sequence[View], folder: Path) -> tuple[list[Path], list[str]]:
     """Writes one file for each rank of the largest communicator, with its collectives there and in all communicators
-    among the same processes. Only the newest run is looked at, because a folder of records may hold those of earlier
-    runs: runs are sets of communicators that share no process.
+    among the same processes. Only one run is looked at, because a folder of records may hold those of earlier
+    runs: runs are sets of communicators that share no process. It is the newest; of those whose records were taken in
+    the 5 s before the newest one's, the one with the largest communicator, because a job may have helper processes.
 
     A smaller communicator is left out if a rank of it has no record, or if its ranks are threads of one process,
     because torch's format names global ranks. So are messages between two ranks: `torchfrtrace` expects every rank of
@@ -31,11 +33,12 @@ def write(views: Sequence[View], folder: Path) -> tuple[list[Path], list[str]]:
     connected = [view for view in views if view.group]
     if not connected:
         raise InvalidArgumentError("the records hold no communicator, expected one that is connected")
-    world = _largest(_newest_run(connected))
+    run = _newest_run(connected)
+    world = _largest(run)
     dumps: dict[int, dict[str, Any]] = {each.rank: _empty() for each in world.records}
     left_out: dict[str, list[str]] = {}
     for view in connected:
-        ranks = _global_ranks(view, world)
+        ranks = _global_ranks(view, world) if view in run else f"of another run, whose records {_age(view, run)}"
         if isinstance(ranks, str):
             left_out.setdefault(ranks, []).append(f"{view.group:x}")
         else:
@@ -65,7 +68,7 @@ def write(views: Sequence[View], folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def _newest_run(views: Sequence[View]) -> list[View]:
-    """Returns the communicators of the run whose records were taken last."""
+    """Returns the communicators of the largest of the runs whose records were taken last."""
     runs: list[tuple[set[tuple[str, int]], list[View]]] = []
     for view in views:
         processes, together, apart = set(map(_process, view.records)), [view], []
@@ -76,7 +79,18 @@ def _newest_run(views: Sequence[View]) -> list[View]:
                 processes |= run[0]
                 together += run[1]
         runs = [*apart, (processes, together)]
-    return max(runs, key=lambda run: max(each.taken_ns for view in run[1] for each in view.records))[1]
+    newest = max(map(_taken_ns, views))
+    recent = [found for _, found in runs if newest - max(map(_taken_ns, found)) <= _TOGETHER_NS]
+    return max(recent, key=lambda found: (_largest(found).world_size, max(map(_taken_ns, found))))
+
+
+def _taken_ns(view: View) -> int:
+    return max(each.taken_ns for each in view.records)
+
+
+def _age(view: View, run: Sequence[View]) -> str:
+    ns = max(map(_taken_ns, run)) - _taken_ns(view)
+    return f"are {seconds(abs(ns))} {'older' if ns >= 0 else 'newer'}"
 
 
 def _largest(views: Sequence[View]) -> View:
@@ -105,7 +119,7 @@ def _global_ranks(view: View, world: View) -> list[int] | str:
     processes = [_process(each) for each in world.records]
     own = {_process(each) for each in view.records}
     if not own.issubset(processes):
-        return f"has processes without a record in {world.group:x}, such as those of another run"
+        return f"has processes without a record in {world.group:x}"
     if len(own) < len(view.records) or any(processes.count(each) > 1 for each in own):
         return "its ranks are threads of one process"
     ranks = {each.rank: each for each in view.records}

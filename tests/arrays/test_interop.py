@@ -90,10 +90,16 @@ def test_arrays_with_numpys_interface() -> None:
         ),
         (3, r"all_reduce: rank 0 got int, expected .*; pass torch\.tensor\(x\) or numpy\.array\(x\)$"),
         ([1.0, 2.0], r"all_reduce: rank 0 got list, expected .*; pass torch\.tensor\(x\) or numpy\.array\(x\)$"),
+        ([(1, 2), (3, 4j)], r"all_reduce: rank 0 got list, .*; pass torch\.tensor\(x\) or numpy\.array\(x\)$"),
+        (["one"], r"all_reduce: rank 0 got list, expected .*; convert it first$"),
+        (
+            [torch.ones(2), np.ones(2)],
+            r"all_reduce: rank 0 got list, .*; pass its arrays one by one, or the list to all_reduce_coalesced$",
+        ),
         ({}, r"all_reduce: rank 0 got dict, expected .*; convert it first$"),
     ],
 )
-def test_of_a_number_the_error_says_what_to_pass(value: Any, words: str) -> None:
+def test_of_what_is_no_array_the_error_says_what_to_pass(value: Any, words: str) -> None:
     with ringcomm.init() as comm, pytest.raises(errors.InvalidArgumentError, match=words):
         comm.all_reduce(value)
 

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -271,7 +272,8 @@ class FailsToLoadOnce:
                 raise AttributeError("a name that is not there")
 
 
-def test_of_a_rank_that_does_not_start_the_others_hear(tmp_path: Path) -> None:
+def test_of_a_rank_that_does_not_start_the_others_hear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_GRACE_S", 60.0)  # nobody is killed before it hears of it
     value = FailsToLoadOnce(str(tmp_path / "mark"))
     got = ringcomm.run_ranks(does_nothing, 3, value, ranks="processes", timeout=30, return_exceptions=True)
     assert sorted((type(each) for each in got), key=lambda kind: kind.__name__) == [
@@ -280,7 +282,57 @@ def test_of_a_rank_that_does_not_start_the_others_hear(tmp_path: Path) -> None:
         errors.RankFailedError,
     ]
     (told, _) = (str(each) for each in got if isinstance(each, errors.AbortedError))
-    assert re.search(r"rank \d expected all ranks to start, rank \d \(process \d+\) failed with RankFailedError", told)
+    words = (
+        r"run_ranks: rank \d expected all ranks to start, got none from rank (\d) \(process \d+\), which failed with "
+        r"RankFailedError: rank \1 expected to start, its process ended with exit code 1 before that; look at that rank"
+    )
+    assert re.fullmatch(words, told), told
+
+
+class FakeProcess:
+    """A process whose exit code is known once the other rank has handed back its result."""
+
+    pid = 7
+
+    def __init__(self, results: list[Any], code: int | None) -> None:
+        self.results, self.code = results, code
+
+    @property
+    def exitcode(self) -> int | None:
+        return self.code if self.results[1] is not None else None
+
+
+def pretended(codes: tuple[int | None, int | None]) -> tuple[launch._Processes, list[Connection]]:
+    """Two ranks that hand back errors, and their ends of the pipes."""
+    ranks = launch._Processes(2, returns_errors=True)
+    pipes = [multiprocessing.Pipe() for _ in codes]
+    ranks.processes = [FakeProcess(ranks.outcome.results, code) for code in codes]
+    for rank, (ours, _) in enumerate(pipes):
+        ranks.pipes[ours] = ranks.open[ours] = rank
+    return ranks, [theirs for _, theirs in pipes]
+
+
+def test_results_are_received_while_another_rank_takes_its_time_to_end() -> None:
+    ranks, (first, second) = pretended((3, 0))
+    ranks.handles = {0: b"", 1: b""}
+    first.close()
+    second.send(("result", "done"))
+    failed, result = ranks.run()
+    assert result == "done"
+    with pytest.raises(errors.RankFailedError, match=r"rank 0 expected to return a result, .* with exit code 3; "):
+        raise failed
+
+
+def test_a_rank_that_is_killed_has_an_error_for_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_GRACE_S", 0.2)
+    ranks, (first, second) = pretended((None, None))
+    first.close()  # before it has started
+    failed, killed = ranks.run()
+    second.close()
+    with pytest.raises(errors.RankFailedError, match=r"rank 0 expected to start, .* has not ended within 0\.2 s; "):
+        raise failed
+    with pytest.raises(errors.RankFailedError, match=r"rank 1 expected to end within 0\.2 s .* process was killed; "):
+        raise killed
 
 
 def survives(comm: Communicator, folder: str) -> None:

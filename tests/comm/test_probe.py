@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections import defaultdict, deque
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -90,19 +91,19 @@ def test_messages_of_unknown_size(seed: int, ranks: str) -> None:
 
 
 def test_a_large_message_stays_where_it_is_until_it_is_received() -> None:
-    probed, works = threading.Event(), []
+    probed, looked = threading.Event(), threading.Event()
 
     def fn(comm: Communicator) -> None:
         if comm.rank == 1:
-            works.append(comm.isend(torch.ones(10_000_000), 0))
+            work = comm.isend(torch.ones(10_000_000), 0)
             assert probed.wait(30)
-            time.sleep(0.2)
-            assert not works[0].done  # it would be if the probe had stored the message elsewhere
-            return works[0].wait()
+            assert not work.done  # it would be if the probe had stored the message elsewhere
+            looked.set()
+            return work.wait()
         status = comm.probe(1)
         assert comm.iprobe(1) == comm.iprobe() == status == Status(1, 0, "float32", 10_000_000, 40_000_000)
         probed.set()
-        time.sleep(0.3)
+        assert looked.wait(30)
         assert bool((receive(comm, status) == 1).all())
 
     run_ranks(fn, 2, timeout=60)
@@ -201,20 +202,24 @@ def polls(comm: Communicator) -> None:
         time.sleep(0.001)
 
 
-def alone(comm: Communicator, waits: bool, any_rank: bool, exits: bool) -> str:
-    """The other rank sends one message and is gone."""
+def alone(comm: Communicator, waits: bool, any_rank: bool, exits: bool, closed: str) -> str:
+    """The other rank sends one message and is gone; ``closed``: the file that it makes once it has closed."""
     if comm.rank == 1:
         comm.send(torch.ones(3), 0, 5)
         comm.barrier()
         if exits:
             os._exit(3)
+        comm.close()
+        Path(closed).touch()
         return ""
     comm.barrier()
     while comm.iprobe(1, 5) is None:
         pass
     if not exits:
-        time.sleep(0.3)
-        assert comm.iprobe() is comm.iprobe(1) is None  # a rank that has closed its communicator is no error
+        while not os.path.exists(closed):
+            time.sleep(0.001)
+        for _ in range(100):  # a rank that has closed its communicator is no error
+            assert comm.iprobe() is comm.iprobe(1) is None
     with pytest.raises(errors.RankLostError) as caught:
         comm.probe(None if any_rank else 1) if waits else polls(comm)
     return str(caught.value)
@@ -227,7 +232,7 @@ def alone(comm: Communicator, waits: bool, any_rank: bool, exits: bool) -> str:
         ("polls", "process exits"),
     ],
 )
-def test_a_lost_rank_is_told(how: str, ranks: str) -> None:
+def test_a_lost_rank_is_told(how: str, ranks: str, tmp_path: Path) -> None:
     exits = ranks == "process exits"
     found = run_ranks(
         alone,
@@ -235,6 +240,7 @@ def test_a_lost_rank_is_told(how: str, ranks: str) -> None:
         how != "polls",
         how == "waits for any",
         exits,
+        str(tmp_path / "closed"),
         ranks="processes" if exits else ranks,
         timeout=60,
         return_exceptions=True,
@@ -243,6 +249,35 @@ def test_a_lost_rank_is_told(how: str, ranks: str) -> None:
     assert found[0].startswith("probe: rank 0 (tests/comm/test_probe.py:"), found
     closed, exited = "but it has closed its communicator, after", "but its process has exited, after"
     assert closed in found[0] if ranks == "threads" else exited in found[0] or (not exits and closed in found[0]), found
+
+
+def test_a_rank_may_close_while_another_looks_for_its_messages_and_sends() -> None:
+    closed, looked = threading.Event(), threading.Event()
+
+    def fn(comm: Communicator) -> None:
+        x = torch.ones(10_000_000)
+        if comm.rank == 1:
+            comm.close()
+            closed.set()
+        elif comm.rank == 2:
+            assert looked.wait(30)
+            assert comm.recv(x, 0) == 0
+            comm.send(x, 0)
+        else:
+            work = comm.isend(x, 2)
+            assert closed.wait(30)
+            until = time.monotonic() + 1
+            try:
+                while time.monotonic() < until:  # beside the thread that sends
+                    assert comm.iprobe(1) is None
+                assert not work.done
+            finally:
+                looked.set()
+            work.wait()
+            assert comm.probe(2).count == x.numel()
+            assert comm.recv(x, 2) == 2
+
+    run_ranks(fn, 3, timeout=60)
 
 
 def aborted(comm: Communicator, waits: bool) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,8 +132,47 @@ def test_the_launcher_of_ranks_stands_for_them(job: Job, capsys: pytest.CaptureF
     assert [each["pid"] for each in view["ranks"]] == [job.pids[rank] for rank in range(3)]
     pids = ", ".join(map(str, sorted(job.pids.values())))
     assert said.err == (
-        f"ringcomm doctor: process {launcher} has no communicator; these are of the processes that it started: {pids}\n"
+        f"ringcomm doctor: process {launcher} has no communicator; reading the processes that it started: {pids}\n"
     )
+
+
+@pytest.mark.parametrize("job", ["asleep"], indirect=True)
+def test_ranks_of_another_user_are_not_read(
+    job: Job, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "is_of_this_user", lambda pid: False)  # for root the system refuses nothing
+    assert cli.main(["doctor", "--pid", str(job.process.pid)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert re.search(r"\(process \d+ belongs to another user\); ask as their user", said), said
+
+
+def test_of_ranks_that_cannot_be_read_the_reason_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        pids = {"launcher": os.getppid(), "ended": ended_process(), "other": other.pid}
+
+        def records(pid: int) -> list[record.Record]:
+            if pid == pids["launcher"]:
+                return []
+            raise ringcomm.InvalidArgumentError(f"record: the bytes of {pid} are of another version; do this")
+
+        monkeypatch.setattr(record, "records", records)
+        monkeypatch.setattr(record, "descendants", lambda pid: [pids["other"], pids["ended"]])
+        monkeypatch.setattr(record, "is_of_this_user", lambda pid: True)
+        assert cli.main(["doctor", "--pid", str(pids["launcher"])]) == 2
+        other.communicate(b"\n")
+    said = capsys.readouterr().err
+    assert f"(process {other.pid}: the bytes of {other.pid} are of another version); ask as" in said
+
+
+def test_descendants_that_form_a_circle_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc is no snapshot: a process number may be reused while it is read."""
+    parents = {2: 4, 3: 2, 4: 3, 5: 4, 6: 1}
+    monkeypatch.setattr(record, "os", SimpleNamespace(listdir=lambda path: [*map(str, parents), "self"]))
+    monkeypatch.setattr(record, "_status", lambda pid: {"PPid": str(parents[pid])})
+    assert record.descendants(2) == [3, 4, 5]
 
 
 def test_descendants_are_found_through_processes_without_a_record() -> None:

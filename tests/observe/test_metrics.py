@@ -24,7 +24,7 @@ from ringcomm import _C, Communicator
 from ringcomm.observe import metrics as module
 
 
-def calls(comm: Communicator) -> dict[str, Any]:
+def calls(comm: Communicator, before: set[str]) -> dict[str, Any]:
     """Makes calls of every kind; returns what was counted of this rank's communicator."""
     x, four = np.ones(1000, np.float32), np.ones(4, np.float64)
     for _ in range(300):  # more than the flight recorder keeps
@@ -39,20 +39,14 @@ def calls(comm: Communicator) -> dict[str, Any]:
     comm.barrier()
     with suppress(ringcomm.InvalidArgumentError):
         comm.broadcast(x, 7)
-    found = [each for each in ringcomm.metrics()["communicators"] if is_of(each, comm)]
+    found = counted_of(comm, before)
     comm.barrier()
-    return found[-1]
-
-
-def is_of(found: dict[str, Any], comm: Communicator) -> bool:
-    """Whether this is of a rank's communicator: a process may have others."""
-    rings = [op for op in found["ops"] if op["algorithm"] == "ring"]
-    return (found["rank"], found["world_size"], len(rings)) == (comm.rank, comm.world_size, 1)
+    return found
 
 
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 def test_every_call_is_counted_with_its_bytes(ranks: str) -> None:
-    for rank, found in enumerate(ringcomm.run_ranks(calls, 2, ranks=ranks)):
+    for rank, found in enumerate(ringcomm.run_ranks(calls, 2, groups(), ranks=ranks)):
         assert (found["engine"], found["rank"], found["world_size"]) == ("cpu", rank, 2)
         counted = {(op["op"], op["algorithm"]): (op["calls"], op["failed"], op["bytes"]) for op in found["ops"]}
         assert counted == {
@@ -65,7 +59,7 @@ def test_every_call_is_counted_with_its_bytes(ranks: str) -> None:
             ("barrier", "auto"): (1, 0, 0),
         }
         assert all(op["seconds"] > 0 for op in found["ops"])
-    waits = ringcomm.run_ranks(calls, 2, ranks=ranks)[0]["waited"]
+    waits = ringcomm.run_ranks(calls, 2, groups(), ranks=ranks)[0]["waited"]
     assert [*waits] == [1]
     assert waits[1] > 0.1  # rank 1 slept for 0.2 s
 
@@ -103,7 +97,19 @@ TWO: list[tuple[Any, int, str, str]] = [
 ]
 
 
-def make_calls(comm: Communicator, cases: list[tuple[str, int, str]]) -> tuple[dict[str, Any], str]:
+def groups() -> set[str]:
+    """The communicators that this process has; those of earlier tests may not have been freed."""
+    return {each["group"] for each in ringcomm.metrics()["communicators"]}
+
+
+def counted_of(comm: Communicator, before: set[str]) -> dict[str, Any]:
+    """What was counted of this rank's communicator, the only one that was not there ``before``."""
+    every = ringcomm.metrics()["communicators"]
+    (found,) = (each for each in every if each["rank"] == comm.rank and each["group"] not in before)
+    return dict(found)
+
+
+def make_calls(comm: Communicator, before: set[str], cases: list[tuple[str, int, str]]) -> tuple[dict[str, Any], str]:
     for n, (op, nbytes, algorithm) in enumerate(cases):
         x = np.ones(nbytes // 4, np.float32)
         for is_async in [False] * n + [True]:  # another number of calls for every case
@@ -112,15 +118,9 @@ def make_calls(comm: Communicator, cases: list[tuple[str, int, str]]) -> tuple[d
                 work.wait()
     if comm.rank < 2:
         comm.send(np.ones(4), 1) if comm.rank == 0 else comm.recv(np.ones(4), 0)
-    found = [each for each in ringcomm.metrics()["communicators"] if was_asked_for_a_ring(each, comm)]
-    text = module.text()
+    found, text = counted_of(comm, before), module.text()
     comm.barrier()
-    return found[-1], text
-
-
-def was_asked_for_a_ring(found: dict[str, Any], comm: Communicator) -> bool:
-    asked = {op["algorithm"] for op in found["ops"]}
-    return (found["rank"], found["world_size"]) == (comm.rank, comm.world_size) and "ring" in asked
+    return found, text
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_calls_are_counted_by_the_chosen_algorithm(ranks: str, world_size: int, 
     for n, (op, _, asked, chosen) in enumerate(cases):
         wanted.setdefault((op.__name__, asked), Counter())[chosen] += n + 1
     named = [(op.__name__, nbytes, asked) for op, nbytes, asked, _ in cases]
-    for found, text in ringcomm.run_ranks(make_calls, world_size, named, ranks=ranks):
+    for found, text in ringcomm.run_ranks(make_calls, world_size, groups(), named, ranks=ranks):
         counted = {(op["op"], op["algorithm"]): op for op in found["ops"]}
         messages = [counted.pop(key) for key in [("send", "auto"), ("recv", "auto")] if key in counted]
         assert [op["chosen"] for op in messages] == [{}] * (found["rank"] < 2)
@@ -159,16 +159,18 @@ def in_shared_memory(comm: Communicator) -> dict[str, Any]:
 
 def test_a_wait_that_goes_on_is_counted() -> None:
     read: list[list[float]] = []
+    before = groups()
 
     def rank(comm: Communicator) -> None:
         comm.all_reduce(np.ones(4), algorithm="ring")
         if comm.rank == 0:
             comm.barrier()
             return
+        group = counted_of(comm, before)["group"]
         seconds, until = [0.0], time.monotonic() + 30
         while len(seconds) < 4 and time.monotonic() < until:  # rank 0 waits meanwhile
             each = [each for each in ringcomm.metrics()["communicators"] if each["rank"] == 0 and "waited" in each]
-            waited = max(found["waited"].get(1, 0.0) for found in each if found["group"] == group_of(comm))
+            waited = max(found["waited"].get(1, 0.0) for found in each if found["group"] == group)
             seconds += [waited] if waited > seconds[-1] + 0.02 else []
             time.sleep(0.02)
         read.append(seconds)
@@ -176,11 +178,6 @@ def test_a_wait_that_goes_on_is_counted() -> None:
 
     ringcomm.run_ranks(rank, 2, ranks="threads")
     assert len(read[0]) == 4, read
-
-
-def group_of(comm: Communicator) -> str:
-    found = [each for each in ringcomm.metrics()["communicators"] if was_asked_for_a_ring(each, comm)]
-    return str(found[-1]["group"])
 
 
 def test_what_failed_is_counted() -> None:
@@ -229,14 +226,14 @@ ringcomm.run_ranks(rank, 2, ranks="threads", timeout=30)
 
 def test_a_wait_that_fails_is_counted() -> None:
     waited: list[float] = []
+    before = groups()
     counted = threading.Event()
 
     def rank(comm: Communicator) -> None:
         if comm.rank == 0:
             with pytest.raises(ringcomm.CollectiveTimeoutError):
                 comm.all_reduce(np.ones(4), algorithm="ring", timeout=0.3)
-            found = [each for each in ringcomm.metrics()["communicators"] if is_of(each, comm)]
-            waited.append(found[-1]["waited"][1])
+            waited.append(counted_of(comm, before)["waited"][1])
             counted.set()
         else:
             counted.wait(30.0)

@@ -97,17 +97,25 @@ def test_the_newest_of_several_runs_is_taken(tmp_path: Path) -> None:
     new = [made(rank, made_call(0), taken_ns=old[0].taken_ns + 1) for rank in range(3)]
     paths, notes = torch_dump.write(record.merge([*old, *new]), tmp_path)
     assert [*pickle.loads(paths[0].read_bytes())["pg_config"]] == ["ab"]
-    assert notes == ["communicators left out: cd (has processes without a record in ab, such as those of another run)"]
+    assert notes == ["communicators left out: cd (of another run, whose records are 0 us older)"]
 
 
 def test_the_newest_of_several_runs_is_taken_though_an_older_one_is_larger(tmp_path: Path) -> None:
     old = [made(rank, made_call(0), made_call(1), pid=10 + rank, group=0xCD, world_size=4) for rank in range(4)]
-    new = [made(rank, made_call(0), taken_ns=old[0].taken_ns + 1) for rank in range(3)]
+    new = [made(rank, made_call(0), taken_ns=old[0].taken_ns + 6_000_000_000) for rank in range(3)]
     part = [made(rank, made_call(0), world_size=2, group=0xEF, taken_ns=old[0].taken_ns - 1) for rank in range(2)]
     paths, notes = torch_dump.write(record.merge([*part, *new, *old]), tmp_path)
     assert [path.name for path in paths] == ["rank_0", "rank_1", "rank_2"]
     assert sorted(pickle.loads(paths[0].read_bytes())["pg_config"]) == ["ab", "ef"]
-    assert notes == ["communicators left out: cd (has processes without a record in ab, such as those of another run)"]
+    assert notes == ["communicators left out: cd (of another run, whose records are 6.0 s older)"]
+
+
+def test_a_helper_process_does_not_hide_the_job(tmp_path: Path) -> None:
+    job = [made(rank, made_call(0)) for rank in range(3)]
+    helper = made(0, *map(made_call, range(9)), pid=9, group=0xCD, world_size=1, taken_ns=job[0].taken_ns + 1_000_000)
+    paths, notes = torch_dump.write(record.merge([*job, helper]), tmp_path)
+    assert [path.name for path in paths] == ["rank_0", "rank_1", "rank_2"]
+    assert notes == ["communicators left out: cd (of another run, whose records are 1.0 ms newer)"]
 
 
 @pytest.mark.parametrize("pids", [(40, 40, 40), (40, 41, 42)])

@@ -1049,7 +1049,7 @@ def other_dtypes(kind: str, device: str) -> None:
         assert "int32" in text, text
 
 
-def of_all_sizes(comm: Communicator) -> dict[tuple[str, str], dict[str, int]]:
+def of_all_sizes(comm: Communicator, before: set[str]) -> dict[tuple[str, str], dict[str, int]]:
     for nbytes in (4, 256 << 10, (256 << 10) + 4):
         comm.all_reduce(torch.ones(nbytes // 4))
     comm.all_reduce(torch.ones(1), algorithm="ring")
@@ -1057,16 +1057,17 @@ def of_all_sizes(comm: Communicator) -> dict[tuple[str, str], dict[str, int]]:
     comm.all_gather(torch.ones(64), algorithm="copy_engine")
     comm.all_reduce(torch.ones(1), algorithm="direct")
     comm.broadcast(torch.ones(1), 0, async_op=True).wait()
-    place = (comm.engine, comm.rank, comm.world_size)
+    place = (comm.engine, comm.rank)
     every = ringcomm.metrics()["communicators"]
-    found = [each for each in every if (each["engine"], each["rank"], each["world_size"]) == place]
-    return {(op["op"], op["algorithm"]): op["chosen"] for op in found[-1]["ops"]}
+    (found,) = (each for each in every if (each["engine"], each["rank"]) == place and each["group"] not in before)
+    return {(op["op"], op["algorithm"]): op["chosen"] for op in found["ops"]}
 
 
 def chosen(kind: str) -> None:
     """Ranks that launch together know all pointers: they need no packets."""
     small = {"oneshot": 2, "direct": 1} if kind == "processes" else {"direct": 3}
-    for counted in ranks(of_all_sizes, 2, kind=kind, device="cuda:0"):
+    before = {each["group"] for each in ringcomm.metrics()["communicators"]}
+    for counted in ranks(of_all_sizes, 2, before, kind=kind, device="cuda:0"):
         copies = counted.pop(("all_gather", "copy_engine"))
         assert copies in ({"copy_engine": 1}, {"direct": 1}), copies
         assert counted == {
