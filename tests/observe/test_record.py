@@ -378,7 +378,7 @@ def test_what_goes_wrong_with_a_note_hides_no_error(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(record, "_search", fail)
     with pytest.raises(errors.MismatchError) as caught:
         ringcomm.run_ranks(_mismatch, 2, timeout=20)
-    assert notes(caught.value) == []
+    assert all(note.startswith("in rank ") for note in notes(caught.value))  # by run_ranks
 
 
 def test_a_note_that_takes_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
