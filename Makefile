@@ -12,13 +12,14 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .PHONY: train test test-all lint bench sanitize gpu gpu-more wheel docs matrix setup clean
 
+# The tests start hundreds of Pythons, each of which would otherwise compile what it imports of ringcomm.
+unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := CMakeLists.txt setup.py $(wildcard cmake/* $(foreach kind,h cpp cu,csrc/*/*.$(kind) csrc/*/*/*.$(kind)))
 NATIVE := $(wildcard $(foreach kind,h cpp cu,csrc/*/*.$(kind) csrc/*/*/*.$(kind) tests/*/*.$(kind) tests/*/*/*.$(kind) benchmarks/gpu/*.$(kind)))
-# Python compiles the modules that it imports; compiling all of them at once takes a minute.
-PIP := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
+PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=2
 TRAIN ?=
 BENCH ?= -b 1K -e 16M -f 4 --peer gloo

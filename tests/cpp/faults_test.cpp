@@ -184,11 +184,11 @@ void survivors(Engine& engine) {
     require(std::string(error.what()).find("rank 0 (process") != std::string::npos, error.what());
   }
   if (engine.rank() == kStops) {
-    usleep(1500000);
+    usleep(5000000);
     return expect_error(
         ErrorCode::kRankLost, [&] { engine.agree_on_shrink("late", {}, 300); }, "one that comes late is left out");
   }
-  const auto came = engine.agree_on_shrink("first", {}, 300);
+  const auto came = engine.agree_on_shrink("first", {}, 1500);
   std::vector<int> members;
   for (int r = 0; r < engine.world_size(); ++r)
     if (!came[r].empty()) members.push_back(r);
