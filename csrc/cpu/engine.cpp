@@ -129,6 +129,7 @@ class CpuEngine final : public Engine {
     queue_->stop();
     p2p_->stop();
     group_.leave();
+    group_.forget();  // not only when it is destroyed: the graph has room for a limited number of parties
   }
 
   bool closed() const override { return closed_.load(); }

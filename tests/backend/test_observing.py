@@ -122,13 +122,14 @@ def test_profiles_have_the_events_that_tools_read(tmp_path: Path) -> None:
         assert [each["dtype"] for each in found[:5]] == ["Float", "Float", "Float", "Float", "Int"]
         assert [each["Group size"] for each in found] == [3] * (13 if rank == 1 else 14) + [2] * (rank != 1)
         assert {each["Process Group Ranks"] for each in found[:13]} == {"[0, 1, 2]"}
-        assert [each["Seq"] for each in found[1:13]] == list(range(found[1]["Seq"], found[1]["Seq"] + 12))
+        if "Seq" in found[1]:  # not in the profiles of torch 2.11
+            assert [each["Seq"] for each in found[1:13]] == list(range(found[1]["Seq"], found[1]["Seq"] + 12))
         splits = [[1, 1, 2][(rank + peer) % 3] for peer in range(3)]
         assert found[8]["In split size"] == str(splits)
         assert found[8]["Out split size"] == str(splits)
         assert found[9]["In split size"] == "[2, 2, 2]"  # elements of each tensor
         if rank != 1:
-            assert found[-2]["Seq"] == 1  # sends and receives are counted apart
+            assert found[-2].get("Seq", 1) == 1  # sends and receives are counted apart
             assert found[-1]["Process Group Description"] == "pair"
             assert found[-1]["Process Group Ranks"] == "[0, 2]"
             assert found[-1]["Process Group Name"] != found[0]["Process Group Name"]

@@ -319,6 +319,15 @@ def test_a_long_wait_does_not_ask_for_the_threads(monkeypatch: pytest.MonkeyPatc
     assert not asked
 
 
+def test_closed_communicators_take_no_room_in_the_graph() -> None:
+    """Each of these has its own threads, and an engine that lives as long as the object."""
+    closed: list[Communicator | None] = []
+    for _ in range(9):
+        run_ranks(lambda comm: closed.append(comm.split(0)), 16)
+    check_told(run_ranks(crossed, 2, "used", timeout=60))
+    assert len(closed) == 144
+
+
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RINGCOMM_DEADLOCK_MS", "0")
     # In processes of their own: a process reads it when it makes its first communicator.
