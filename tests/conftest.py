@@ -127,10 +127,12 @@ def no_module_of_ddp_stays_active() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def blocks_are_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The models of tests are smaller than a bucket; each would be one unit, and tests would see less."""
+    """The models of tests are smaller than a bucket and than a cache block; each would be one unit and one block, and
+    tests would see less."""
     if "torch" in sys.modules:
         module = importlib.import_module("ringcomm.data_parallel.shard")
         monkeypatch.setattr(module, "_is_one_unit", lambda params, wish, cap: False)
+        monkeypatch.setattr(importlib.import_module("ringcomm.data_parallel.cache_blocks"), "BLOCK", 64)
 
 
 @pytest.fixture(autouse=True, scope="module")

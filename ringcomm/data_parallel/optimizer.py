@@ -3,7 +3,8 @@
 Between two steps `optimizer.param_groups` holds what the user passed. During step() this rank's parts of the buckets
 replace the sharded model's parameters:
 
-    element-wise optimizers     one long parameter for each run of segments of one parameter group
+    element-wise optimizers     one long parameter for each run of segments of one parameter group, on the CPU its
+                                cache blocks
     other optimizers, stage 0   the model's own parameters, where these are the master weights
     other optimizers            each parameter that lies on this rank, in its own shape
 
@@ -30,6 +31,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ringcomm.data_parallel import cache_blocks
 from ringcomm.data_parallel.bucket import Bucket
 from ringcomm.data_parallel.offload import HostGradients
 from ringcomm.data_parallel.optimizer_state import Entry, OptimizerState, State
@@ -774,14 +776,22 @@ class ShardedOptimizer:
         """Replaces the model's parameters by the shards."""
         self._in_step = True
         self._forget_unsharded_gradients()
-        for group, params in zip(self.optimizer.param_groups, self.inside, strict=True):
-            group["params"][:] = params
-        self.optimizer.state = self.state
+        groups = self.optimizer.param_groups
+        blocks: dict[int, list[nn.Parameter]] = {}
         for entry in self.entries:
-            gradient = entry.bucket.gradient
-            if not entry.is_own:
-                has = gradient.has_reduced and not gradient.has.isdisjoint(entry.segments)
-                entry.param.grad = self._gradient_of(entry) if has else None
+            if entry.is_own:
+                continue
+            has = entry.bucket.gradient.has_reduced and not entry.bucket.gradient.has.isdisjoint(entry.segments)
+            gradient = self._gradient_of(entry) if has else None
+            if self.elementwise and cache_blocks.gains(entry.values, groups[entry.group]):
+                entry.blocks = entry.blocks or cache_blocks.CacheBlocks(entry.values)
+                entry.blocks.enter(entry.param, gradient, self.state)
+                blocks[id(entry.param)] = entry.blocks.params
+            else:
+                entry.blocks, entry.param.grad = None, gradient
+        for group, params in zip(groups, self.inside, strict=True):
+            group["params"][:] = [each for p in params for each in blocks.get(id(p), (p,))]
+        self.optimizer.state = self.state
 
     def _gradient_of(self, entry: Entry) -> torch.Tensor:
         """Returns an entry's part of the reduced gradient."""
@@ -796,6 +806,9 @@ class ShardedOptimizer:
         self._forget_unsharded_gradients()
         if self.optimizer.state is not self.state:  # step() has assigned another mapping
             self.state = defaultdict(dict, self.optimizer.state)
+        for entry in self.entries:
+            if entry.blocks is not None:
+                entry.blocks.leave(entry.param, self.state)
         moved = [entry for entry in self.entries if entry.param.data_ptr() != entry.address]
         for entry in moved:
             with torch.no_grad():

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ringcomm.data_parallel.bucket import Bucket
+from ringcomm.data_parallel.cache_blocks import CacheBlocks
 from ringcomm.data_parallel.group import DataParallelGroup
 from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError
 
@@ -30,6 +31,7 @@ class Entry:
     Attributes:
         group: index of the optimizer's parameter group.
         values, address: the part of the master weights that ``param`` covers, and its address.
+        blocks: what the optimizer sees in place of ``param``; None: it sees ``param``.
     """
 
     bucket: Bucket
@@ -40,6 +42,7 @@ class Entry:
     param: nn.Parameter
     values: torch.Tensor
     address: int
+    blocks: CacheBlocks | None = None
 
     @property
     def is_own(self) -> bool:
