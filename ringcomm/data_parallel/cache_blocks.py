@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 BLOCK = 1 << 17
-"""Elements of a block for each thread; benchmarks/results/optimizer.txt compares sizes. A multiple of every vector length:
-torch computes the last elements of a parameter by other instructions, which may round differently."""
+"""Elements of a block for each thread; benchmarks/results/optimizer.txt compares sizes. A multiple of every vector
+length, because torch computes the last elements of a parameter by other instructions, which may round differently."""
 
 
 def gains(values: torch.Tensor, settings: dict[str, Any]) -> bool:
