@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import itertools
@@ -9,6 +10,7 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -88,6 +90,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "waiting" if file_name(nodeid) in WAITING else file_name(nodeid)
 
     return ByFile(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Says how a test process has ended before its time: pytest-xdist does not."""
+    if error:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            print(f"{node.gateway.id} has ended with {node.gateway._io.popen.wait(10)}", file=sys.__stderr__)
 
 
 @pytest.hookimpl(wrapper=True)

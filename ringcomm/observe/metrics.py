@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ def metrics(pid: int | None = None) -> dict[str, Any]:
     ringcomm repeats no call, so there is no counter of retries: a call that fails is counted once in ``failed``.
 
     Args:
-        pid: a process of this user on this machine; None: this one.
+        pid: a process of this user on this machine; one without communicators, such as torchrun, stands for those that
+            it started. None: this process.
     Returns: ``calls``, ``failed``, ``bytes`` and ``seconds`` of all calls, and ``communicators``: a dict for each rank
              of each communicator, with ``group``, ``engine``, ``rank`` and ``world_size``; ``ops``, which has the same
              counters for each op and ``algorithm`` that was asked for, and in ``chosen`` the number of calls for which
@@ -55,9 +57,18 @@ def metrics(pid: int | None = None) -> dict[str, Any]:
              have no schedule.
     Raises:  InvalidArgumentError: the process does not exist, belongs to another user, or runs another version.
     """
-    taken = record.totals(os.getpid() if pid is None else pid)
+    taken = _totals(os.getpid() if pid is None else pid)
     found = [_communicator(*each) for each in taken if each[0]["group"]]  # 0: not connected yet, so without calls
     return {**_sums([op for each in found for op in each["ops"]]), "communicators": found}
+
+
+def _totals(pid: int) -> list[Any]:
+    found: list[Any] = record.totals(pid)
+    if not found and pid != os.getpid():
+        for each in record.descendants(pid):
+            with suppress(InvalidArgumentError):  # it has ended, or belongs to another user
+                found += record.totals(each)
+    return found
 
 
 def _communicator(facts: dict[str, Any], totals: list[dict[str, Any]], waited: list[int]) -> dict[str, Any]:

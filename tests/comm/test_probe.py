@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -195,6 +196,31 @@ def test_a_probe_has_a_time_limit(ranks: str) -> None:
     assert " expected rank 1" in text
     assert " to send a message with tag 3, got none from it" in text
     assert "within the timeout of 0.2 s" in text
+
+
+def with_another_tag(comm: Communicator, how: str) -> str:
+    x = torch.ones(5)
+    if comm.rank == 1:
+        comm.send(x, 0, tag=3)
+        while how != "lost" and not comm.aborted:
+            time.sleep(0.01)
+        return ""
+    calls: dict[str, Callable[[], object]] = {
+        "probe": lambda: comm.probe(1, timeout=0.3),
+        "any": lambda: comm.recv(x, timeout=0.3),
+    }
+    with pytest.raises(errors.RingcommError) as caught:
+        calls.get(how, lambda: comm.recv(x, 1, timeout=30 if how == "lost" else 0.3))()
+    return str(caught.value)
+
+
+@RANKS
+@pytest.mark.parametrize("how", ["probe", "any", "recv", "lost"])
+def test_a_message_with_another_tag_is_named(how: str, ranks: str) -> None:
+    text = run_ranks(with_another_tag, 2, how, ranks=ranks, timeout=30, return_exceptions=True)[0]
+    assert "; a message of 20 bytes of float32 from rank 1 with tag 3 waits for a call with that tag; " in text
+    assert ("but it has closed" in text) == (how == "lost")
+    assert ("from it" in text) == (how in ("probe", "recv"))
 
 
 def polls(comm: Communicator) -> None:

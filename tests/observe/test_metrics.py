@@ -310,10 +310,10 @@ if __name__ == "__main__":
 """
 
 
-def job(folder: Path, wish: str, **more: str) -> subprocess.Popen[str]:
+def job(folder: Path, wish: str, launcher: tuple[str, ...] = (), **more: str) -> subprocess.Popen[str]:
     (folder / "job.py").write_text(JOB)
     return subprocess.Popen(
-        [sys.executable, "job.py", "one"], cwd=folder, env={**os.environ, "RINGCOMM_METRICS": wish, **more},
+        [*launcher, sys.executable, "job.py", "one"], cwd=folder, env={**os.environ, "RINGCOMM_METRICS": wish, **more},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -435,6 +435,17 @@ def test_metrics_of_another_process_and_of_none(tmp_path: Path) -> None:
     end(process)
     with pytest.raises(ringcomm.InvalidArgumentError, match=r"there is none of|has ended"):
         ringcomm.metrics(pid)
+
+
+def test_a_launcher_stands_for_what_it_has_started(tmp_path: Path) -> None:
+    call = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
+    process = job(tmp_path, "", (sys.executable, "-c", call))
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    assert pid != process.pid
+    assert ringcomm.metrics(process.pid) == ringcomm.metrics(pid)
+    assert ringcomm.metrics(process.pid)["calls"] == 1
+    end(process)
 
 
 def test_without_a_record_nothing_is_counted(tmp_path: Path) -> None:

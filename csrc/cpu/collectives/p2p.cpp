@@ -399,9 +399,26 @@ std::string PointToPoint::expectation(const Message& message) const {
                 " with tag ", call.tag, ", got ", probes ? "none" : std::to_string(message.moved));
 }
 
-void PointToPoint::report_lost(const Message& message, int lost) const {
-  group_.fail_group(message.call, ErrorCode::kRankLost,
-                    concat(expectation(message), ", but ", end_of(lost), "; see its own output"));
+// The end of an error of a receive or probe: a message with another tag that is here; empty: there is none.
+std::string PointToPoint::another_tag(const Call& call) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (call.op == Op::kSend) return "";
+  for (int source = 0; source < group_.world_size(); ++source) {
+    if (call.root != source && call.root != kAnySource) continue;
+    const Incoming& in = incoming_[source];
+    const Aside* const first = !in.arrived.empty() ? in.arrived.front().get() : in.aside.get();
+    if (first && first->data)
+      return concat("; a message of ", message_text(first->nbytes, first->dtype), " from rank ", source, " with tag ",
+                    first->tag, " waits for a call with that tag");
+  }
+  return "";
+}
+
+void PointToPoint::report_lost(const Message& message, int lost) {
+  const std::string other = another_tag(message.call);
+  group_.fail_group(
+      message.call, ErrorCode::kRankLost,
+      concat(expectation(message), ", but ", end_of(lost), other.empty() ? "; see its own output" : other));
 }
 
 // Throws if this message can no longer succeed: the group is aborted, the peer is gone, or the call's limit has passed.
@@ -409,14 +426,17 @@ void PointToPoint::check(const Message& message) {
   const Call& call = message.call;
   group_.check_abort(call);
   if (const int lost = lost_for(call); lost >= 0 && !step() && queued(message)) report_lost(message, lost);
-  if (message.deadline.passed() && queued(message))
+  if (message.deadline.passed() && queued(message)) {
+    const bool circle = call.op == Op::kSend && group_.waits_in_circle(call.root);
+    const std::string other = another_tag(call);
     group_.fail_group(
         call, ErrorCode::kTimeout,
-        concat(expectation(message), " from it", call.root == kAnySource ? "" : group_.held_up_by(call.root),
+        concat(expectation(message), call.root == kAnySource ? "" : " from it" + group_.held_up_by(call.root),
                ", within the timeout of ", message.deadline.timeout_ms / 1000.0, " s",
-               call.op == Op::kSend && group_.waits_in_circle(call.root)
-                   ? kAdviceToSenders
-                   : "; see whether it has stalled or calls something else"));
+               circle           ? kAdviceToSenders
+               : !other.empty() ? other
+                                : "; see whether it has stalled or calls something else"));
+  }
 }
 
 // Moves all messages until this one is done, or `timeout_ms` (if not 0) has passed.

@@ -67,7 +67,8 @@ class PointToPoint {
   int lost_for(const Call& call) const;
   std::string end_of(int rank) const;
   std::string expectation(const Message& message) const;
-  [[noreturn]] void report_lost(const Message& message, int lost) const;
+  std::string another_tag(const Call& call);
+  [[noreturn]] void report_lost(const Message& message, int lost);
   void check(const Message& message);
   bool queued(const Message& message);
   MessagePtr most_urgent();
