@@ -1,6 +1,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from typing_extensions import Buffer
+
 DTYPES: dict[str, int]
 REDUCE_OPS: dict[str, int]
 OPS: dict[str, int]
@@ -15,6 +17,9 @@ def read_record(
     bytes: bytes,
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]], list[int]]: ...
 def set_step(step: int) -> None: ...
+def crc32c(data: Buffer, by_instruction: bool = True) -> int:
+    """Returns the CRC-32C (Castagnoli) of contiguous bytes, without holding Python's lock."""
+
 def addresses(dicts: list[dict[str, Any]]) -> bytes:
     """Returns the addresses of the values of some dicts, in order: two results are equal if the dicts hold the same
     objects."""

@@ -2,7 +2,7 @@
 
     .metadata        every tensor's name, shape, type and boxes, and where each box lies
     __R_0.distcp     what rank R wrote
-    checksums.json   CRC-32 of each box and of .metadata, which torch's own format does not check
+    checksums.json   CRC-32C of each box and of .metadata, which torch's own format does not check
 
 A folder is written beside its place and renamed when every rank has finished.
 """
@@ -17,7 +17,6 @@ import math
 import mmap
 import os
 import shutil
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from ringcomm._C import crc32c
 from ringcomm.checkpoint.metadata import read_metadata
 from ringcomm.data_parallel.layout import up
 from ringcomm.data_parallel.shard_spec import PLAIN, ShardSpec
@@ -223,7 +223,7 @@ def write(folder: Path, rank: int, outgoing: Outgoing) -> Written:
 
 def _checksum(view: memoryview, offset: int, length: int) -> int:
     with view[offset : offset + length] as part:
-        return zlib.crc32(part)
+        return crc32c(part)
 
 
 def finish(folder: Path, path: Path, everyone: Sequence[Written]) -> None:
@@ -245,9 +245,9 @@ def finish(folder: Path, path: Path, everyone: Sequence[Written]) -> None:
     for name, others in ((name, others) for written in everyone for name, others in written.aliases.items()):
         results += _also(metadata, results, name, others)
     _Writer(folder).finish(metadata, [results])
-    checksums[METADATA] = {0: zlib.crc32((folder / METADATA).read_bytes())}
+    checksums[METADATA] = {0: crc32c((folder / METADATA).read_bytes())}
     with (folder / CHECKSUMS).open("w") as stream:
-        json.dump({"crc32": checksums}, stream)
+        json.dump({"crc32c": checksums}, stream)
         stream.flush()
         os.fsync(stream.fileno())
     put_in_place(folder, path)
@@ -323,7 +323,7 @@ class Source:
             raise self._wrong(f"no checkpoint in {path} ({error.strerror})", "one that was saved there") from error
         self.checksums = self._read_checksums()
         self.has_checksums = bool(self.checksums)
-        if self.has_checksums and self.checksums.get(METADATA) != {"0": zlib.crc32(raw)}:
+        if self.has_checksums and self.checksums.get(METADATA) != {"0": crc32c(raw)}:
             raise self._damaged(METADATA, "another checksum")
         try:
             self.metadata: Metadata = read_metadata(raw)
@@ -339,7 +339,7 @@ class Source:
         if not file.exists():
             return {}
         try:
-            found = json.loads(file.read_bytes())["crc32"]
+            found = json.loads(file.read_bytes())["crc32c"]
             return {name: {str(at): int(sum_) for at, sum_ in sums.items()} for name, sums in found.items()}
         except Exception as error:
             raise self._damaged(CHECKSUMS, f"{type(error).__name__}") from error
@@ -423,7 +423,7 @@ class Source:
                 stream.seek(info.offset)
                 raw = stream.read(info.length)
             expected = self.checksums.get(info.relative_path, {}).get(str(info.offset))
-            if expected != (zlib.crc32(raw) if self.has_checksums else None):
+            if expected != (crc32c(raw) if self.has_checksums else None):
                 raise self._damaged(name, f"{info.relative_path} has another checksum")
             return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
         except InvalidArgumentError:

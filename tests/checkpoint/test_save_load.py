@@ -18,6 +18,7 @@ from torch import nn
 
 import ringcomm
 from ringcomm import checkpoint
+from ringcomm._C import crc32c
 from ringcomm.checkpoint import files as checkpoint_files
 from ringcomm.checkpoint.files import boxes
 from ringcomm.checkpoint.metadata import read_metadata
@@ -703,7 +704,6 @@ def test_damage_is_noticed_before_anything_changes(tmp_path: Path) -> None:
 
 def test_a_missing_box_is_noticed(tmp_path: Path) -> None:
     import pickle
-    import zlib
 
     path = tmp_path / "c"
     saved(path)
@@ -711,7 +711,7 @@ def test_a_missing_box_is_noticed(tmp_path: Path) -> None:
     metadata.state_dict_metadata["cube"].chunks.pop()
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     sums = json.loads((path / "checksums.json").read_text())
-    sums["crc32"][".metadata"]["0"] = zlib.crc32((path / ".metadata").read_bytes())
+    sums["crc32c"][".metadata"]["0"] = crc32c((path / ".metadata").read_bytes())
     (path / "checksums.json").write_text(json.dumps(sums))
     refused(path, InvalidArgumentError, "got cube damaged in .*elements are missing", world_size=1)
 

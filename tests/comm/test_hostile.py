@@ -451,7 +451,7 @@ def test_metadata_that_lies_is_refused(lie: str, saved: dict[str, bytes]) -> Non
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"3", b"{}", b'{"crc32": 3}', b'{"crc32": {".metadata": 1}}', b"\xff", b"[" * 9999]
+    "content", [b"", b"3", b"{}", b'{"crc32c": 3}', b'{"crc32c": {".metadata": 1}}', b"\xff", b"[" * 9999]
 )
 def test_wrong_checksums_are_refused(content: bytes, saved: dict[str, bytes]) -> None:
     assert "damaged" in refusal(reads({**saved, "checksums.json": content}))
