@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from ringcomm._C import crc32c
+from ringcomm import _C
 from ringcomm.checkpoint.metadata import read_metadata
 from ringcomm.data_parallel.layout import up
 from ringcomm.data_parallel.shard_spec import PLAIN, ShardSpec
@@ -223,7 +223,7 @@ def write(folder: Path, rank: int, outgoing: Outgoing) -> Written:
 
 def _checksum(view: memoryview, offset: int, length: int) -> int:
     with view[offset : offset + length] as part:
-        return crc32c(part)
+        return _C.crc32c(part)
 
 
 def finish(folder: Path, path: Path, everyone: Sequence[Written]) -> None:
@@ -245,7 +245,7 @@ def finish(folder: Path, path: Path, everyone: Sequence[Written]) -> None:
     for name, others in ((name, others) for written in everyone for name, others in written.aliases.items()):
         results += _also(metadata, results, name, others)
     _Writer(folder).finish(metadata, [results])
-    checksums[METADATA] = {0: crc32c((folder / METADATA).read_bytes())}
+    checksums[METADATA] = {0: _C.crc32c((folder / METADATA).read_bytes())}
     with (folder / CHECKSUMS).open("w") as stream:
         json.dump({"crc32c": checksums}, stream)
         stream.flush()
@@ -323,7 +323,7 @@ class Source:
             raise self._wrong(f"no checkpoint in {path} ({error.strerror})", "one that was saved there") from error
         self.checksums = self._read_checksums()
         self.has_checksums = bool(self.checksums)
-        if self.has_checksums and self.checksums.get(METADATA) != {"0": crc32c(raw)}:
+        if self.has_checksums and self.checksums.get(METADATA) != {"0": _C.crc32c(raw)}:
             raise self._damaged(METADATA, "another checksum")
         try:
             self.metadata: Metadata = read_metadata(raw)
@@ -423,7 +423,7 @@ class Source:
                 stream.seek(info.offset)
                 raw = stream.read(info.length)
             expected = self.checksums.get(info.relative_path, {}).get(str(info.offset))
-            if expected != (crc32c(raw) if self.has_checksums else None):
+            if expected != (_C.crc32c(raw) if self.has_checksums else None):
                 raise self._damaged(name, f"{info.relative_path} has another checksum")
             return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
         except InvalidArgumentError:
