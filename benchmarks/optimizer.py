@@ -46,8 +46,8 @@ def copy_of(nbytes: int) -> Callable[[], None]:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--numel", type=int, default=10_000_000)
-    p.add_argument("--turns", type=int, default=21)
+    p.add_argument("--numel", type=int, default=20_000_000)
+    p.add_argument("--turns", type=int, default=11)
     a = p.parse_args()
     kinds = {
         "AdamW(fused=True)": step_of(a.numel, fused=True),

@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -136,13 +137,14 @@ def no_module_of_ddp_stays_active() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def blocks_are_units(monkeypatch: pytest.MonkeyPatch) -> None:
+def blocks_are_units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The models of tests are smaller than a bucket and than a cache block; each would be one unit and one block, and
-    tests would see less."""
+    tests would see less. Every second test has cache blocks."""
     if "torch" in sys.modules:
         module = importlib.import_module("ringcomm.data_parallel.shard")
         monkeypatch.setattr(module, "_is_one_unit", lambda params, wish, cap: False)
-        monkeypatch.setattr(importlib.import_module("ringcomm.data_parallel.cache_blocks"), "BLOCK", 64)
+        if zlib.crc32(request.node.nodeid.encode()) % 2:
+            monkeypatch.setattr(importlib.import_module("ringcomm.data_parallel.cache_blocks"), "BLOCK", 64)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -7,6 +7,7 @@ first pass over a block reads memory, the others read the cache. Each element is
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -15,72 +16,105 @@ from torch import nn
 
 BLOCK = 1 << 17
 """Elements of a block for each thread; benchmarks/results/optimizer.txt compares sizes. A multiple of every vector
-length, because torch computes the last elements of a parameter by other instructions, which may round differently."""
+length, because torch computes the last elements of a parameter by other instructions."""
+_DTYPES = (torch.float32, torch.float64)  # of others, torch rounds the last elements of a thread's part differently
 
 
 def gains(values: torch.Tensor, settings: dict[str, Any]) -> bool:
-    """Whether a step in blocks is faster: on the CPU, where torch makes several passes, parameter by parameter.
+    """Whether a step in blocks is faster, with the same bits: where torch makes several passes, parameter by parameter.
 
     Args:
         settings: the parameter group's options.
     """
-    plain_sgd = "dampening" in settings and not settings["momentum"]
-    others = settings.get("foreach") or settings.get("fused") or settings.get("differentiable")
+    one_pass = settings.get("fused") or ("dampening" in settings and not settings["momentum"])  # plain SGD
+    all_together = settings.get("foreach") or settings.get("differentiable")
     long = values.numel() > BLOCK * torch.get_num_threads()
-    return long and values.device.type == "cpu" and not (plain_sgd or others)
+    return long and values.device.type == "cpu" and values.dtype in _DTYPES and not (one_pass or all_together)
 
 
 class CacheBlocks:
-    """The blocks of one long parameter.
+    """The blocks of one long parameter, with their views of its state.
 
     Attributes:
-        params: what the optimizer sees during a step.
+        params: what the optimizer sees during a step; they stay the same objects, as does their state, so that a
+            compiled step is not compiled again.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values.split(BLOCK * torch.get_num_threads())
-        self._unsplit: dict[str, Any] = {}
+        self._size = len(self._values[0])
+        self._before: dict[str, Any] = {}
+        self._split: list[dict[str, Any]] = []
+        self._split_from: dict[str, Any] = {}  # weak, so that the views do not keep a state that was dropped
         self.params = [nn.Parameter(each) for each in self._values]
 
     def enter(self, param: nn.Parameter, gradient: torch.Tensor | None, states: MutableMapping[Any, Any]) -> None:
         """Before a step: gives each block its part of the parameter's gradient and state."""
-        size = len(self._values[0])
-        self._unsplit = states.pop(param, {})
-        split = {key: value.split(size) for key, value in self._unsplit.items() if _is_like(value, param)}
         for i, block in enumerate(self.params):
-            block.grad = None if gradient is None else gradient[i * size : i * size + len(block)]
-            if self._unsplit:
-                states[block] = {
-                    key: split[key][i] if key in split else value.clone() if torch.is_tensor(value) else value
-                    for key, value in self._unsplit.items()
-                }
+            block.grad = None if gradient is None else gradient[i * self._size : i * self._size + len(block)]
+        self._before = states.get(param, {})
+        if self._before:
+            if not self._is_split(self._before):
+                self._split_state(self._before, param)
+            for key, value in self._before.items():
+                if torch.is_tensor(value) and value.shape != param.shape:  # such as the number of steps
+                    for state in self._split:
+                        state[key].copy_(value)
+            del states[param]
+            states.update(zip(self.params, self._split, strict=True))
+
+    def _is_split(self, state: dict[str, Any]) -> bool:
+        known = {k: v() if isinstance(v, weakref.ref) else v for k, v in self._split_from.items()}
+        return bool(self._split) and known.keys() == state.keys() and all(known[k] is state[k] for k in state)
+
+    def _split_state(self, state: dict[str, Any], param: nn.Parameter) -> None:
+        def part(key: str, value: Any, i: int) -> Any:
+            if key in views:
+                return views[key][i]
+            return value.clone() if torch.is_tensor(value) else value
+
+        views = {
+            key: value.split(self._size)
+            for key, value in state.items()
+            if torch.is_tensor(value) and value.shape == param.shape
+        }
+        split = [{key: part(key, value, i) for key, value in state.items()} for i in range(len(self.params))]
+        self._split = split
+        self._split_from = {
+            key: weakref.ref(value, lambda _: split.clear()) if torch.is_tensor(value) else value
+            for key, value in state.items()
+        }
 
     def leave(self, param: nn.Parameter, states: MutableMapping[Any, Any]) -> None:
-        """After a step: joins the blocks' values and state. If the first step with a state has raised half way, the
-        parameter has none."""
+        """After a step: joins the blocks' values and state.
+
+        A block without some state, because the step has raised, keeps what the parameter had before. If it had none,
+        this was its first step: the next one begins anew.
+        """
         for block, values in zip(self.params, self._values, strict=True):
             block.grad = None
             if block.data_ptr() != values.data_ptr():  # something has assigned its data
                 with torch.no_grad():
                     values.copy_(block)
                 block.data = values
+        before, self._before = self._before, {}
         found = [states.pop(block, {}) for block in self.params]
-        if all(found):
-            states[param] = {key: self._joined(key, [each[key] for each in found]) for key in found[0]}
-        self._unsplit = {}
+        if all(found) or (before and any(found)):
+            keys = {key: None for state in found for key in state}
+            states[param] = {key: self._joined(key, [state.get(key) for state in found], before) for key in keys}
 
-    def _joined(self, key: str, parts: list[Any]) -> Any:
-        if not _is_like(parts[0], self.params[0]):
-            return parts[0]  # such as the number of steps
-        unsplit: Any = self._unsplit.get(key)
-        if torch.is_tensor(unsplit):
-            views = unsplit.split(len(parts[0]))
-            if len(views) == len(parts) and all(
-                a.data_ptr() == b.data_ptr() for a, b in zip(views, parts, strict=True)
-            ):
-                return unsplit
-        return torch.cat(parts)
-
-
-def _is_like(value: Any, param: torch.Tensor) -> bool:
-    return torch.is_tensor(value) and value.shape == param.shape
+    def _joined(self, key: str, parts: list[Any], before: dict[str, Any]) -> Any:
+        """Returns one state of the parameter; None in ``parts``: the block has none."""
+        known: Any = before.get(key)
+        pairs = zip(parts, self.params, strict=True)
+        first: Any
+        first, block = next((pair for pair in pairs if pair[0] is not None), (None, self.params[0]))
+        if not torch.is_tensor(first):
+            return first
+        if first.shape != block.shape:
+            return known.copy_(first) if torch.is_tensor(known) and known.shape == first.shape else first
+        views: Any = known.split(self._size) if torch.is_tensor(known) else [torch.zeros_like(p) for p in self.params]
+        parts = [view if part is None else part for part, view in zip(parts, views, strict=True)]
+        if torch.is_tensor(known) and [part.data_ptr() for part in parts] == [view.data_ptr() for view in views]:
+            return known
+        return torch.cat([part.detach() for part in parts])

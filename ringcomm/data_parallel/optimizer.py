@@ -73,7 +73,14 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
 def _steps_by(optimizer: torch.optim.Optimizer) -> type:
     """Returns the class that defines the optimizer's step()."""
-    return next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))
+    classes = [cls for cls in type(optimizer).__mro__ if "step" in vars(cls)]
+    step = _without_profiling(vars(classes[0])["step"])
+    return next(cls for cls in reversed(classes) if _without_profiling(vars(cls)["step"]) is step)
+
+
+def _without_profiling(step: Any) -> Any:
+    """torch puts a profiled step() into the class of each new optimizer, also where the class inherits it."""
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def _is_torchs(cls: type) -> bool:
@@ -803,6 +810,8 @@ class ShardedOptimizer:
     def _leave(self) -> None:
         """Puts the model's parameters back, with the values that step() has set."""
         self._in_step = False
+        for group, params in zip(self.optimizer.param_groups, self.outside, strict=True):
+            group["params"][:] = params
         self._forget_unsharded_gradients()
         if self.optimizer.state is not self.state:  # step() has assigned another mapping
             self.state = defaultdict(dict, self.optimizer.state)
@@ -814,8 +823,6 @@ class ShardedOptimizer:
             with torch.no_grad():
                 entry.values.copy_(entry.param)
             entry.param.data = entry.values
-        for group, params in zip(self.optimizer.param_groups, self.outside, strict=True):
-            group["params"][:] = params
         for entry in self.entries:
             if not entry.is_own:
                 entry.param.grad = None
@@ -946,7 +953,7 @@ class UnshardedStates(defaultdict[Any, Any]):
         if place is None:
             del self._sharded.state[key]
         else:
-            del self._sharded.unsharded_state(place[0])[place[1]]
+            self._sharded.unsharded_state(place[0]).pop(place[1], None)  # a step need not leave state
 
     def __iter__(self) -> Iterator[Any]:
         return iter([*self._sharded.parameters_with_state()])

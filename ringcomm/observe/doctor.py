@@ -85,17 +85,7 @@ def _records(pids: Sequence[int], files: Sequence[str]) -> list[record.Record]:
 
 def _of_descendants(pid: int) -> list[record.Record]:
     """Returns the records of the processes that a process without a record, such as torchrun, has started."""
-    found: list[record.Record] = []
-    refusal = ""
-    for each in record.descendants(pid):
-        try:
-            if record.is_of_this_user(each):
-                found += record.records(each)
-            else:
-                refusal = f"process {each} belongs to another user"
-        except (InvalidArgumentError, OSError) as error:
-            if not record.has_ended(each):
-                refusal = f"process {each}: {str(error).removeprefix('record: ').partition(';')[0]}"
+    found, refusal = record.read_descendants(pid, record.records)
     if not found and refusal:
         raise InvalidArgumentError(
             f"process {pid} has no communicator with a record, expected a rank of a job or its launcher, got one that "

@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -65,9 +64,12 @@ def metrics(pid: int | None = None) -> dict[str, Any]:
 def _totals(pid: int) -> list[Any]:
     found: list[Any] = record.totals(pid)
     if not found and pid != os.getpid():
-        for each in record.descendants(pid):
-            with suppress(InvalidArgumentError):  # it has ended, or belongs to another user
-                found += record.totals(each)
+        found, refusal = record.read_descendants(pid, record.totals)
+        if refusal and not found:
+            raise InvalidArgumentError(
+                f"metrics: process {pid} has no communicator, expected a rank of a job or its launcher, got one that "
+                f"started processes which cannot be read ({refusal}); ask as their user, with their version of ringcomm"
+            )
     return found
 
 

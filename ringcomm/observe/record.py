@@ -187,6 +187,25 @@ def _taken(pid: int) -> tuple[list[bytes], str, int]:
     return taken, "stopped" if stopped else "running", int(status.get("NSpid", str(pid)).split()[-1])
 
 
+def read_descendants(pid: int, read: Callable[[int], list[_T]]) -> tuple[list[_T], str]:
+    """Reads the processes that a process without a record, such as torchrun, has started.
+
+    Returns: what ``read`` found in them, and why a process could not be read; empty: all could.
+    """
+    found: list[_T] = []
+    refusal = ""
+    for each in descendants(pid):
+        try:
+            if is_of_this_user(each):
+                found += read(each)
+            else:
+                refusal = f"process {each} belongs to another user"
+        except (InvalidArgumentError, OSError) as error:
+            if not has_ended(each):
+                refusal = f"process {each}: {str(error).removeprefix('record: ').partition(';')[0]}"
+    return found, refusal
+
+
 def descendants(pid: int) -> list[int]:
     """Returns the processes that a process has started, those that they have started, and so on; of any user. /proc is
     no snapshot: numbers that are reused while it is read can form a circle."""

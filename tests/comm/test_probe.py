@@ -218,7 +218,7 @@ def with_another_tag(comm: Communicator, how: str) -> str:
 @pytest.mark.parametrize("how", ["probe", "any", "recv", "lost"])
 def test_a_message_with_another_tag_is_named(how: str, ranks: str) -> None:
     text = run_ranks(with_another_tag, 2, how, ranks=ranks, timeout=30, return_exceptions=True)[0]
-    assert "; a message of 20 bytes of float32 from rank 1 with tag 3 waits for a call with that tag; " in text
+    assert "; rank 1 has sent 20 bytes of float32 with tag 3: pass the same tag to both calls; " in text
     assert ("but it has closed" in text) == (how == "lost")
     assert ("from it" in text) == (how in ("probe", "recv"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 import ringcomm
 from ringcomm.data_parallel import cache_blocks
+from ringcomm.data_parallel.optimizer import is_elementwise
 
 OPTIMIZERS: dict[str, list[dict[str, Any]]] = {
     "SGD": [{}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.5, "dampening": 0.1, "maximize": True}],
@@ -98,6 +100,11 @@ def test_the_bits_and_the_state_are_those_of_a_plain_optimizer(
         assert same(found, expected)
 
 
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    monkeypatch.setattr(cache_blocks, "BLOCK", 64)
+
+
 def long_parameter(
     comm: ringcomm.Communicator, name: str = "AdamW", options: dict[str, Any] | None = None
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -128,33 +135,96 @@ def test_only_a_step_of_several_passes_is_in_blocks(name: str, options: dict[str
     ringcomm.run_ranks(fn, 2)
 
 
-def test_a_step_that_raises_half_way_keeps_what_it_has_done() -> None:
-    """In a later step as in plain torch; in the first one the long parameter has no state yet."""
-
+def test_a_first_step_that_ends_half_way_leaves_no_state() -> None:
     def fn(comm: ringcomm.Communicator) -> None:
         model, optimizer = long_parameter(comm)
-        for fails in (True, False, True, False):
-            before = model.weight.detach().clone()
-            model(torch.ones(1, 30)).sum().backward()
-            if fails:
-                sharded: Any = optimizer._ringcomm  # type: ignore[attr-defined]
-                with sharded.in_step():
-                    for block in optimizer.param_groups[0]["params"][:3]:
-                        if not optimizer.state[block]:
-                            optimizer.state[block] = {"exp_avg": torch.ones_like(block)}
-                        with torch.no_grad():
-                            block -= 1
-                sharded.after_step()
-                assert int((model.weight != before).sum()) == 2 * 3 * 64  # three blocks of each rank
-                optimizer.zero_grad()
-                continue
-            optimizer.step()
-            optimizer.zero_grad()
+        sharded: Any = optimizer._ringcomm  # type: ignore[attr-defined]
+        before = model.weight.detach().clone()
+        model(torch.ones(1, 30)).sum().backward()
+        with sharded.in_step():
+            for block in optimizer.param_groups[0]["params"][:3]:
+                optimizer.state[block] = {"exp_avg": torch.ones_like(block)}
+                with torch.no_grad():
+                    block -= 1
+        sharded.after_step()
+        assert int((model.weight != before).sum()) == 2 * 3 * 64  # three blocks of each rank
+        optimizer.step()
         (state,) = optimizer.state.values()
-        assert state["step"] == 2
+        assert state["step"] == 1
         assert state["exp_avg"].shape == (20, 30)
 
     ringcomm.run_ranks(fn, 2)
+
+
+def test_what_a_block_lacks_is_as_before_the_step() -> None:
+    """Some state may come with a later step, and in some blocks only."""
+
+    def fn(comm: ringcomm.Communicator) -> None:
+        model, optimizer = long_parameter(comm)
+        sharded: Any = optimizer._ringcomm  # type: ignore[attr-defined]
+        for _ in range(2):
+            model(torch.ones(1, 30)).sum().backward()
+            optimizer.step()
+        moments = copy.deepcopy(optimizer.state[model.weight])
+        with sharded.in_step():
+            for i, block in enumerate(optimizer.param_groups[0]["params"]):
+                if i == 1:
+                    optimizer.state[block].clear()
+                elif i == 2:
+                    optimizer.state[block]["peak"] = torch.ones_like(block)
+                    optimizer.state[block]["exp_avg"] = torch.zeros_like(block)
+        sharded.after_step()
+        assert [p is model.weight for p in optimizer.param_groups[0]["params"]] == [True]
+        state = optimizer.state[model.weight]
+        assert state["step"] == 2
+        assert torch.equal(state["exp_avg_sq"], moments["exp_avg_sq"])
+        assert int((state["exp_avg"] != moments["exp_avg"]).sum()) == 2 * 64
+        assert float(state["peak"].sum()) == 2 * 64
+        with sharded.in_step():
+            optimizer.state.clear()
+        sharded.after_step()
+        assert "exp_avg" not in optimizer.state[model.weight]
+
+    ringcomm.run_ranks(fn, 2)
+
+
+def test_blocks_and_their_state_stay_the_same_objects_and_keep_nothing_alive() -> None:
+    def fn(comm: ringcomm.Communicator) -> None:
+        model, optimizer = long_parameter(comm)
+        sharded: Any = optimizer._ringcomm  # type: ignore[attr-defined]
+        seen = []
+        for _ in range(4):
+            model(torch.ones(1, 30)).sum().backward()
+            optimizer.step()
+            with sharded.in_step():
+                pairs = [(p, optimizer.state[p]) for p in optimizer.param_groups[0]["params"]]
+                seen.append([id(p) for p, _ in pairs] + [id(value) for _, state in pairs for value in state.values()])
+            del pairs
+        assert seen[0] == seen[1] == seen[2] == seen[3]
+        (entry,) = sharded.entries
+        views = [weakref.ref(value) for state in entry.blocks._split for value in state.values()]
+        assert len(views) == 3 * len(entry.blocks.params)
+        sharded.state.clear()
+        assert not [each for each in views if each() is not None]
+
+    ringcomm.run_ranks(fn, 1)
+
+
+def test_a_subclass_without_a_step_of_its_own_is_stepped_alike() -> None:
+    """torch puts step() into the first class of which it makes an optimizer."""
+
+    class Base(torch.optim.Adamax):
+        pass
+
+    class Later(Base):
+        pass
+
+    class Other(torch.optim.Adamax):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    p = nn.Parameter(torch.ones(3))
+    assert [is_elementwise(cls([p])) for cls in (Later, Base, torch.optim.Adamax, Later, Other)] == [True] * 4 + [False]
 
 
 def test_data_that_is_assigned_in_a_step_counts() -> None:

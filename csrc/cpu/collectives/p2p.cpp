@@ -399,26 +399,23 @@ std::string PointToPoint::expectation(const Message& message) const {
                 " with tag ", call.tag, ", got ", probes ? "none" : std::to_string(message.moved));
 }
 
-// The end of an error of a receive or probe: a message with another tag that is here; empty: there is none.
+// What an error of a receive or probe says of a message with another tag that is here; empty: there is none.
 std::string PointToPoint::another_tag(const Call& call) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (call.op == Op::kSend) return "";
   for (int source = 0; source < group_.world_size(); ++source) {
-    if (call.root != source && call.root != kAnySource) continue;
-    const Incoming& in = incoming_[source];
-    const Aside* const first = !in.arrived.empty() ? in.arrived.front().get() : in.aside.get();
-    if (first && first->data)
-      return concat("; a message of ", message_text(first->nbytes, first->dtype), " from rank ", source, " with tag ",
-                    first->tag, " waits for a call with that tag");
+    const auto& arrived = incoming_[source].arrived;
+    if ((call.root == source || call.root == kAnySource) && !arrived.empty())
+      return concat("; rank ", source, " has sent ", message_text(arrived.front()->nbytes, arrived.front()->dtype),
+                    " with tag ", arrived.front()->tag, ": pass the same tag to both calls");
   }
   return "";
 }
 
 void PointToPoint::report_lost(const Message& message, int lost) {
-  const std::string other = another_tag(message.call);
   group_.fail_group(
       message.call, ErrorCode::kRankLost,
-      concat(expectation(message), ", but ", end_of(lost), other.empty() ? "; see its own output" : other));
+      concat(expectation(message), ", but ", end_of(lost), "; see its own output", another_tag(message.call)));
 }
 
 // Throws if this message can no longer succeed: the group is aborted, the peer is gone, or the call's limit has passed.
