@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import sys
 import threading
 import warnings
 import weakref
@@ -25,6 +26,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
+from types import FrameType
 from typing import Any
 
 import torch
@@ -60,6 +62,7 @@ _watching: list[Any] = []  # the handle of the hook on every optimizer's step, o
 _watches = 0  # number of wrapped models; an optimizer checked at this number need not be checked again
 _warned: set[type] = set()  # classes of optimizers for which a warning was given
 _lock = threading.Lock()
+_CALLS_HOOKS = torch.optim.Optimizer.profile_hook_step(len).__code__  # of the function in place of step()
 
 
 # ---- which optimizer can be sharded ----------------------------------------------------------------------------------
@@ -836,6 +839,8 @@ class ShardedOptimizer:
     def before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Begins the step. With a closure it begins after each call of the closure, which sees the model's
         parameters."""
+        if self._in_step and _is_nested(self.optimizer):
+            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._begin_step()
@@ -867,6 +872,11 @@ class ShardedOptimizer:
         for bucket, part in self.parts.items():
             if bucket.gradient.has_reduced:
                 part.stepped |= bucket.gradient.has & part.segments
+
+    def end_step(self) -> None:
+        """Called after each step() of the optimizer."""
+        if not _is_nested(self.optimizer):
+            self.after_step()
 
     def after_step(self) -> None:
         """Copies the result of the step to the model."""
@@ -953,7 +963,7 @@ class UnshardedStates(defaultdict[Any, Any]):
         if place is None:
             del self._sharded.state[key]
         else:
-            self._sharded.unsharded_state(place[0]).pop(place[1], None)  # a step need not leave state
+            del self._sharded.unsharded_state(place[0])[place[1]]
 
     def __iter__(self) -> Iterator[Any]:
         return iter([*self._sharded.parameters_with_state()])
@@ -984,8 +994,10 @@ class UnshardedStates(defaultdict[Any, Any]):
         if key not in self and default:
             return default[0]
         found = self.get(key)
-        del self[key]
-        return found
+        if key in self or not default:  # a step need not leave state, which shows when it is read
+            del self[key]
+            return found
+        return default[0]
 
     def copy(self) -> Any:
         """Returns a plain dict."""
@@ -1004,7 +1016,7 @@ class UnshardedStates(defaultdict[Any, Any]):
 def _hook(optimizer: torch.optim.Optimizer, sharded: ShardedOptimizer) -> list[Any]:
     """Connects an optimizer to its `ShardedOptimizer`, and returns the hooks' handles."""
     before = optimizer.register_step_pre_hook(lambda _, args, kwargs: sharded.before_step(args, kwargs))
-    after = optimizer.register_step_post_hook(lambda _, args, kwargs: sharded.after_step())
+    after = optimizer.register_step_post_hook(lambda _, args, kwargs: sharded.end_step())
     # Other hooks then see the model's parameters.
     optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
     handles = [
@@ -1020,6 +1032,17 @@ def _hook(optimizer: torch.optim.Optimizer, sharded: ShardedOptimizer) -> list[A
     optimizer.register_step_pre_hook = partial(_register_before, here, before.id)
     optimizer.zero_grad = partial(_zero_grad, here)
     return handles
+
+
+def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the hooks of an optimizer's step are called inside another step of it: torch adds the calls of hooks to
+    step() of a subclass and of its base class, and the one may call the other."""
+    steps = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and steps < 2:
+        steps += frame.f_code is _CALLS_HOOKS and frame.f_locals["args"][0] is optimizer
+        frame = frame.f_back
+    return steps == 2
 
 
 def _register_before(here: weakref.ref[torch.optim.Optimizer], number: int, hook: Callable[..., Any]) -> Any:

@@ -674,6 +674,91 @@ def test_hooks_and_closures_see_the_models_parameters() -> None:
     as_in_torch(loop)
 
 
+class Nested(torch.optim.AdamW):
+    """torch has put its calls of hooks into step() of this class and of AdamW."""
+
+    does = ""
+
+    def step(self, closure: Any = None) -> Any:
+        params = [p for group in self.param_groups for p in group["params"]]
+        before = [p.detach().clone() for p in params]
+        if self.does == "scales":
+            for p in params:
+                p.grad = None if p.grad is None else p.grad * 0.5
+        elif self.does == "leaves out":
+            for group in self.param_groups[1:]:
+                for p in group["params"]:
+                    p.grad = None
+        if self.does == "by group":
+            groups = self.param_groups
+            for group in groups:
+                self.param_groups = [group]
+                loss = super().step()
+            self.param_groups = groups
+        else:
+            loss = super().step(closure)
+        if self.does == "averages":
+            with torch.no_grad():
+                for p, old in zip(params, before, strict=True):
+                    p.lerp_(old, 0.25)
+        return loss
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("does", ["", "scales", "leaves out", "by group", "averages", "twice", "closure"])
+def test_a_step_that_calls_the_step_of_its_base_class(does: str, stage: int) -> None:
+    torch.optim.AdamW([torch.zeros(1)])  # so that AdamW calls hooks, too
+
+    def fn(comm: Any) -> tuple[list[torch.Tensor], int]:
+        model, calls = net(), 0
+        params = [*model.parameters()]
+        optimizer = Nested([{"params": params[:3]}, {"params": params[3:], "lr": 0.05}], lr=0.01)
+        optimizer.does = does
+        if comm is not None:
+            model, optimizer = ringcomm.shard(model, optimizer, stage=stage, comm=comm, atom="tensor")
+
+        def counted(*_: Any) -> None:
+            nonlocal calls
+            calls += 1
+
+        optimizer.register_step_post_hook(counted)
+        for number in range(3):
+            optimizer.zero_grad()
+            loss_of(model, number).backward()
+            if does == "closure":
+
+                def closure(number: int = number) -> torch.Tensor:
+                    optimizer.zero_grad()
+                    loss = loss_of(model, number)
+                    loss.backward()
+                    return loss
+
+                optimizer.step(closure)
+            else:
+                optimizer.step()
+                if does == "twice":
+                    optimizer.step()
+        return values(model), calls
+
+    expected, number = fn(None)
+    for found, calls in ringcomm.run_ranks(fn, 2):
+        assert calls == number
+        assert same(found, expected)
+
+
+def test_popping_what_a_step_has_not_left() -> None:
+    def fn(comm: Any) -> None:
+        model = net()
+        model, optimizer = ringcomm.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1, comm=comm)
+        train(model, optimizer, 0)
+        first = next(iter(optimizer.param_groups[0]["params"]))
+        assert optimizer.state.pop(first, None) is None
+        with pytest.raises(KeyError):
+            optimizer.state.pop(first)
+
+    ringcomm.run_ranks(fn, 2)
+
+
 def test_a_step_that_raises_leaves_an_ordinary_optimizer() -> None:
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         found = []
