@@ -9,6 +9,7 @@ write to the same file system, with fsync. ringcomm alone has checksums, and com
 from __future__ import annotations
 
 import argparse
+import shutil
 import statistics
 import tempfile
 import time
@@ -72,7 +73,7 @@ def main() -> None:
     p.add_argument("--rounds", type=int, default=9)
     a = p.parse_args()
     dist.init_process_group("gloo")
-    folder = [tempfile.mkdtemp(prefix="ringcomm-checkpoint-")]
+    folder = [tempfile.mkdtemp(prefix="ringcomm-checkpoint-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     root = Path(folder[0])
 
@@ -110,6 +111,7 @@ def main() -> None:
                 each = [1e3 * one for one in seconds[name, what]]
                 cells.append(f"{statistics.median(each):.0f} ({min(each):.0f}-{max(each):.0f})")
             print(f"  {name:20s} {cells[0]:>22s} {cells[1]:>22s}")
+        shutil.rmtree(root)
     dist.destroy_process_group()
 
 
