@@ -3,6 +3,9 @@
 Without ``fused=True`` torch's element-wise optimizers make ten or more passes over a parameter, and a shard is one long
 parameter, which no cache holds. So during step() the optimizer gets blocks of it instead, one after the other: the
 first pass over a block reads memory, the others read the cache. Each element is computed as before, with the same bits.
+
+Between two steps the blocks share the parameter's memory, but for their counters: 4 bytes for each block, which
+`ringcomm.memory` leaves out.
 """
 
 from __future__ import annotations
