@@ -116,7 +116,7 @@ class Loading:
 
     def _read_masters(self, known: dict[int, NamedSegment]) -> None:
         for bucket in self.flat.buckets:
-            master = torch.empty(bucket.end - bucket.start, dtype=bucket.types.master)  # `commit` leaves out gaps
+            master = torch.zeros(bucket.end - bucket.start, dtype=bucket.types.master)  # no checkpoint has padding
             for i, p in enumerate(bucket.params):
                 self._check(known[id(p)].names, unsharded_shape(bucket, i), bucket.types.master)
             for i, first, last in spans_of(bucket, bucket.start, bucket.end):
