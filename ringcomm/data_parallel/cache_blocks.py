@@ -29,10 +29,11 @@ def gains(values: torch.Tensor, settings: dict[str, Any]) -> bool:
     Args:
         settings: the parameter group's options.
     """
+    if values.numel() <= BLOCK * torch.get_num_threads():
+        return False
     one_pass = settings.get("fused") or ("dampening" in settings and not settings["momentum"])  # plain SGD
     all_together = settings.get("foreach") or settings.get("differentiable")
-    long = values.numel() > BLOCK * torch.get_num_threads()
-    return long and values.device.type == "cpu" and values.dtype in _DTYPES and not (one_pass or all_together)
+    return values.device.type == "cpu" and values.dtype in _DTYPES and not (one_pass or all_together)
 
 
 class CacheBlocks:

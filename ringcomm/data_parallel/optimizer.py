@@ -793,7 +793,7 @@ class ShardedOptimizer:
                 continue
             has = entry.bucket.gradient.has_reduced and not entry.bucket.gradient.has.isdisjoint(entry.segments)
             gradient = self._gradient_of(entry) if has else None
-            if self.elementwise and cache_blocks.gains(entry.values, groups[entry.group]):
+            if cache_blocks.gains(entry.values, groups[entry.group]) and self.elementwise:
                 entry.blocks = entry.blocks or cache_blocks.CacheBlocks(entry.values)
                 entry.blocks.enter(entry.param, gradient, self.state)
                 blocks[id(entry.param)] = entry.blocks.params

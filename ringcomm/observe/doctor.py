@@ -85,12 +85,7 @@ def _records(pids: Sequence[int], files: Sequence[str]) -> list[record.Record]:
 
 def _of_descendants(pid: int) -> list[record.Record]:
     """Returns the records of the processes that a process without a record, such as torchrun, has started."""
-    found, refusal = record.read_descendants(pid, record.records)
-    if not found and refusal:
-        raise InvalidArgumentError(
-            f"process {pid} has no communicator with a record, expected a rank of a job or its launcher, got one that "
-            f"started processes which cannot be read ({refusal}); ask as their user, with their version of ringcomm"
-        )
+    found = record.read_descendants(pid, record.records)
     if not found:
         raise InvalidArgumentError(
             f"process {pid} has no communicator with a record, nor has a process that it started, expected a rank of a "

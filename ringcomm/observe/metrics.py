@@ -56,21 +56,11 @@ def metrics(pid: int | None = None) -> dict[str, Any]:
              have no schedule.
     Raises:  InvalidArgumentError: the process does not exist, belongs to another user, or runs another version.
     """
-    taken = _totals(os.getpid() if pid is None else pid)
+    taken = record.totals(os.getpid() if pid is None else pid)
+    if not taken and pid is not None:
+        taken = record.read_descendants(pid, record.totals)
     found = [_communicator(*each) for each in taken if each[0]["group"]]  # 0: not connected yet, so without calls
     return {**_sums([op for each in found for op in each["ops"]]), "communicators": found}
-
-
-def _totals(pid: int) -> list[Any]:
-    found: list[Any] = record.totals(pid)
-    if not found and pid != os.getpid():
-        found, refusal = record.read_descendants(pid, record.totals)
-        if refusal and not found:
-            raise InvalidArgumentError(
-                f"metrics: process {pid} has no communicator, expected a rank of a job or its launcher, got one that "
-                f"started processes which cannot be read ({refusal}); ask as their user, with their version of ringcomm"
-            )
-    return found
 
 
 def _communicator(facts: dict[str, Any], totals: list[dict[str, Any]], waited: list[int]) -> dict[str, Any]:

@@ -187,10 +187,10 @@ def _taken(pid: int) -> tuple[list[bytes], str, int]:
     return taken, "stopped" if stopped else "running", int(status.get("NSpid", str(pid)).split()[-1])
 
 
-def read_descendants(pid: int, read: Callable[[int], list[_T]]) -> tuple[list[_T], str]:
-    """Reads the processes that a process without a record, such as torchrun, has started.
+def read_descendants(pid: int, read: Callable[[int], list[_T]]) -> list[_T]:
+    """Returns what ``read`` finds in the processes that a process without a record, such as torchrun, has started.
 
-    Returns: what ``read`` found in them, and why a process could not be read; empty: all could.
+    Raises:  InvalidArgumentError: nothing was found, and one of them cannot be read.
     """
     found: list[_T] = []
     refusal = ""
@@ -203,7 +203,12 @@ def read_descendants(pid: int, read: Callable[[int], list[_T]]) -> tuple[list[_T
         except (InvalidArgumentError, OSError) as error:
             if not has_ended(each):
                 refusal = f"process {each}: {str(error).removeprefix('record: ').partition(';')[0]}"
-    return found, refusal
+    if refusal and not found:
+        raise InvalidArgumentError(
+            f"process {pid} has no communicator with a record, expected a rank of a job or its launcher, got one that "
+            f"started processes which cannot be read ({refusal}); ask as their user, with their version of ringcomm"
+        )
+    return found
 
 
 def descendants(pid: int) -> list[int]:

@@ -54,6 +54,16 @@ def loss_of(model: nn.Module, number: int) -> torch.Tensor:
     return model(x).float().pow(2).sum()
 
 
+def closure_of(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Callable[[], torch.Tensor]:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, number)
+        loss.backward()
+        return loss
+
+    return closure
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, *numbers: int) -> None:
     for number in numbers:
         optimizer.zero_grad()
@@ -577,14 +587,7 @@ def test_what_is_written_reaches_the_master_weights(how: dict[str, Any]) -> None
 def test_lbfgs_at_stage_0(search: str | None) -> None:
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for number in range(2):
-
-            def closure(number: int = number) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = loss_of(model, number)
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
+            optimizer.step(closure_of(model, optimizer, number))
 
     as_in_torch(loop, lambda params: torch.optim.LBFGS(params, lr=0.1, line_search_fn=search), stages=(0,))
 
@@ -726,14 +729,7 @@ def test_a_step_that_calls_the_step_of_its_base_class(does: str, stage: int) -> 
             optimizer.zero_grad()
             loss_of(model, number).backward()
             if does == "closure":
-
-                def closure(number: int = number) -> torch.Tensor:
-                    optimizer.zero_grad()
-                    loss = loss_of(model, number)
-                    loss.backward()
-                    return loss
-
-                optimizer.step(closure)
+                optimizer.step(closure_of(model, optimizer, number))
             else:
                 optimizer.step()
                 if does == "twice":
