@@ -43,8 +43,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ringcomm
 from benchmarks import architecture_models as models
 from ringcomm.context import context_parallel, shard_sequence
-from ringcomm.data_parallel.shard_spec import part_of, take
 from ringcomm.errors import AbortedError, RingcommError
+from ringcomm.modules.shard_spec import part_of, take
 
 COLUMNS = ("tp, its plan", "tp, our plan", "pp, middle", "pp, elsewhere", "cp", "together", "generate")
 ROWS, LENGTH, STEPS, RATE = 4, 16, 2, 0.05

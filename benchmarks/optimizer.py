@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from ringcomm.data_parallel.cache_blocks import BLOCK
+from ringcomm.data_parallel.optim.cache_blocks import BLOCK
 
 
 def step_of(

@@ -11,7 +11,7 @@ from gpt import GPT
 from torch import nn
 
 import ringcomm
-from ringcomm.data_parallel.shard_spec import part_of
+from ringcomm.modules.shard_spec import part_of
 from ringcomm.pipeline_parallel.schedules import SCHEDULES
 from ringcomm.tensor_parallel.styles import Colwise, Style
 

@@ -36,7 +36,7 @@ NOTEBOOK = "examples/four_ranks.ipynb"
 API = {
     "communicators": ("Communicators", ("comm", "_C")),
     "errors": ("Errors", ("errors",)),
-    "data_parallel": ("Data parallelism", ("data_parallel",)),
+    "data_parallel": ("Data parallelism", ("data_parallel", "modules")),
     "tensor_parallel": ("Tensor parallelism", ("tensor_parallel",)),
     "pipeline_parallel": ("Pipeline parallelism", ("pipeline_parallel",)),
     "context_parallel": ("Context parallelism", ("context",)),

@@ -17,17 +17,16 @@ from ringcomm.comm.work import wait_any as wait_any
 from ringcomm.context.attention import ring_attention as ring_attention
 from ringcomm.context.mode import context_parallel as context_parallel
 from ringcomm.data_parallel import hooks as hooks
-from ringcomm.data_parallel import random as random
 from ringcomm.data_parallel.asynchronous import AsynchronousDataParallel as AsynchronousDataParallel
-from ringcomm.data_parallel.clip import clip_grad_norm_ as clip_grad_norm_
 from ringcomm.data_parallel.ddp import DistributedDataParallel as DistributedDataParallel
 from ringcomm.data_parallel.ddp import NaiveDataParallel as NaiveDataParallel
 from ringcomm.data_parallel.fully_shard import fully_shard as fully_shard
 from ringcomm.data_parallel.fully_shard import register_forward_method as register_forward_method
-from ringcomm.data_parallel.grad_scaler import GradScaler as GradScaler
 from ringcomm.data_parallel.join import join as join
 from ringcomm.data_parallel.memory import memory as memory
-from ringcomm.data_parallel.precision import MixedPrecision as MixedPrecision
+from ringcomm.data_parallel.optim.clip import clip_grad_norm_ as clip_grad_norm_
+from ringcomm.data_parallel.optim.grad_scaler import GradScaler as GradScaler
+from ringcomm.data_parallel.optim.zero_optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 from ringcomm.data_parallel.shard import no_sync as no_sync
 from ringcomm.data_parallel.shard import restage as restage
 from ringcomm.data_parallel.shard import shard as shard
@@ -35,7 +34,6 @@ from ringcomm.data_parallel.shard import stage_of as stage_of
 from ringcomm.data_parallel.shard import unshard as unshard
 from ringcomm.data_parallel.shard import whole as whole
 from ringcomm.data_parallel.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
-from ringcomm.data_parallel.zero_optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 from ringcomm.errors import AbortedError as AbortedError
 from ringcomm.errors import ClosedError as ClosedError
 from ringcomm.errors import CollectiveTimeoutError as CollectiveTimeoutError
@@ -51,6 +49,8 @@ from ringcomm.errors import ShapeError as ShapeError
 from ringcomm.errors import UnsupportedError as UnsupportedError
 from ringcomm.mesh import Mesh as Mesh
 from ringcomm.mesh import init_mesh as init_mesh
+from ringcomm.modules import random as random
+from ringcomm.modules.precision import MixedPrecision as MixedPrecision
 from ringcomm.observe import record as record
 from ringcomm.observe.metrics import metrics as metrics
 from ringcomm.observe.record import step as step

@@ -32,7 +32,7 @@ LONG = ("native", "cuda/gpu_dry_run", "cuda/engine", "backend/cuda", "cuda/train
 LONG += ("context/attention", "backend/streams", "hierarchy/namespaces", "hierarchy/namespaces_gpt", "training/elastic")
 LONG += ("cuda/build", "comm/launch", "training/memory", "training/fuzz", "mesh/training", "training/third_party")
 LONG += ("training/parity", "data_parallel/shard", "comm/fuzz", "hierarchy/training")
-IN_BLOCKS = ("data_parallel", "checkpoint")
+IN_BLOCKS = ("data_parallel", "modules", "checkpoint")
 _AFTER_THE_LIMIT_S = 60.0
 _stderr = pytest.StashKey[int]()
 
@@ -140,12 +140,12 @@ def no_module_of_ddp_stays_active() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def blocks_are_units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The models of tests are smaller than a bucket and than a cache block; each would be one unit and one block, and
-    tests would see less. Every second test of the folders in `IN_BLOCKS` has cache blocks."""
+    tests would see less. Every second test below the folders in `IN_BLOCKS` has cache blocks."""
     if "torch" in sys.modules:
         module = importlib.import_module("ringcomm.data_parallel.shard")
         monkeypatch.setattr(module, "_is_one_unit", lambda params, wish, cap: False)
-        if request.node.path.parent.name in IN_BLOCKS and zlib.crc32(request.node.nodeid.encode()) % 2:
-            monkeypatch.setattr(importlib.import_module("ringcomm.data_parallel.cache_blocks"), "BLOCK", 64)
+        if file_name(request.node.nodeid).split("/")[0] in IN_BLOCKS and zlib.crc32(request.node.nodeid.encode()) % 2:
+            monkeypatch.setattr(importlib.import_module("ringcomm.data_parallel.optim.cache_blocks"), "BLOCK", 64)
 
 
 @pytest.fixture(autouse=True, scope="module")

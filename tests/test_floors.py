@@ -14,7 +14,8 @@ csrc/: a folder includes what stands before it in NATIVE_FLOORS, without what FO
 
 tests/support/emulator takes the CUDA runtime's place: it may use the C++ standard library and the operating system.
 
-ringcomm/: a folder, or a file beside the folders, imports what stands before it in FLOORS. No files import one another.
+ringcomm/: a folder, or a file beside the folders, imports what stands before it in FLOORS; of a folder that holds
+folders, that is the files beside them. No files import one another.
 """
 
 from __future__ import annotations
@@ -75,11 +76,13 @@ FORBIDDEN_INCLUDES = {
 }
 FLOORS = (
     *("_c10d", "errors", "validation", "terminal", "arrays", "comm", "backend", "replace", "observe", "mesh"),
-    "data_parallel",
-    *("tensor_parallel", "pipeline_parallel", "context", "checkpoint", "tools", "__main__"),
+    *("modules", "data_parallel/buckets", "data_parallel/model", "data_parallel/optim", "data_parallel"),
+    *("tensor_parallel", "pipeline_parallel", "context", "checkpoint"),
+    *("tools/bench", "tools/simulate", "tools", "__main__"),
 )
+"""Folders of ringcomm/ and files beside them, bottom first; of a folder that holds folders, the files beside them."""
 APART = {"tensor_parallel", "pipeline_parallel", "context"}
-"""Folders that do not know one another: what they share is in data_parallel/ and mesh.py."""
+"""Folders that do not know one another: what they share is in mesh.py, modules/ and data_parallel/."""
 PRIMITIVES = FLOORS[: FLOORS.index("mesh")]
 ROOT_NAMES = {"_C", "_c10d", "__version__"}
 """What any floor may import from `ringcomm` itself; the tools use its public names as users do."""
@@ -99,6 +102,12 @@ def native_floor(name: str) -> str:
     """Of a file below csrc/."""
     path = PurePosixPath(name).with_suffix("")
     return next(each.as_posix() for each in (path, *path.parents) if each.as_posix() in NATIVE_FLOORS)
+
+
+def python_floor(name: str) -> str:
+    """Of a module below ringcomm; empty for the package itself."""
+    path = PurePosixPath(name.replace(".", "/"))
+    return next((each.as_posix() for each in (path, *path.parents) if each.as_posix() in FLOORS), "")
 
 
 @pytest.mark.parametrize("path", NATIVE, ids=lambda path: f"{path.parent.name}/{path.name}")
@@ -130,15 +139,17 @@ def is_primitive(path: Path) -> bool:
 
 
 def test_every_module_has_a_floor() -> None:
-    assert {name.split(".")[0] for name in MODULES} == {*FLOORS}
+    folders = {path.parent.relative_to(ROOT / "ringcomm").as_posix() for path in MODULES.values()}
+    assert folders - {"."} <= {*FLOORS}
+    assert {python_floor(name) for name in MODULES} == {*FLOORS}
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_go_down(name: str) -> None:
-    home = name.split(".")[0]
+    home = python_floor(name)
     below = {*FLOORS[: FLOORS.index(home) + 1]} - (APART - {home} if home in APART else set())
-    above = {used for used in imports_of(MODULES[name], MODULES, ROOT_NAMES) if used.split(".")[0] not in below}
-    if home == "tools":
+    above = {used for used in imports_of(MODULES[name], MODULES, ROOT_NAMES) if python_floor(used) not in below}
+    if home.startswith("tools"):
         above -= {""}
     assert not above, f"{name} imports {sorted(above)}, which is not below it"
 

@@ -32,8 +32,8 @@ from ringcomm.checkpoint.loading import Loading
 from ringcomm.checkpoint.parts import flat_of
 from ringcomm.checkpoint.state import ByRank, Saving
 from ringcomm.checkpoint.world import World
-from ringcomm.data_parallel.arguments import DTYPE, MODULE, OPTIMIZER
 from ringcomm.errors import UnsupportedError
+from ringcomm.modules.arguments import DTYPE, MODULE, OPTIMIZER
 from ringcomm.terminal import Progress
 from ringcomm.validation import PATH, expects
 

@@ -38,9 +38,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from ringcomm import _C
 from ringcomm.checkpoint.metadata import read_metadata
-from ringcomm.data_parallel.layout import up
-from ringcomm.data_parallel.shard_spec import PLAIN, ShardSpec
+from ringcomm.data_parallel.buckets.layout import up
 from ringcomm.errors import DtypeError, InvalidArgumentError, ShapeError, one_line
+from ringcomm.modules.shard_spec import PLAIN, ShardSpec
 
 CHECKSUMS, METADATA = "checksums.json", ".metadata"
 MOST_BOX_BYTES = 128 << 20  # so that a reader that needs a part of a tensor does not read all of it

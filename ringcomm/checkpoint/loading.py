@@ -34,12 +34,12 @@ from ringcomm.checkpoint.state import (
     spans_of,
 )
 from ringcomm.checkpoint.world import World
-from ringcomm.data_parallel.bucket import Bucket
-from ringcomm.data_parallel.optimizer import ShardedOptimizer
-from ringcomm.data_parallel.optimizer_state import State
-from ringcomm.data_parallel.shard_spec import part_of
-from ringcomm.data_parallel.sharded_model import ShardedModel
+from ringcomm.data_parallel.buckets.bucket import Bucket
+from ringcomm.data_parallel.model.sharded_model import ShardedModel
+from ringcomm.data_parallel.optim.optimizer import ShardedOptimizer
+from ringcomm.data_parallel.optim.state import State
 from ringcomm.errors import InvalidArgumentError
+from ringcomm.modules.shard_spec import part_of
 
 
 class Loading:

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ringcomm.data_parallel.bucket import Bucket
-from ringcomm.data_parallel.module_notes import notes_of
-from ringcomm.data_parallel.optimizer import ShardedOptimizer, sharded_optimizer_of
-from ringcomm.data_parallel.shard_spec import part_of, refuse_parts
-from ringcomm.data_parallel.sharded_model import ShardedModel, sharded_model_of
+from ringcomm.data_parallel.buckets.bucket import Bucket
+from ringcomm.data_parallel.model.sharded_model import ShardedModel, sharded_model_of
+from ringcomm.data_parallel.optim.optimizer import ShardedOptimizer, sharded_optimizer_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.modules.notes import notes_of
+from ringcomm.modules.shard_spec import part_of, refuse_parts
 
 
 def flat_of(model: nn.Module, call: str) -> ShardedModel:

@@ -20,11 +20,11 @@ from ringcomm.checkpoint.parts import (
     with_extra_state,
 )
 from ringcomm.checkpoint.world import World
-from ringcomm.data_parallel.bucket import Bucket
-from ringcomm.data_parallel.optimizer_state import State, is_alike
-from ringcomm.data_parallel.shard_spec import part_of
-from ringcomm.data_parallel.sharded_model import ShardedModel
+from ringcomm.data_parallel.buckets.bucket import Bucket
+from ringcomm.data_parallel.model.sharded_model import ShardedModel
+from ringcomm.data_parallel.optim.state import State, is_alike
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.modules.shard_spec import part_of
 
 COMMON, EACH = ("ringcomm", "common"), ("ringcomm", "ranks")
 ABOUT, GROUPS, STATE = ("optimizer", "about"), ("optimizer", "param_groups"), ("optimizer", "state")

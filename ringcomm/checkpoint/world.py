@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ringcomm import errors
-from ringcomm.data_parallel.group import DataParallelGroup
+from ringcomm.data_parallel.buckets.group import DataParallelGroup
 from ringcomm.errors import EngineError, RingcommError
 
 

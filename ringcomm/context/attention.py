@@ -23,9 +23,9 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.context.blocks import FLOATS, Kernel, Scores, kernel_for, merge, wide_type, with_dense_rows
 from ringcomm.context.ring import Link, Pair, Sums
 from ringcomm.context.sequence import Block, blocks_of, check_layout
-from ringcomm.data_parallel.arguments import TENSOR
-from ringcomm.data_parallel.dynamo import eager
 from ringcomm.errors import DeviceError, DtypeError, ShapeError, UnsupportedError
+from ringcomm.modules.arguments import TENSOR
+from ringcomm.modules.dynamo import eager
 from ringcomm.validation import COMMUNICATOR, FLAG, POSITIVE, expects, number, validate_int
 
 CALL = "ring_attention"

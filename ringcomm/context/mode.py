@@ -19,9 +19,9 @@ from ringcomm.context import huggingface
 from ringcomm.context.attention import cached_attention, num_calls, ring_attention
 from ringcomm.context.huggingface import CURRENT, Rule, rule_of
 from ringcomm.context.sequence import check_layout, places
-from ringcomm.data_parallel.dynamo import eager
 from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError
 from ringcomm.mesh import refuse_mesh
+from ringcomm.modules.dynamo import eager
 from ringcomm.validation import FLAG, expects
 
 CALL = "context_parallel"

@@ -15,8 +15,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.data_parallel.arguments import DEVICE, TENSOR
 from ringcomm.errors import InvalidArgumentError, ShapeError, shown
+from ringcomm.modules.arguments import DEVICE, TENSOR
 from ringcomm.validation import COMMUNICATOR, expects, validate_int
 
 LAYOUTS = ("zigzag", "contiguous")

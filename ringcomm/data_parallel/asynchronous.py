@@ -28,9 +28,9 @@ from torch import nn
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.launch import choose_kernels
 from ringcomm.comm.rendezvous import communicator_of
-from ringcomm.data_parallel.arguments import MODULE
-from ringcomm.data_parallel.group import DataParallelGroup
-from ringcomm.data_parallel.optimizer import is_elementwise, refuse_foreign, refuse_unusable
+from ringcomm.data_parallel.buckets.group import DataParallelGroup
+from ringcomm.data_parallel.model.partition import named_parameters
+from ringcomm.data_parallel.optim.optimizer import is_elementwise, refuse_foreign, refuse_unusable
 from ringcomm.data_parallel.parameter_server import (
     LEAVE,
     PULL,
@@ -44,7 +44,6 @@ from ringcomm.data_parallel.parameter_server import (
     raise_answer,
     unsharded_state,
 )
-from ringcomm.data_parallel.partition import named_parameters
 from ringcomm.errors import (
     AbortedError,
     ClosedError,
@@ -56,6 +55,7 @@ from ringcomm.errors import (
     UnsupportedError,
     shown,
 )
+from ringcomm.modules.arguments import MODULE
 from ringcomm.validation import COMMUNICATOR, FLAG, FUNCTION, INTEGER, expects, or_none, several, validate_int
 
 CALL = "AsynchronousDataParallel"

@@ -7,15 +7,15 @@ from typing import Literal
 
 from torch import nn
 
-from ringcomm.data_parallel.deferred_init import InitFn, Waiting
-from ringcomm.data_parallel.group import DataParallelGroup
-from ringcomm.data_parallel.layout import Atom
-from ringcomm.data_parallel.meta import device_of
-from ringcomm.data_parallel.module_state import keep_state_of
-from ringcomm.data_parallel.optimizer import watch_optimizers
-from ringcomm.data_parallel.partition import BucketBuilder, UnitParts, kept_in_their_type
-from ringcomm.data_parallel.sharded_model import Config, ShardedModel, Unit
-from ringcomm.data_parallel.unit_module import UnitModule, mix_in
+from ringcomm.data_parallel.buckets.group import DataParallelGroup
+from ringcomm.data_parallel.buckets.layout import Atom
+from ringcomm.data_parallel.model.deferred_init import InitFn, Waiting
+from ringcomm.data_parallel.model.partition import BucketBuilder, UnitParts, kept_in_their_type
+from ringcomm.data_parallel.model.sharded_model import Config, ShardedModel, Unit
+from ringcomm.data_parallel.model.state import keep_state_of
+from ringcomm.data_parallel.model.unit_module import UnitModule, mix_in
+from ringcomm.data_parallel.optim.optimizer import watch_optimizers
+from ringcomm.modules.meta import device_of
 
 
 def build(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ringcomm.data_parallel.bucket import Bucket
+from ringcomm.data_parallel.buckets.bucket import Bucket
 from ringcomm.errors import InvalidArgumentError
 
 CommHook = Callable[[Any, Any], "torch.futures.Future[Any]"]

@@ -26,25 +26,25 @@ from torch.utils._pytree import tree_map
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import communicator_of
-from ringcomm.data_parallel.arguments import DEVICE, DEVICES, MODULE
-from ringcomm.data_parallel.bucket import Bucket
+from ringcomm.data_parallel.buckets.bucket import Bucket
+from ringcomm.data_parallel.buckets.group import DataParallelGroup, ranks_of_mesh, refuse_several
 from ringcomm.data_parallel.build import build
 from ringcomm.data_parallel.comm_hook import CommHook, HookReduction
-from ringcomm.data_parallel.dynamo import skipped
-from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh, refuse_several
 from ringcomm.data_parallel.join import enter, join, leave, shadow
-from ringcomm.data_parallel.meta import real_device
-from ringcomm.data_parallel.module_notes import notes_of
-from ringcomm.data_parallel.optimizer import unwrap_model
-from ringcomm.data_parallel.partition import (
+from ringcomm.data_parallel.model.partition import (
     bucket_bytes,
     facts_of,
     named_parameters,
 )
-from ringcomm.data_parallel.precision import MixedPrecision, precision_of
-from ringcomm.data_parallel.sharded_model import Config, ShardedModel, sharded_model_of
+from ringcomm.data_parallel.model.sharded_model import Config, ShardedModel, sharded_model_of
+from ringcomm.data_parallel.optim.optimizer import unwrap_model
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.mesh import refuse_no_mesh
+from ringcomm.modules.arguments import DEVICE, DEVICES, MODULE
+from ringcomm.modules.dynamo import skipped
+from ringcomm.modules.meta import real_device
+from ringcomm.modules.notes import notes_of
+from ringcomm.modules.precision import MixedPrecision, precision_of
 from ringcomm.validation import COMMUNICATOR, FLAG, INTEGER, NOT_NEGATIVE, a, expects
 
 if TYPE_CHECKING:

@@ -25,19 +25,19 @@ from torch import nn
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import shared_communicator
-from ringcomm.data_parallel.arguments import ATOM, INIT, LAST_STAGE, MODULE, RANKS
+from ringcomm.data_parallel.buckets.group import DataParallelGroup, ranks_of_mesh, refuse_several
+from ringcomm.data_parallel.buckets.layout import Atom
 from ringcomm.data_parallel.build import build
-from ringcomm.data_parallel.deferred_init import InitFn
-from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh, refuse_several
-from ringcomm.data_parallel.layout import Atom
-from ringcomm.data_parallel.meta import real_device
-from ringcomm.data_parallel.module_notes import ModuleNotes, notes_of
-from ringcomm.data_parallel.partition import facts_of, named_parameters
-from ringcomm.data_parallel.precision import MixedPrecision, precision_of
-from ringcomm.data_parallel.sharded_model import Config, ShardedModel, Unit
-from ringcomm.data_parallel.unit_module import UnitModule
+from ringcomm.data_parallel.model.deferred_init import InitFn
+from ringcomm.data_parallel.model.partition import facts_of, named_parameters
+from ringcomm.data_parallel.model.sharded_model import Config, ShardedModel, Unit
+from ringcomm.data_parallel.model.unit_module import UnitModule
 from ringcomm.errors import InvalidArgumentError, UnsupportedError, shown
 from ringcomm.mesh import Mesh, refuse_no_mesh
+from ringcomm.modules.arguments import ATOM, INIT, LAST_STAGE, MODULE, RANKS
+from ringcomm.modules.meta import real_device
+from ringcomm.modules.notes import ModuleNotes, notes_of
+from ringcomm.modules.precision import MixedPrecision, precision_of
 from ringcomm.validation import FLAG, TEXT, Wanted, a, expects, several
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ from ringcomm.arrays import libraries
 from ringcomm.arrays.devices import Device
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import beside
-from ringcomm.data_parallel.arguments import MODULE
-from ringcomm.data_parallel.group import unversioned
+from ringcomm.data_parallel.buckets.group import unversioned
 from ringcomm.errors import DeviceError, InvalidArgumentError, UnsupportedError
+from ringcomm.modules.arguments import MODULE
 from ringcomm.validation import COMMUNICATOR, expects
 
 _OPS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg", dist.ReduceOp.PREMUL_SUM: "premul_sum"}

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringcomm.data_parallel.arguments import MODULE
-from ringcomm.data_parallel.bucket import Bucket
-from ringcomm.data_parallel.clip import clip_grad_norm_
-from ringcomm.data_parallel.group import Join
-from ringcomm.data_parallel.optimizer import ShardedOptimizer, sharded_optimizers
-from ringcomm.data_parallel.sharded_model import ShardedModel, sharded_model_of
+from ringcomm.data_parallel.buckets.bucket import Bucket
+from ringcomm.data_parallel.buckets.group import Join
+from ringcomm.data_parallel.model.sharded_model import ShardedModel, sharded_model_of
+from ringcomm.data_parallel.optim.clip import clip_grad_norm_
+from ringcomm.data_parallel.optim.optimizer import ShardedOptimizer, sharded_optimizers
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.modules.arguments import MODULE
 from ringcomm.validation import FLAG, expects
 
 

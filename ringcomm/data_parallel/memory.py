@@ -16,14 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringcomm.data_parallel.arguments import MODULE, OPTIMIZER, STAGE
-from ringcomm.data_parallel.bucket import Bucket
-from ringcomm.data_parallel.group import DataParallelGroup
-from ringcomm.data_parallel.layout import Atom, FlatLayout
-from ringcomm.data_parallel.optimizer import is_elementwise, states_of
-from ringcomm.data_parallel.partition import BucketBuilder, blocks_of, bucket_bytes, kept_in_their_type, units_of
-from ringcomm.data_parallel.precision import MixedPrecision
-from ringcomm.data_parallel.sharded_model import (
+from ringcomm.data_parallel.buckets.bucket import Bucket
+from ringcomm.data_parallel.buckets.group import DataParallelGroup
+from ringcomm.data_parallel.buckets.layout import Atom, FlatLayout
+from ringcomm.data_parallel.model.partition import BucketBuilder, blocks_of, bucket_bytes, kept_in_their_type, units_of
+from ringcomm.data_parallel.model.sharded_model import (
     IN_FLIGHT,
     Config,
     ShardedModel,
@@ -33,8 +30,11 @@ from ringcomm.data_parallel.sharded_model import (
     reduction_order,
     sharded_model_of,
 )
-from ringcomm.data_parallel.sharded_parameter import ShardedParameter
+from ringcomm.data_parallel.model.sharded_parameter import ShardedParameter
+from ringcomm.data_parallel.optim.optimizer import is_elementwise, states_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.modules.arguments import MODULE, OPTIMIZER, STAGE
+from ringcomm.modules.precision import MixedPrecision
 from ringcomm.validation import expects, validate_int
 
 _META = torch.device("meta")

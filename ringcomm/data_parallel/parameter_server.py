@@ -27,8 +27,8 @@ from torch import nn
 
 from ringcomm import errors
 from ringcomm.comm.communicator import Communicator
-from ringcomm.data_parallel.layout import Atom, FlatLayout, Segment
-from ringcomm.data_parallel.optimizer_state import check_shape, is_alike
+from ringcomm.data_parallel.buckets.layout import Atom, FlatLayout, Segment
+from ringcomm.data_parallel.optim.state import check_shape, is_alike
 from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, RingcommError, rank_list
 
 STEP, PULL, STATE, LEAVE = range(4)

@@ -14,7 +14,30 @@ from typing_extensions import TypeVar
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import communicator_of
-from ringcomm.data_parallel.arguments import (
+from ringcomm.data_parallel.buckets.group import DataParallelGroup, ranks_of_mesh, refuse_several
+from ringcomm.data_parallel.buckets.layout import Atom
+from ringcomm.data_parallel.build import build
+from ringcomm.data_parallel.model.deferred_init import InitFn
+from ringcomm.data_parallel.model.partition import (
+    blocks_of,
+    bucket_bytes,
+    facts_of,
+    named_parameters,
+    units_of,
+)
+from ringcomm.data_parallel.model.sharded_model import Config, ShardedModel, place_of, sharded_model_of
+from ringcomm.data_parallel.model.unit_module import UnitModule
+from ringcomm.data_parallel.optim.optimizer import (
+    attach,
+    find_sharded_optimizer,
+    is_elementwise,
+    refuse_foreign,
+    refuse_unusable,
+    restage_model,
+    unwrap_model,
+)
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.modules.arguments import (
     ATOM,
     INIT,
     MODULE,
@@ -26,32 +49,9 @@ from ringcomm.data_parallel.arguments import (
     UNITS,
     Units,
 )
-from ringcomm.data_parallel.build import build
-from ringcomm.data_parallel.deferred_init import InitFn
-from ringcomm.data_parallel.group import DataParallelGroup, ranks_of_mesh, refuse_several
-from ringcomm.data_parallel.layout import Atom
-from ringcomm.data_parallel.meta import real_device
-from ringcomm.data_parallel.optimizer import (
-    attach,
-    find_sharded_optimizer,
-    is_elementwise,
-    refuse_foreign,
-    refuse_unusable,
-    restage_model,
-    unwrap_model,
-)
-from ringcomm.data_parallel.partition import (
-    blocks_of,
-    bucket_bytes,
-    facts_of,
-    named_parameters,
-    units_of,
-)
-from ringcomm.data_parallel.precision import MixedPrecision
-from ringcomm.data_parallel.shard_spec import part_of
-from ringcomm.data_parallel.sharded_model import Config, ShardedModel, place_of, sharded_model_of
-from ringcomm.data_parallel.unit_module import UnitModule
-from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.modules.meta import real_device
+from ringcomm.modules.precision import MixedPrecision
+from ringcomm.modules.shard_spec import part_of
 from ringcomm.validation import FLAG, POSITIVE, expects, one_of
 
 if TYPE_CHECKING:

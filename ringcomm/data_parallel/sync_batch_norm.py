@@ -19,9 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import communicator_of
-from ringcomm.data_parallel.arguments import DEVICE, DTYPE, MODULE
-from ringcomm.data_parallel.sharded_model import place_of
+from ringcomm.data_parallel.model.sharded_model import place_of
 from ringcomm.errors import InvalidArgumentError
+from ringcomm.modules.arguments import DEVICE, DTYPE, MODULE
 from ringcomm.validation import COMMUNICATOR, FLAG, expects, number, or_none, validate_int
 
 # Communicators of unpickled layers, one per process group.

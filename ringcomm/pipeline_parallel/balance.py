@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ringcomm.data_parallel.partition import blocks_of
+from ringcomm.data_parallel.model.partition import blocks_of
 from ringcomm.errors import InvalidArgumentError, shown
 
 BEFORE, BEHIND = "before", "behind"

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ringcomm.data_parallel.module_notes import NAME
 from ringcomm.errors import InvalidArgumentError
+from ringcomm.modules.notes import NAME
 
 # Attributes that every module has, and those in which torch's recurrent layers keep their parameters a second time.
 _OWN = {*vars(nn.Module()), NAME, "_flat_weights", "_flat_weight_refs"}

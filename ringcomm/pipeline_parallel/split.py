@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ringcomm.data_parallel.arguments import matches
-from ringcomm.data_parallel.partition import is_compiled
+from ringcomm.data_parallel.model.partition import is_compiled
 from ringcomm.errors import InvalidArgumentError, UnsupportedError, shown
+from ringcomm.modules.arguments import matches
 from ringcomm.pipeline_parallel.balance import balance
 from ringcomm.validation import TEXT, Wanted, a, expects, several
 

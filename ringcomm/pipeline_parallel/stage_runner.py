@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
 
-from ringcomm.data_parallel.module_notes import notes_of, notes_on
-from ringcomm.data_parallel.shard_spec import note
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.modules.notes import notes_of, notes_on
+from ringcomm.modules.shard_spec import note
 from ringcomm.pipeline_parallel.buffers import Buffers
 from ringcomm.pipeline_parallel.draws import checkpoint_around, must_send, random_op, replay
 from ringcomm.pipeline_parallel.shape_only import (

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ringcomm.data_parallel.module_notes import attributes_of
-from ringcomm.data_parallel.shard_spec import renew_parts
 from ringcomm.errors import UnsupportedError
+from ringcomm.modules.notes import attributes_of
+from ringcomm.modules.shard_spec import renew_parts
 from ringcomm.tensor_parallel.group import TensorParallelGroup, f, f_bar
 from ringcomm.tensor_parallel.layers import refuse_hooks, set_shard, shard_along
 from ringcomm.tensor_parallel.styles import Experts

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.data_parallel.arguments import TENSOR
 from ringcomm.errors import ShapeError, UnsupportedError
 from ringcomm.mesh import refuse_mesh
+from ringcomm.modules.arguments import TENSOR
 from ringcomm.validation import expects, validate_int
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from ringcomm.data_parallel.partition import is_compiled
+from ringcomm.data_parallel.model.partition import is_compiled
 from ringcomm.errors import InvalidArgumentError, RingcommError
 from ringcomm.tensor_parallel.group import TensorParallelGroup
 from ringcomm.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding

@@ -1,6 +1,6 @@
 """Linear layers and embeddings with weights sharded over the ranks of a communicator (Shoeybi et al., "Megatron-LM",
 2019). Inputs and outputs are plain tensors. A layer keeps the parameter names of the layer that it replaces; its
-parameters are this rank's shards, and carry a description of the shard (`ringcomm.data_parallel.shard_spec`).
+parameters are this rank's shards, and carry a description of the shard (`ringcomm.modules.shard_spec`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.data_parallel.arguments import DEVICE, DTYPE
-from ringcomm.data_parallel.shard_spec import ShardSpec, note, renew_parts, take
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.modules.arguments import DEVICE, DTYPE
+from ringcomm.modules.shard_spec import ShardSpec, note, renew_parts, take
 from ringcomm.tensor_parallel import overlapped
 from ringcomm.tensor_parallel.group import TensorParallelGroup, f, f_bar, g, g_bar, gather, scatter
 from ringcomm.tensor_parallel.outputs import ShardedOutputs

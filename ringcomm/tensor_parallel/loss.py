@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.data_parallel.arguments import TENSOR
 from ringcomm.errors import InvalidArgumentError, ShapeError
+from ringcomm.modules.arguments import TENSOR
 from ringcomm.tensor_parallel.group import TensorParallelGroup
 from ringcomm.tensor_parallel.outputs import unwatched
 from ringcomm.validation import expects, number, one_of, validate_int

@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.data_parallel.arguments import MODULE, matches
-from ringcomm.data_parallel.module_notes import attributes_of
-from ringcomm.data_parallel.shard_spec import ShardSpec, copy_part, part_of
-from ringcomm.data_parallel.unsplit import keep_unsplit
 from ringcomm.errors import InvalidArgumentError, MismatchError, RingcommError, UnsupportedError, shown
+from ringcomm.modules.arguments import MODULE, matches
+from ringcomm.modules.notes import attributes_of
+from ringcomm.modules.shard_spec import ShardSpec, copy_part, part_of
+from ringcomm.modules.unsplit import keep_unsplit
 from ringcomm.tensor_parallel.dropout import ShardedDropout
 from ringcomm.tensor_parallel.experts import shard_experts
 from ringcomm.tensor_parallel.group import TensorParallelGroup

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path
 
-from ringcomm.data_parallel.module_notes import notes_of
-from ringcomm.data_parallel.partition import blocks_of
-from ringcomm.data_parallel.shard_spec import part_of, renew_parts
-from ringcomm.data_parallel.sharded_model import sharded_model_of
+from ringcomm.data_parallel.model.partition import blocks_of
+from ringcomm.data_parallel.model.sharded_model import sharded_model_of
 from ringcomm.errors import MismatchError
+from ringcomm.modules.notes import notes_of
+from ringcomm.modules.shard_spec import part_of, renew_parts
 from ringcomm.tensor_parallel.group import TensorParallelGroup, multiplied_in
 from ringcomm.tensor_parallel.sequence import sum_gradients_of
 

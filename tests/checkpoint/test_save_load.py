@@ -23,10 +23,10 @@ from ringcomm.checkpoint import files as checkpoint_files
 from ringcomm.checkpoint.files import boxes
 from ringcomm.checkpoint.metadata import read_metadata
 from ringcomm.data_parallel.fully_shard import fully_shard
-from ringcomm.data_parallel.precision import MixedPrecision
+from ringcomm.data_parallel.model.sharded_model import sharded_model_of
 from ringcomm.data_parallel.shard import restage, shard
-from ringcomm.data_parallel.sharded_model import sharded_model_of
 from ringcomm.errors import DtypeError, EngineError, InvalidArgumentError, RingcommError, ShapeError
+from ringcomm.modules.precision import MixedPrecision
 from tests.support import torch_ranks
 from tests.support.choice import slow
 

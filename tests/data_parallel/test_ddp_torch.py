@@ -15,10 +15,10 @@ from torch import nn
 import ringcomm
 from ringcomm.comm.rendezvous import communicator_of
 from ringcomm.data_parallel.ddp import DistributedDataParallel, NaiveDataParallel
-from ringcomm.data_parallel.precision import MixedPrecision
 from ringcomm.data_parallel.shard import restage, shard
 from ringcomm.data_parallel.sync_batch_norm import SyncBatchNorm
 from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, UnsupportedError
+from ringcomm.modules.precision import MixedPrecision
 from tests.support import torch_ranks
 
 Values = dict[str, torch.Tensor]

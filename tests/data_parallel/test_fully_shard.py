@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ringcomm
 from ringcomm.data_parallel.fully_shard import FSDPModule, fully_shard, register_forward_method
-from ringcomm.data_parallel.grad_scaler import GradScaler
-from ringcomm.data_parallel.precision import MixedPrecision
+from ringcomm.data_parallel.optim.grad_scaler import GradScaler
 from ringcomm.data_parallel.shard import shard, whole
+from ringcomm.modules.precision import MixedPrecision
 from tests.support import torch_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")

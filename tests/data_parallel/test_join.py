@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import ringcomm
-from ringcomm.data_parallel.clip import clip_grad_norm_
 from ringcomm.data_parallel.ddp import DistributedDataParallel
 from ringcomm.data_parallel.join import join
-from ringcomm.data_parallel.precision import MixedPrecision
+from ringcomm.data_parallel.model.sharded_model import sharded_model_of
+from ringcomm.data_parallel.optim.clip import clip_grad_norm_
 from ringcomm.data_parallel.shard import no_sync, shard
-from ringcomm.data_parallel.sharded_model import sharded_model_of
 from ringcomm.errors import InvalidArgumentError, MismatchError, RingcommError, UnsupportedError
+from ringcomm.modules.precision import MixedPrecision
 from ringcomm.tools.bench.check import tree_sum
 
 WORLD = 4

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import ringcomm
-from ringcomm.data_parallel.sharded_model import sharded_model_of
+from ringcomm.data_parallel.model.sharded_model import sharded_model_of
 from tests.support.parity import differences_of
 
 STAGES = (0, 1, 2, 3)

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import ringcomm
-from ringcomm.data_parallel.shard_spec import part_of
 from ringcomm.errors import InvalidArgumentError, MismatchError
 from ringcomm.mesh import Mesh, init_mesh
+from ringcomm.modules.shard_spec import part_of
 from ringcomm.tensor_parallel.plan import parallelize
 from tests.support import torch_ranks
 from tests.support.tensor_cases import difference, on_ranks, part, tensor_of

@@ -15,8 +15,8 @@ from torch import nn
 import ringcomm
 from ringcomm import checkpoint
 from ringcomm.checkpoint.parts import flat_of, name_of
-from ringcomm.data_parallel.shard_spec import ShardSpec, part_of
 from ringcomm.errors import InvalidArgumentError, RingcommError, ShapeError, UnsupportedError
+from ringcomm.modules.shard_spec import ShardSpec, part_of
 from tests.support import mesh_cases as cases
 from tests.support import torch_ranks
 from tests.support.choice import choose, slow

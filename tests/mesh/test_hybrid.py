@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import ringcomm
+from ringcomm.data_parallel.buckets.group import DataParallelGroup
 from ringcomm.data_parallel.fully_shard import fully_shard
-from ringcomm.data_parallel.group import DataParallelGroup
-from ringcomm.data_parallel.partition import PROBES, measured_bucket_bytes
-from ringcomm.data_parallel.precision import MixedPrecision
+from ringcomm.data_parallel.model.partition import PROBES, measured_bucket_bytes
 from ringcomm.data_parallel.shard import shard
+from ringcomm.modules.precision import MixedPrecision
 from tests.support import torch_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")

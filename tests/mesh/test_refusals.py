@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import ringcomm
-from ringcomm.data_parallel.grad_scaler import GradScaler
-from ringcomm.data_parallel.group import ranks_of_mesh
+from ringcomm.data_parallel.buckets.group import ranks_of_mesh
+from ringcomm.data_parallel.optim.grad_scaler import GradScaler
 from ringcomm.errors import InvalidArgumentError
 from tests.support import mesh_cases as cases
 from tests.support.mesh_cases import Job, Net

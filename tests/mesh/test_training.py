@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import ringcomm
-from ringcomm.data_parallel.grad_scaler import GradScaler
 from ringcomm.data_parallel.memory import predict
-from ringcomm.data_parallel.precision import MixedPrecision
+from ringcomm.data_parallel.model.sharded_model import sharded_model_of
+from ringcomm.data_parallel.optim.grad_scaler import GradScaler
 from ringcomm.data_parallel.shard import restage
-from ringcomm.data_parallel.shard_spec import ShardSpec
-from ringcomm.data_parallel.sharded_model import sharded_model_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.modules.precision import MixedPrecision
+from ringcomm.modules.shard_spec import ShardSpec
 from tests.support import mesh_cases as cases
 from tests.support.choice import slow
 from tests.support.mesh_cases import Job, Net, make, mean_loss, pieces_of, plain, plain_gradients, plain_step

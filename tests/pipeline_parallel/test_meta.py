@@ -14,11 +14,11 @@ from torch import nn
 
 import ringcomm
 from ringcomm.comm.communicator import Communicator
-from ringcomm.data_parallel.sharded_model import place_of
+from ringcomm.data_parallel.model.sharded_model import place_of
 from ringcomm.errors import AbortedError, InvalidArgumentError
 from ringcomm.pipeline_parallel.pipeline import Pipeline
-from tests.data_parallel.test_meta import Meter, Wide
-from tests.data_parallel.test_meta import fill as fill_plain
+from tests.modules.test_meta import Meter, Wide
+from tests.modules.test_meta import fill as fill_plain
 from tests.pipeline_parallel.test_runner import Net, cross_entropy, cuts, tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")

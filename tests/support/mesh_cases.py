@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ringcomm
 from ringcomm.context import positions, ring_attention, shard_sequence
-from ringcomm.data_parallel.norm import total_norm
-from ringcomm.data_parallel.shard_spec import ShardSpec, part_of, take
+from ringcomm.data_parallel.optim.norm import total_norm
+from ringcomm.modules.shard_spec import ShardSpec, part_of, take
 from ringcomm.pipeline_parallel.pipeline import Pipeline
 from ringcomm.pipeline_parallel.split import split
 from ringcomm.tensor_parallel.plan import Colwise, parallelize

@@ -24,8 +24,8 @@ from torch import nn
 
 import ringcomm
 from ringcomm.context import positions, ring_attention, shard_sequence
-from ringcomm.data_parallel.shard_spec import ShardSpec, part_of, take
 from ringcomm.errors import InvalidArgumentError, RingcommError, UnsupportedError
+from ringcomm.modules.shard_spec import ShardSpec, part_of, take
 from ringcomm.tensor_parallel import Colwise
 from tests.support.mesh_models import MeshNet, batch, build, build_on_meta, loss_of
 from tests.support.mesh_programs import Place, Program, name_of, shrunk

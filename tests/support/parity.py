@@ -255,7 +255,7 @@ def train_alone(case: Case, steps: int = 3) -> Result:
 @contextlib.contextmanager
 def background_is(value: bool) -> Iterator[None]:
     """Ranks whose collectives run in the background, or not, whatever the machine; entered once for all threads."""
-    from ringcomm.data_parallel import group
+    from ringcomm.data_parallel.buckets import group
 
     made = group.DataParallelGroup.__init__
 

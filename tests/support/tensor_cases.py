@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ringcomm
-from ringcomm.data_parallel.shard_spec import part_of, take
+from ringcomm.modules.shard_spec import part_of, take
 from ringcomm.tensor_parallel.group import TensorParallelGroup
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}

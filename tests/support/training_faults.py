@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from ringcomm.data_parallel import clip, sharded_parameter
-from ringcomm.data_parallel.bucket import Bucket
-from ringcomm.data_parallel.grad_buffer import GradBuffer
-from ringcomm.data_parallel.group import DataParallelGroup
-from ringcomm.data_parallel.optimizer_state import OptimizerState
-from ringcomm.data_parallel.sharded_model import ShardedModel, Unit
+from ringcomm.data_parallel.buckets.bucket import Bucket
+from ringcomm.data_parallel.buckets.grad_buffer import GradBuffer
+from ringcomm.data_parallel.buckets.group import DataParallelGroup
+from ringcomm.data_parallel.model import sharded_parameter
+from ringcomm.data_parallel.model.sharded_model import ShardedModel, Unit
+from ringcomm.data_parallel.optim import clip
+from ringcomm.data_parallel.optim.state import OptimizerState
 
 Function = Callable[..., Any]
 

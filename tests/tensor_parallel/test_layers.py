@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ringcomm.data_parallel.shard_spec import part_of, take
 from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError
+from ringcomm.modules.shard_spec import part_of, take
 from ringcomm.tensor_parallel.dropout import ShardedDropout
 from ringcomm.tensor_parallel.group import TensorParallelGroup
 from ringcomm.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding

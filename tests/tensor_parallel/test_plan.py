@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ringcomm
 from examples.gpt import GPT
-from ringcomm.data_parallel.shard_spec import part_of
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.mesh import init_mesh
+from ringcomm.modules.shard_spec import part_of
 from ringcomm.tensor_parallel.layers import RowParallelLinear
 from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import Colwise

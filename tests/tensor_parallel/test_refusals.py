@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ringcomm.data_parallel.arguments import matches
 from ringcomm.errors import InvalidArgumentError, MismatchError, ShapeError, UnsupportedError
+from ringcomm.modules.arguments import matches
 from ringcomm.tensor_parallel.group import f
 from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import STYLES, Colwise, Dropout, Heads, Vocab

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ringcomm
-from ringcomm.data_parallel.sharded_model import place_of
+from ringcomm.data_parallel.model.sharded_model import place_of
 
 STAGES = (0, 1, 2, 3)
 WORLD = 3

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ringcomm.data_parallel.memory import traffic
-from ringcomm.data_parallel.precision import MixedPrecision
-from ringcomm.data_parallel.sharded_model import IN_FLIGHT
+from ringcomm.data_parallel.model.sharded_model import IN_FLIGHT
 from ringcomm.errors import InvalidArgumentError
+from ringcomm.modules.precision import MixedPrecision
 from ringcomm.pipeline_parallel.check import COSTS, times
 from ringcomm.pipeline_parallel.schedules import Kind, schedule_of
 from ringcomm.tools.simulate import Cluster, predict, time_us

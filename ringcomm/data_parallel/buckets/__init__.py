@@ -1,0 +1,1 @@
+"""Flat buffers of parameters and gradients, and the collectives of the ranks that share them."""

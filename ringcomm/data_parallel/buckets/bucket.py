@@ -1,0 +1,574 @@
+"""A bucket: parameters of one type that are communicated together, and the flat buffers that hold them.
+
+    weight   in the type of the forward pass; the parameters are views of it. Unsharded at stages 0 to 2, sharded at 3
+    master   in the optimizer's type, if that type or its device differs; else the owned range of weight
+    gradient see grad_buffer.py
+
+The owned range is the part that this rank's optimizer updates: the unsharded buffer at stage 0, this rank's shard at
+stages 1 to 3.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import nn
+
+from ringcomm.data_parallel.buckets.grad_buffer import GradBuffer
+from ringcomm.data_parallel.buckets.group import DONE, DataParallelGroup, uses
+from ringcomm.data_parallel.buckets.layout import FlatLayout, Run
+from ringcomm.errors import InvalidArgumentError
+from ringcomm.modules.arguments import LAST_STAGE
+from ringcomm.modules.meta import fill_unmade, give_memory
+from ringcomm.modules.precision import Types
+from ringcomm.modules.shard_spec import is_primary_copy
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_WINDOWS_EACH = 8  # the most windows kept per parameter
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_dtype_of = operator.attrgetter("dtype")
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func (vmap, grad, jacrev, ...) is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _untransformed(function: _F) -> _F:
+    """Lets a function move parameters inside torch.func transforms, which would otherwise intercept its operations."""
+
+    @functools.wraps(function)
+    def moved(*args: Any, **kwargs: Any) -> Any:
+        if not in_transform():
+            return function(*args, **kwargs)
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+        with temporarily_clear_interpreter_stack():
+            return function(*args, **kwargs)
+
+    return cast(_F, moved)
+
+
+def _set_values(params: Sequence[nn.Parameter], values: Sequence[torch.Tensor], classes: Sequence[type]) -> None:
+    """Gives parameters other values, and the classes that go with them."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for p, data, kind in zip(params, values, classes, strict=True):
+            p.data = data
+            # Programs and optimizers keep references to the parameter, so it stays the same object.
+            p.__class__ = kind
+
+
+def with_own_storage(part: torch.Tensor) -> torch.Tensor:
+    """Returns a view of the same memory whose storage covers exactly that memory, because code that saves tensors
+    saves their storages."""
+    nbytes = torch.empty(0, dtype=torch.uint8, device=part.device)
+    nbytes.set_(part.untyped_storage(), part.storage_offset() * part.itemsize, (part.nbytes,))
+    return part.new_empty(0).set_(torch.from_dlpack(nbytes).untyped_storage(), 0, part.shape)
+
+
+class Window(NamedTuple):
+    """The place of a view in the memory of an unsharded bucket."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    is_conj: bool
+    is_neg: bool
+
+    @staticmethod
+    def of(x: torch.Tensor) -> Window:
+        return Window(x.dtype, x.shape, x.stride(), x.storage_offset(), x.is_conj(), x.is_neg())
+
+    def on(self, unsharded: torch.Tensor) -> torch.Tensor:
+        """Returns the view in an unsharded buffer."""
+        found = torch.empty(0, dtype=self.dtype, device=unsharded.device)
+        found.set_(unsharded.untyped_storage(), self.offset, self.shape, self.stride)
+        found = found.conj() if self.is_conj else found
+        return torch._neg_view(found) if self.is_neg else found
+
+
+@dataclass
+class ViewData:
+    """The memory that a stage 3 parameter and its views share, or shared until `p.data = other`.
+
+    Attributes:
+        piece: this rank's part of the values, once they are no longer the parameter's.
+        unsharded: a buffer with the bucket's layout that holds these values, once it was gathered.
+    """
+
+    piece: Any = None
+    unsharded: torch.Tensor | None = None
+
+
+class ParamMemory:
+    """The unsharded buffer of a bucket. The parameters are views of it while it has memory; at stage 3, where it has
+    memory from a gather to a release, they are placeholders in between.
+
+    Args:
+        sharded_class: the class of placeholders, which gathers what a program reads.
+
+    Attributes:
+        classes: the parameters' own classes.
+        views: every parameter's part of the buffer; ``addresses``: where they were when they became the parameters.
+        windows: other views, kept for the next backward pass.
+        own_uses: how many tensors of ours share the memory while the parameters are views of it, without windows.
+        gathering: the all_gather in flight.
+        borrowed: whether a module outside of the unit has read a parameter since the gather.
+    """
+
+    def __init__(self, params: list[nn.Parameter], sharded_class: type[nn.Parameter]) -> None:
+        self.params, self.sharded_class = params, sharded_class
+        self.classes = [type(p) for p in params]
+        self.gathering: Any = None
+        self.borrowed = False
+
+    def move(self, buffer: torch.Tensor, layout: FlatLayout) -> None:
+        """Takes another buffer."""
+        self.buffer, self.views = buffer, layout.parts(buffer)
+        self.windows: dict[Window, torch.Tensor] = {}
+        self.own_uses = uses(buffer) + len(self.params)
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether the buffer has memory."""
+        return self.buffer.untyped_storage().nbytes() > 0
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether other tensors share the memory, such as views that the user's program has kept or tensors that
+        autograd has saved without our hooks."""
+        return uses(self.buffer) > self.own_uses + len(self.windows)
+
+    @cached_property
+    def placeholders(self) -> list[torch.Tensor]:
+        """Tensors with the parameters' shapes and without values; code that reads them all the same gets NaN."""
+        dtype = self.buffer.dtype
+        nothing = torch.full((), math.nan if dtype.is_floating_point else -1).to(dtype).to(self.buffer.device)
+        return [nothing.expand(view.shape) for view in self.views]
+
+    def bind(self) -> None:
+        """Makes the parameters views of the buffer, so that they can be computed with."""
+        _set_values(self.params, self.views, self.classes)
+        self.addresses = [*map(torch.Tensor.data_ptr, self.views)]
+
+    def free(self) -> None:
+        """Makes the parameters placeholders."""
+        _set_values(self.params, self.placeholders, [self.sharded_class] * len(self.params))
+        self.buffer.untyped_storage().resize_(0)
+
+    def window(self, at: Window) -> torch.Tensor:
+        """Returns a view of the buffer. Views are cached, up to a limit."""
+        if at not in self.windows:
+            if len(self.windows) >= _WINDOWS_EACH * len(self.params):
+                self.windows.clear()
+            self.windows[at] = at.on(self.buffer)
+        return self.windows[at]
+
+
+@dataclass
+class Gathered:
+    """What the buckets of a model know together about their unsharded parameters at stage 3.
+
+    Attributes:
+        homes: the buckets by the memory of their unsharded buffers.
+        holders: how many times the program is inside `whole`, during which nothing is freed.
+        graph_needs: whether a graph made with create_graph may still need the parameters.
+    """
+
+    homes: dict[int, Bucket] = field(default_factory=dict)
+    holders: int = 0
+    graph_needs: bool = False
+
+
+class Bucket:
+    """One flat layout with its buffers, placed for a stage.
+
+    Args:
+        params: the parameters, in the order of the layout's segments.
+        sharded_class: see `ParamMemory`.
+        tree: see `GradBuffer`.
+        master_device: device of the master weights and the optimizer's state; None: the device of the weights.
+        send: whether all ranks get the first rank's values.
+        device: where parameters on the meta device get memory between `open` and `take_values`; None: no parameter is
+            on meta.
+
+    Attributes:
+        number: index among the model's buckets.
+        gathered: the model's.
+        shared: at stage 3, by parameter, what its views share that were made since `p.data = other`.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        params: Sequence[nn.Parameter],
+        ranks: DataParallelGroup,
+        types: Types,
+        stage: int,
+        sharded_class: type[nn.Parameter],
+        *,
+        tree: bool = False,
+        master_device: torch.device | None = None,
+        send: bool = True,
+        device: torch.device | None = None,
+    ) -> None:
+        self.layout, self.params, self.ranks, self.types, self.stage = layout, list(params), ranks, types, stage
+        self.tree, self.master_device = tree, master_device
+        self.number = 0
+        self.gathered = Gathered()
+        self.shared: dict[int, ViewData] = {}
+        self.memory = ParamMemory(self.params, sharded_class)
+        self._gradient: GradBuffer | None = None
+        if device is not None:
+            for p, segment in zip(self.params, layout.segments, strict=True):
+                if p.is_meta:
+                    give_memory(p, segment.name, device, ranks.rank)
+            return
+        values = ranks.empty(layout.numel, types.master, self.params[0].device).zero_()
+        for p, segment in zip(params, layout.segments, strict=True):
+            values[segment.offset : segment.end].copy_(p.detach().reshape(-1))
+        self.take_values(values, send)
+
+    def take_values(self, values: torch.Tensor, send: bool) -> None:
+        """Keeps this rank's part of the unsharded parameters.
+
+        Args:
+            send: whether all ranks get the first rank's values.
+        """
+        if send:
+            self.ranks.broadcast(values)
+        self._place(self.stage, values, any(p.requires_grad for p in self.params))
+
+    def open(self, unmade: Collection[int]) -> torch.Tensor:
+        """Gives all parameters memory for their initialisation, in the type that they were built in; it is then passed
+        to `take_values`.
+
+        Args:
+            unmade: ids of the parameters that have no values yet.
+        """
+        values = self.ranks.empty(self.layout.numel, self.types.module, self.params[0].device).zero_()
+        for i, p in enumerate(self.params):
+            part = self.layout.part(values, i)
+            with torch.no_grad():
+                fill_unmade(part, p) if id(p) in unmade else part.copy_(p)
+            p.data = part
+        return values
+
+    # ---- what follows from the rest ---------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters' names in the model."""
+        return [segment.name for segment in self.layout.segments]
+
+    @property
+    def unsharded(self) -> torch.Tensor:
+        """The unsharded buffer, which may have no memory at stage 3."""
+        return self.memory.buffer
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.memory.buffer.device
+
+    @property
+    def start(self) -> int:
+        """The first element of the range of the buffer that this rank's optimizer updates."""
+        return self.layout.shard_numel * self.ranks.rank if self.stage else 0
+
+    @property
+    def end(self) -> int:
+        """One past the last element of that range."""
+        return self.start + self.weight.numel()
+
+    @property
+    def separate(self) -> bool:
+        """Whether the master weights are not the weights."""
+        return self.master is not self.weight
+
+    @property
+    def trainable(self) -> bool:
+        """Whether there is a gradient."""
+        return self._gradient is not None
+
+    @property
+    def gradient(self) -> GradBuffer:
+        """The gradient buffer of a bucket that is trained."""
+        assert self._gradient is not None
+        return self._gradient
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the parameters can be read."""
+        return self.stage < LAST_STAGE or (self.memory.gathering is None and self.memory.is_allocated)
+
+    # ---- placement ------------------------------------------------------------------------------------------------
+
+    def _place(self, stage: int, values: torch.Tensor, trained: bool) -> None:
+        """Makes a stage's buffers from the unsharded master weights."""
+        self.stage = stage
+        compute, numel, device = self.types.compute, self.layout.numel, values.device
+        start, end = self.layout.owned_range(self.ranks.rank, stage)
+        master = None
+        if self.types.master != compute or self.master_device is not None:
+            where = self.master_device or device
+            pinned = where.type == "cpu" and device.type == "cuda"
+            master = torch.empty(end - start, dtype=self.types.master, device=where, pin_memory=pinned)
+            master.copy_(values[start:end])
+        if stage == LAST_STAGE:
+            self.weight = self.ranks.empty(self.layout.shard_numel, compute, device)
+            self.weight.copy_(values[start:end])
+            reuse = values.dtype == compute and values.untyped_storage().resizable()
+            self.memory.move(values if reuse else torch.empty(numel, dtype=compute, device=device), self.layout)
+            self.memory.free()
+        else:
+            reuse = values.dtype == compute
+            self.memory.move(values if reuse else self.ranks.empty(numel, compute, device).copy_(values), self.layout)
+            self.weight = self.unsharded[start:end]
+            self.memory.bind()
+        self.master = self.weight if master is None else master
+        self._gradient = self._new_gradient() if trained else None
+
+    def _new_gradient(self) -> GradBuffer:
+        noted = self._gradient.local.noted if self._gradient is not None else []  # our hooks have it
+        return GradBuffer(
+            self.params, self.layout, self.ranks, self.types, self.device, self.stage, tree=self.tree, noted=noted
+        )
+
+    def restage(self, stage: int) -> None:
+        """Moves the buffers to another stage and drops the gradients."""
+        self.adopt_writes("restage")
+        values = self.ranks.empty(self.layout.numel, self.types.master, self.device)
+        values.copy_(self.gather_owned(self.master))
+        self._place(stage, values, self.trainable)
+
+    def give_back(self) -> None:
+        """Turns the parameters into plain tensors with their own memory: they get the master weights, in the type
+        that the module was built in, and the unsharded gradients. A collective."""
+        self.adopt_writes("unshard")
+        gradients = self.gradient.given_back(self.types.module) if self.trainable else {}
+        unsharded = self.gather_owned(self.master)
+        for i, p in enumerate(self.params):
+            p.grad = None
+            own = self.layout.part(unsharded, i).to(self.device, self.types.module, copy=True)
+            _set_values([p], [own], [self.memory.classes[i]])
+            p.grad = gradients.get(i)
+        self.weight = self.master = self.memory.buffer = torch.empty(0)
+        self.memory.views, self.memory.windows, self._gradient = [], {}, None
+        self.gathered, self.shared = Gathered(), {}  # the model's refers to this bucket too, a circle
+
+    def thaw(self) -> None:
+        """Makes frozen parameters trainable."""
+        self._gradient = self._new_gradient()
+
+    def rename(self, names: Mapping[int, str]) -> None:
+        """Renames the parameters, by id, to their names in a larger module."""
+        renamed = zip(self.layout.segments, self.params, strict=True)
+        self.layout = replace(self.layout, segments=tuple(replace(s, name=names[id(p)]) for s, p in renamed))
+        if self.trainable:
+            self.gradient.rename(self.layout)
+
+    # ---- unsharded and sharded -----------------------------------------------------------------------------------
+
+    def runs(self, owners: Sequence[int]) -> list[Run]:
+        """Returns the runs of the owned range that an element-wise optimizer sees; ``owners`` are its groups, by
+        segment. In 16-bit types parameters stay separate, because torch rounds the last elements of a tensor
+        differently from the others."""
+        return self.layout.runs(self.start, self.end, owners, joined=self.types.master.itemsize > 2)
+
+    @_untransformed
+    def start_gather(self) -> None:
+        """Stage 3: starts to gather the parameters. Every rank must do so, in the same order."""
+        memory = self.memory
+        if self.stage < LAST_STAGE or memory.gathering is not None or memory.is_allocated:
+            return
+        memory.buffer.untyped_storage().resize_(memory.buffer.nbytes)
+        self.ranks.note_gathered(memory.buffer.nbytes)
+        self.ranks.announce("gather", self.number)
+        self.ranks.note_order(self.number)
+        with self._undone_by_errors():
+            memory.gathering = self.ranks.all_gather(self.weight, memory.buffer)
+
+    @_untransformed
+    def finish_gather(self) -> None:
+        """Waits until the parameters can be read."""
+        if self.memory.gathering is not None:
+            work, self.memory.gathering = self.memory.gathering, None
+            with self._undone_by_errors():
+                work.wait()
+            self.memory.bind()
+
+    @contextmanager
+    def _undone_by_errors(self) -> Iterator[None]:
+        """Wraps a gather: if it raises, the parameters are sharded again as before."""
+        try:
+            yield
+        except BaseException:
+            self.unsharded.untyped_storage().resize_(0)
+            self.ranks.note_gathered(-self.unsharded.nbytes)
+            raise
+
+    @_untransformed
+    def release(self, keep: bool = True) -> None:
+        """Stage 3: frees the other ranks' parameters. If other tensors still use the memory, it is left to them.
+
+        Args:
+            keep: whether to keep what was written into the parameters since they were gathered. All ranks must have
+                written the same.
+        """
+        if self.stage == LAST_STAGE:
+            self.finish_gather()
+            memory = self.memory
+            if memory.is_allocated:
+                if keep:
+                    self._keep_writes("forward")
+                if memory.is_seen:
+                    self.gathered.homes.pop(memory.buffer.untyped_storage()._cdata, None)
+                    memory.move(torch.empty_like(memory.buffer), self.layout)
+                    self.gathered.homes[memory.buffer.untyped_storage()._cdata] = self
+                memory.free()
+                memory.borrowed = False
+                self.ranks.note_gathered(-memory.buffer.nbytes)
+
+    def publish(self) -> Any:
+        """Copies changed master weights to the parameters, on this rank and the others. Returns a Work."""
+        if self.separate:
+            self.weight.copy_(self.master, non_blocking=True)
+        if self.stage in (1, 2) and self.ranks.world_size > 1:
+            return self.ranks.all_gather(self.weight, self.unsharded)
+        again = self.stage == LAST_STAGE and self.is_unsharded and self.gathered.holders > 0
+        self.release(keep=False)  # stage 3: parameters gathered before have the old values
+        if again:
+            self.start_gather()
+            self.finish_gather()
+        return DONE
+
+    def gather_owned(self, owned: torch.Tensor) -> torch.Tensor:
+        """Returns the unsharded buffer for values that every rank has for its owned range: ``owned`` at stage 0, else
+        new memory."""
+        return owned if self.stage == 0 else self.ranks.gather_apart(owned, self.device)
+
+    def piece(self, owned: torch.Tensor, i: int) -> torch.Tensor:
+        """Returns a parameter's part of values that this rank has for its owned range; it may be empty."""
+        return self.layout.piece(owned, self.start, i)[0]
+
+    def load(self, i: int, values: torch.Tensor) -> None:
+        """Writes this rank's part of a parameter's new values; the caller calls `publish` afterwards."""
+        self._write(self.master, i, values)
+
+    # ---- what users write into the parameters ---------------------------------------------------------------------
+
+    def set_data(self, i: int, values: torch.Tensor) -> None:
+        """Stage 3: implements `p.data = values`: this rank takes its part, and the master weights follow later.
+        Views that were made before keep the old values."""
+        self.release()
+        self.replace_data(i)
+        self._write(self.weight, i, values)
+
+    def replace_data(self, i: int) -> None:
+        """Called before a parameter's data is replaced: existing views keep the current values."""
+        data = self.shared.pop(i, None)
+        if data is not None:
+            data.piece = self.piece(self.weight, i).clone()
+
+    def _write(self, owned: torch.Tensor, i: int, values: torch.Tensor) -> None:
+        piece, start = self.layout.piece(owned, self.start, i)
+        piece.copy_(values.detach().reshape(-1)[start : start + piece.numel()])
+
+    def rebound(self, call: str) -> list[int]:
+        """Returns the parameters whose `p.data` was replaced by another tensor, while the parameters are unsharded. The
+        forward pass uses that tensor. Nothing is copied before a step, because users put averaged weights in and take
+        them out again.
+
+        Raises: InvalidArgumentError: a tensor of another shape or type, or on another device.
+        """
+        types = {*map(_dtype_of, self.params)}
+        here, views = self.memory.addresses, self.memory.views
+        if [*map(torch.Tensor.data_ptr, self.params)] == here and types == {self.types.compute}:
+            return []
+        found = []
+        for i, (p, view) in enumerate(zip(self.params, views, strict=True)):
+            if p.data_ptr() == here[i] and p.dtype == self.types.compute:
+                continue
+            if (p.shape, p.dtype, p.device) != (view.shape, view.dtype, view.device):
+                raise InvalidArgumentError(
+                    f"{call}: rank {self.ranks.rank} found that `p.data` of {self.names[i]} was set to a tensor of "
+                    f"{tuple(p.shape)} {p.dtype} on {p.device} after the module was wrapped, expected "
+                    f"{tuple(view.shape)} {view.dtype} on {view.device}; change the module before it "
+                    "is wrapped, or take it out with ringcomm.unshard, change it and wrap it again"
+                )
+            found.append(i)
+        return found
+
+    def adopt_writes(self, call: str) -> None:
+        """Applies what was written into the parameters since `publish` to the master weights."""
+        for i in self._keep_writes(call):
+            view = self.memory.views[i]
+            view.copy_(self.params[i].detach())
+            self.params[i].data = view
+        master = self._followed(self.weight)
+        if master is not self.master:
+            self.master.copy_(master)
+
+    def written_master(self, call: str) -> torch.Tensor:
+        """Returns the master weights that `adopt_writes` would make, for a checkpoint. It changes nothing, because
+        tensors that replace `p.data` may be taken out again."""
+        replaced = self._take_writes(call)
+        weight = self.weight.clone() if replaced else self.weight
+        for i in replaced:
+            self._write(weight, i, self.params[i])
+        return self._followed(weight)
+
+    def _keep_writes(self, call: str) -> list[int]:
+        """Like `_take_writes`, and also keeps the tensors that replaced `p.data`."""
+        replaced = self._take_writes(call)
+        for i in replaced:
+            if self.stage == LAST_STAGE:
+                self.replace_data(i)
+            self._write(self.weight, i, self.params[i])
+        return replaced
+
+    def _take_writes(self, call: str) -> list[int]:
+        """Keeps this rank's part of what was written in place; returns the parameters whose `p.data` was replaced."""
+        if not self.is_unsharded:
+            return []
+        if self.stage == LAST_STAGE:
+            self.weight.copy_(self.unsharded[self.start : self.end])
+        return self.rebound(call)
+
+    def _followed(self, weight: torch.Tensor) -> torch.Tensor:
+        """Returns the master weights after user writes to the parameters. Where a weight still equals its rounded
+        master weight, the master weight keeps its extra bits."""
+        if not self.separate:
+            return weight
+        bits = _BITS[self.types.compute.itemsize]  # compared as bits, so that -0.0 differs from 0.0
+        published = self.master.to(self.types.compute).to(self.device).view(bits)
+        if self.device.type == "cpu" and torch.equal(published, weight.view(bits)):
+            return self.master
+        kept, where = published == weight.view(bits), self.master.device
+        return torch.where(kept.to(where), self.master, weight.to(where, self.master.dtype))
+
+    # ---- the rest of a mesh ---------------------------------------------------------------------------------------
+
+    def is_primary_copy(self, i: int) -> bool:
+        """True on exactly one replica of each parameter, so that norms and checkpoints count it once."""
+        return is_primary_copy(self.params[i], self.ranks.mesh)
+
+    # ---- figures --------------------------------------------------------------------------------------------------
+
+    def nbytes(self) -> dict[str, int]:
+        """Returns the bytes that this rank keeps between steps, by kind."""
+        return {
+            "parameters": (self.weight if self.stage == LAST_STAGE else self.unsharded).nbytes,
+            "master": self.master.nbytes if self.separate else 0,
+            "gradients": self.gradient.buffer.nbytes if self.trainable else 0,
+        }

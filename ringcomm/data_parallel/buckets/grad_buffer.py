@@ -1,0 +1,1029 @@
+"""A bucket's gradient, from what autograd leaves in `p.grad` to the mean over all ranks, unsharded or this rank's
+shard; and `p.grad` of a parameter whose gradient is sharded, which behaves like an ordinary gradient.
+
+    autograd           p.grad of every parameter, in the type of the forward pass
+    pack               packed and cast into `local`: this rank's sums over one or more backward passes
+    start_reduce       `local` on the wire: all_reduce (stage 0) or reduce_scatter (stages 1 to 3)
+    finish_reduce      `reduced` += the mean
+    expose_grads       p.grad is a view of it (stage 0), or a ShardedGradient
+    adopt_user_grads   tensors that the user has assigned to p.grad are taken over
+
+Means are added to earlier means and local sums to earlier local sums, so every stage does the same arithmetic. What a
+rank does with a ShardedGradient, and what is sent:
+
+    p.grad.mul_(0.5)                element-wise and in place: each rank works on its part, nothing is sent
+    p.grad.norm(), p.grad * 2       everything else: the ranks gather the gradient, and the operation sees all of it
+    p.grad[0] = 0, p.grad.t().t_()  other changes: made on the gathered gradient, of which each rank keeps its part
+    torch._foreach_norm(grads)      one bucket after another, so that one bucket is gathered at a time
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import operator
+import sys
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property, partial, reduce
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._foreach_utils import _foreach_supported_types
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ringcomm.data_parallel.buckets.group import DataParallelGroup, OwnMemory, uses
+from ringcomm.data_parallel.buckets.layout import FlatLayout
+from ringcomm.errors import InvalidArgumentError, RingcommError, UnsupportedError
+from ringcomm.modules.precision import Types
+
+_ELEMENTWISE = {
+    *("mul_", "div_", "add_", "sub_", "pow_", "abs_", "neg_", "sign_", "sqrt_", "clamp_", "clamp_min_", "clamp_max_"),
+    *("nan_to_num_", "copy_", "zero_", "fill_", "lerp_", "addcmul_", "addcdiv_", "masked_fill_"),
+}
+_SAME_ON_RANKS = {"allreduce_", "allreduce_coalesced_", "broadcast_", "allgather_", "_allgather_base_"}  # of c10d
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # of torch.amp.GradScaler
+# The reference count of an object that only a list holds, counted inside such a map.
+_OWN_REFERENCES = next(map(sys.getrefcount, [object()]))
+_grad_of = operator.attrgetter("grad")
+_requires_grad = operator.attrgetter("requires_grad")
+_layout_of = operator.attrgetter("layout")
+
+
+def _same(gradient: GradBuffer | None) -> GradBuffer | None:
+    return gradient
+
+
+def _kept(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Returns the indices of the tensors that are also referenced from outside this list."""
+    return [i for i, references in enumerate(map(sys.getrefcount, tensors)) if references > _OWN_REFERENCES]
+
+
+class LocalSums:
+    """This rank's sums of the backward passes since the last reduction, in unsharded buffers.
+
+    Args:
+        tree: add up the passes in a balanced binary tree, as the ranks' gradients are added. If the number of passes is
+            a power of two, the sum's bits do not depend on how the passes are distributed over the ranks. The tree
+            needs one buffer per level.
+        noted: the list that holds, between the first gradient of a backward pass and `pack`, the parameters whose
+            gradients have arrived and the parameters whose gradients are defined; see `_C.Arrivals`.
+
+    Attributes:
+        levels: the sums of 1, 2, 4, ... passes; without ``tree`` one sum of any number of passes.
+        counts: with ``tree``, by parameter, the number of passes in its sums. A level of the tree holds a part for the
+            parameter if the number has that bit set, and zeros otherwise.
+        base: the count at the beginning of a pipeline step.
+        contributed: parameters with a gradient in the sums.
+        views: every parameter's part of the only level, once it is in `p.grad`.
+    """
+
+    def __init__(self, layout: FlatLayout, ranks: DataParallelGroup, tree: bool, noted: list[set[int]]) -> None:
+        self.layout, self.ranks, self.tree, self.noted = layout, ranks, tree, noted
+        self.levels: list[torch.Tensor | None] = []
+        self.counts = [0] * len(layout.segments)
+        self.base = 0
+        self.contributed: set[int] = set()
+        self.views: list[torch.Tensor] | None = None
+
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """The levels that have a sum."""
+        return [level for level in self.levels if level is not None]
+
+    def level(self, number: int) -> torch.Tensor:
+        """Returns a level that has a sum."""
+        found = self.levels[number]
+        assert found is not None
+        return found
+
+    def parts_of(self, i: int) -> list[torch.Tensor]:
+        """Returns a parameter's part of every level that has a sum."""
+        return [self.layout.part(level, i) for level in self.held]
+
+    def all_views(self) -> list[torch.Tensor]:
+        """Returns every parameter's part of the only level."""
+        if self.views is None:
+            self.views = self.layout.parts(self.level(0))
+        return self.views
+
+    def push(self, sums: torch.Tensor) -> None:
+        """Adds a pass's gradients as a leaf of the tree or, without a tree, as the only sums."""
+        level = 0
+        while self.tree and level < len(self.levels) and self.levels[level] is not None:
+            sums = self._added(self.level(level), sums)
+            self.levels[level] = None
+            level += 1
+        self._hold(level, sums)
+        self.counts = [count + 1 for count in self.counts]
+
+    def fold(self) -> torch.Tensor | None:
+        """Returns the sum of all levels, adding the smallest subtrees first."""
+        sums: torch.Tensor | None = None
+        for level in self.held:
+            sums = level if sums is None else self._added(level, sums)
+        return sums
+
+    def clear(self) -> None:
+        """Forgets the levels, whose buffers were given back."""
+        self.levels, self.counts, self.base = [], [0] * len(self.counts), 0
+
+    def _hold(self, level: int, sums: torch.Tensor) -> None:
+        self.levels.extend([None] * (level + 1 - len(self.levels)))
+        self.levels[level] = sums
+
+    def _added(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        before.add_(after)
+        _give_back(self.ranks, after)
+        return before
+
+    # Partial passes: each parameter has a tree of its own; all trees share the same buffers.
+
+    def is_level(self, given: int, leaf: int | None) -> bool:
+        """Whether gradients of ``given`` parameters are the next leaf of every parameter."""
+        expected = self.counts[0] if leaf is None else self.base + leaf
+        return given == len(self.counts) and all(count == expected for count in self.counts)
+
+    def add_leaves(
+        self, fresh: Sequence[tuple[int, torch.Tensor]], leaf: int | None, new: Callable[[], torch.Tensor]
+    ) -> None:
+        """Adds the gradients of some parameters, each as the leaf of this index of its tree; None: its next leaf.
+
+        Args:
+            new: returns memory for another level.
+        """
+        for i, grad in fresh:
+            self._advance(i, self.counts[i] if leaf is None else self.base + leaf, new)
+            self._add_leaf(i, grad, new)
+        self._free_levels()
+
+    def begin_step(self) -> None:
+        """Records the beginning of a pipeline step."""
+        self.base = max(self.counts)
+
+    def end_step(self, leaves: int, new: Callable[[], torch.Tensor]) -> None:
+        """Ends a pipeline step of ``leaves`` micro-batches: parameters without a gradient in the last ones get zeros
+        there."""
+        if self.tree and self.held:
+            for i in range(len(self.counts)):
+                self._advance(i, self.base + leaves, new)
+            self._free_levels()
+
+    def _advance(self, i: int, count: int, new: Callable[[], torch.Tensor]) -> None:
+        """Adds leaves of zeros to a parameter's tree until it has ``count`` leaves."""
+        while self.counts[i] < count:
+            self._add_leaf(i, None, new)
+
+    def _add_leaf(self, i: int, sums: torch.Tensor | None, new: Callable[[], torch.Tensor]) -> None:
+        """Adds a leaf to a parameter's tree; None: zeros."""
+        level, emptied = 0, []
+        while self.counts[i] >> level & 1:
+            before = self.layout.part(self.level(level), i)
+            sums = before if sums is None else before.add_(sums)
+            emptied.append(before)
+            level += 1
+        if level >= len(self.levels) or self.levels[level] is None:
+            self._hold(level, new().zero_())
+        if sums is not None:
+            self.layout.part(self.level(level), i).copy_(sums)
+        for before in emptied:
+            before.zero_()
+        self.counts[i] += 1
+
+    def _free_levels(self) -> None:
+        """Returns the buffers of levels in which no parameter has a part."""
+        for level, buffer in enumerate(self.levels):
+            if buffer is not None and not any(count >> level & 1 for count in self.counts):
+                _give_back(self.ranks, buffer)
+                self.levels[level] = None
+
+
+def _give_back(ranks: DataParallelGroup, *lent: torch.Tensor | None) -> None:
+    """Returns buffers that were taken from the pool, each once."""
+    for tensor in {id(each): each for each in lent}.values():
+        if tensor is not None and hasattr(tensor, "own") and tensor.own.pool is not None:
+            ranks.give(tensor)
+
+
+class GradBuffer:
+    """Buffers and state of one bucket's gradient.
+
+    Args:
+        params: the bucket's parameters, in the order of the layout's segments.
+        tree, noted: see `LocalSums`.
+
+    Attributes:
+        buffer: the memory that stays: unsharded at stages 0 and 1, else this rank's shard.
+        reduced: the part of it with the mean: all of it, at stage 1 this rank's shard.
+        has_reduced: whether it has a mean; ``has``: the parameters with one.
+        shown: what `expose_grads` put into `p.grad`.
+        means: the tensors for `p.grad` and their addresses, unless `p.grad` is a `ShardedGradient`.
+        work: the reduction in flight.
+    """
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        layout: FlatLayout,
+        ranks: DataParallelGroup,
+        types: Types,
+        device: torch.device,
+        stage: int,
+        *,
+        tree: bool,
+        noted: list[set[int]],
+    ) -> None:
+        self.params, self.layout, self.ranks, self.types, self.stage = params, layout, ranks, types, stage
+        self._lie_in(ranks.empty(layout.numel if stage < 2 else layout.shard_numel, types.master, device))
+        self.local = LocalSums(layout, ranks, tree, noted)
+        self.placeholders = [ShardedGradient.of(self, i) for i in range(len(params))]
+        self.has_reduced = False
+        self.has: set[int] = set()
+        self.shown: list[torch.Tensor | None] = [None] * len(params)
+        self.means: tuple[list[torch.Tensor], list[int]] = [], []
+        self.work: Any = None
+
+    def _lie_in(self, buffer: torch.Tensor) -> None:
+        """Sets the memory of the reduced gradient."""
+        self.buffer = buffer
+        start, end = self.layout.owned_range(self.ranks.rank, self.stage)
+        self.reduced = self.buffer[start:end] if self.stage < 2 else self.buffer
+        self.buffer.own = OwnMemory(uses(self.buffer))
+
+    def _leave_buffer(self) -> None:
+        """Switches to new memory if users still see the old one through slices of gradients or through what autograd
+        saved."""
+        means, addresses = self.means
+        own = [*map(operator.eq, map(torch.Tensor.data_ptr, means), addresses)]
+        if uses(self.buffer) > self.buffer.own.uses + sum(own):
+            self._lie_in(self.ranks.another(self.buffer).copy_(self.buffer))
+            for i, is_own in enumerate(own):
+                if is_own:
+                    means[i].data = self.layout.part(self.buffer, i)
+                    addresses[i] = means[i].data_ptr()
+
+    def rename(self, layout: FlatLayout) -> None:
+        """Takes a layout that differs in the parameters' names."""
+        self.layout = self.local.layout = layout
+        for placeholder, segment in zip(self.placeholders, layout.segments, strict=True):
+            placeholder._name = segment.name
+
+    def _name(self, i: int) -> str:
+        return self.layout.segments[i].name
+
+    @property
+    def has_local(self) -> bool:
+        """Whether there are local sums that were not reduced yet."""
+        return any(level is not None for level in self.local.levels)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The type of the sums and the mean."""
+        return self.types.master
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether autograd can add into our buffers."""
+        return self.types.compute == self.types.master
+
+    @cached_property
+    def uses_placeholders(self) -> bool:
+        """Whether `p.grad` differs from what was reduced: another type, or only a part of what the model's ranks
+        have."""
+        return self.stage > 0 or not self.plain or self.ranks.cuts_model
+
+    @cached_property
+    def sent_as_it_is(self) -> bool:
+        """Whether a single parameter fills the buffer and is not packed: on the CPU its reduce_scatter costs less than
+        packing it first."""
+        alone = len(self.params) == 1 and self.layout.used_numel == self.layout.numel
+        return alone and self.plain and self.stage > 0 and self.ranks.comm.engine == "cpu"
+
+    # ---- a backward pass ------------------------------------------------------------------------------------------
+
+    @property
+    def opened(self) -> bool:
+        """Whether a backward pass is adding gradients now."""
+        return len(self.local.noted) > 0
+
+    def open(self, arrived: set[int]) -> None:
+        """Prepares `p.grad` before the first gradient of a backward pass arrives, so that autograd adds to the right
+        tensors.
+
+        Args:
+            arrived: the set to which parameters are added as their gradients arrive.
+        """
+        self.adopt_user_grads("backward", own=True)
+        local = self.local
+        local.noted[:] = arrived, local.contributed
+        if self.has_reduced or self.has_local:
+            in_place = self.plain and not local.tree and self.has_local
+            self._put(local.all_views() if in_place else [None] * len(self.shown))
+
+    def pack(self, apart: bool = False, leaf: int | None = None) -> None:
+        """Adds the gradients of a finished backward pass to the local sums.
+
+        Args:
+            apart: whether the pass is only a part of one, such as a pipeline stage's: parameters without a gradient
+                here get theirs in another part.
+            leaf: with ``apart``, the index of the micro-batch in the step; None: each parameter's next.
+        """
+        params = self.params
+        with torch._C.DisableTorchFunctionSubclass():
+            fresh = self._fresh([*map(_grad_of, params)])
+        self.local.noted.clear()
+        if not fresh:
+            return
+        local = self.local
+        if local.tree and apart and not local.is_level(len(fresh), leaf):
+            local.add_leaves(fresh, leaf, self._new_buffer)
+        elif local.tree or not self.has_local:
+            local.push(self._packed(fresh))
+        else:
+            sums = local.level(0)
+            in_place = self.plain  # then autograd has added, but with create_graph in memory of its own
+            for i, grad in fresh:
+                part = self.layout.part(sums, i)
+                part.copy_(grad) if in_place else part.add_(grad)
+        with torch._C.DisableTorchFunctionSubclass():
+            for i, _ in fresh:
+                params[i].grad = None
+
+    def end_step(self, leaves: int) -> None:
+        """Ends a pipeline step; see `LocalSums.end_step`."""
+        self.local.end_step(leaves, self._new_buffer)
+
+    def _fresh(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[int, torch.Tensor]]:
+        """Returns the gradients left by autograd that are not in the local sums yet."""
+        views = self.local.views
+        if views is None and {*map(type, grads)} == {torch.Tensor}:  # the common case, with few Python operations
+            given: list[torch.Tensor] = [*grads]
+            if not any(map(_requires_grad, given)) and {*map(_layout_of, given)} == {torch.strided}:
+                return [*enumerate(given)]
+        fresh = []
+        for i, grad in enumerate(grads):
+            if grad is None or isinstance(grad, ShardedGradient):
+                continue
+            if views is not None and grad is views[i]:
+                continue
+            if grad.layout != torch.strided:
+                raise InvalidArgumentError(
+                    f"backward: rank {self.ranks.rank} got a sparse gradient of {self._name(i)}, expected a "
+                    "dense one; build its module with sparse=False"
+                )
+            fresh.append((i, grad.detach() if grad.requires_grad else grad))
+        return fresh
+
+    def expose_grads(self) -> None:
+        """Sets `p.grad` to what users see between backward passes."""
+        if self.has_reduced and len(self.has) == len(self.shown):
+            self.shown = [*(self.placeholders if self.uses_placeholders else self._all_means())]
+        else:
+            self.shown = [self._shown(i) for i in range(len(self.shown))]
+        if self.has_reduced or self.has_local:
+            self._put(self.shown)
+
+    def _put(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Assigns the tensors to `p.grad`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for p, grad in zip(self.params, grads, strict=True):
+                p.grad = grad
+
+    def _shown(self, i: int) -> torch.Tensor | None:
+        if self.has_reduced and i in self.has:
+            return self.placeholders[i] if self.uses_placeholders else self._all_means()[i]
+        if self.has_local and i in self.local.contributed:
+            return self.local.all_views()[i] if self.plain and not self.local.tree else self.placeholders[i]
+        return None
+
+    def _all_means(self) -> list[torch.Tensor]:
+        """Returns every parameter's mean as a tensor for `p.grad`."""
+        if not self.means[0]:
+            means = [self._new_mean(i) for i in range(len(self.shown))]
+            self.means = means, [mean.data_ptr() for mean in means]
+        return self.means[0]
+
+    def _new_mean(self, i: int) -> torch.Tensor:
+        """Returns a tensor for `p.grad`. It is not a view, because torch refuses to detach a view in place."""
+        return self.buffer.new_empty(0).set_(self.layout.part(self.buffer, i))
+
+    def drop(self) -> None:
+        """Discards all gradients."""
+        if self.work is not None:
+            work, wire, out, *_ = self.work
+            self.work = None
+            with contextlib.suppress(RingcommError):  # the caller does not want the result
+                work.wait()
+            _give_back(self.ranks, wire, out, *self.local.levels)
+            self.local.clear()
+        self.shown = [None] * len(self.shown)
+        self._leave({*range(len(self.shown))})
+        _give_back(self.ranks, *self.local.levels)
+        self.local.clear()
+        self.local.views = None
+        self.local.noted.clear()
+        self.has_reduced = False
+        self.local.contributed.clear()
+        self.has.clear()
+        self._leave_buffer()
+        self.changed()
+
+    def _leave(self, forgotten: Collection[int]) -> None:
+        """Copies the values of gradients that users still reference before those gradients are discarded."""
+        means, _ = self.means
+        for i in _kept(means):
+            if i in forgotten and i in self.has:
+                means[i].data = means[i].clone()
+                means[i] = self._new_mean(i)
+        kept: GradBuffer | None = None
+        # Placeholders are exposed only with `uses_placeholders` or `tree`.
+        for i in _kept(self.placeholders) if self.uses_placeholders or self.local.tree else ():
+            if i not in forgotten:
+                continue
+            if kept is None and i in self.has:
+                kept = copy.copy(self)
+                kept.buffer = kept.reduced = self.reduced.clone()
+                kept.has, kept.local, kept.work = set(self.has), LocalSums(self.layout, self.ranks, False, []), None
+                kept.means, kept.shown = ([], []), []
+            self.placeholders[i]._owner = partial(_same, kept if i in self.has else None)
+            self.placeholders[i] = ShardedGradient.of(self, i)
+
+    def reconcile(self) -> None:
+        """Discards the gradients that the user has set to None."""
+        if not (self.has_reduced or self.has_local):
+            return
+        held = self.has | self.local.contributed
+        with torch._C.DisableTorchFunctionSubclass():
+            gone = [i for i in held if self.params[i].grad is None]
+        if gone and len(gone) == len(held):
+            return self.drop()
+        for i in gone:
+            self.shown[i] = None
+        self._leave({*gone})
+        if not self.has_local:
+            self._leave_buffer()
+        for i in gone:
+            self.has.discard(i)
+            self.local.contributed.discard(i)
+            self._zero(i)
+
+    def adopt_user_grads(self, call: str, own: bool = False) -> None:
+        """Takes over tensors that the user assigned to `p.grad`; discards gradients that were set to None.
+
+        Args:
+            own: whether to treat the tensor as this rank's own sum, to which backward adds, if there is neither a mean
+                nor a sum.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = [*map(_grad_of, self.params)]
+            if self._unchanged(grads):
+                return
+            if {*map(type, grads)} == {type(None)}:  # the common case, with few Python operations
+                return self.drop()
+            self.reconcile()
+            if self.opened:
+                return
+            others = [(i, g) for i, g in enumerate(grads) if g is not None and not self._is_shown(i, g)]
+            if len(others) > 1:  # the user may have swapped them
+                others = [
+                    (i, g if g is self.placeholders[i] or g.layout != torch.strided else g.clone()) for i, g in others
+                ]
+            if own and others and not (self.has_reduced or self.has_local):
+                fresh = self._fresh(grads)
+                self.local.contributed = {i for i, _ in fresh}
+                self.local.push(self._packed(fresh))
+                return
+            for i, grad in others:
+                self._adopt(i, grad, call)
+
+    def _unchanged(self, grads: list[torch.Tensor | None]) -> bool:
+        if not all(map(operator.is_, grads, self.shown)):
+            return False
+        if self.uses_placeholders or not self.has_reduced:
+            return True
+        if len(self.has) < len(grads):
+            return all(map(self._is_shown, range(len(grads)), grads))
+        return [*map(torch.Tensor.data_ptr, grads)] == self.means[1]
+
+    def _is_shown(self, i: int, grad: torch.Tensor | None) -> bool:
+        """Whether a gradient is the tensor that `expose_grads` assigned, in the same memory; the user may have
+        replaced `p.grad.data`."""
+        if grad is not self.shown[i]:
+            return False
+        return grad is None or self.uses_placeholders or i not in self.has or grad.data_ptr() == self.means[1][i]
+
+    def _adopt(self, i: int, grad: torch.Tensor, call: str) -> None:
+        """Takes a user's tensor as a parameter's mean, or as its local sum if nothing was reduced yet."""
+        if grad.layout != torch.strided:
+            raise InvalidArgumentError(
+                f"{call}: rank {self.ranks.rank} got a {grad.layout} tensor as the gradient of {self._name(i)}, "
+                "expected a dense one; assign grad.to_dense()"
+            )
+        if not (self.has_reduced or self.has_local):
+            self.buffer.zero_()
+            self.has_reduced = True
+        (self.has if self.has_reduced else self.local.contributed).add(i)
+        if grad is not self.placeholders[i]:
+            self.write(i, grad._read() if isinstance(grad, ShardedGradient) else grad.detach())
+        if self.means[0]:  # the previous mean may have been given other memory
+            self.means[0][i] = self._new_mean(i)
+        self.shown[i] = self.params[i].grad = self._shown(i)
+
+    # ---- reading and writing ----------------------------------------------------------------------------------------
+
+    def changed(self) -> None:
+        """Marks the mean as changed, so that the cached gathered gradient and copies on the host are made again when
+        needed."""
+        # torch does not count changes made inside __torch_dispatch__.
+        torch.autograd.graph.increment_version(self.reduced)
+        if self.ranks.read is not None and self.ranks.read[0] is self:
+            self.ranks.read = None
+
+    def unsharded(self, i: int) -> torch.Tensor:
+        """Returns a parameter's unsharded gradient in the master weights' type; a collective, unless it was gathered
+        just before."""
+        if self._is_local(i):
+            return reduce(lambda sums, level: level + sums, self.local.parts_of(i))  # in the order of `LocalSums.fold`
+        if self.ranks.read is None or self.ranks.read[0] is not self:
+            self.ranks.read = None  # keep at most one bucket unsharded at a time
+            if self.stage > 0:
+                self.ranks.count("gradient all_gather", self.layout.numel * self.dtype.itemsize)
+            self.ranks.read = self, self._gathered()
+        return self.layout.part(self.ranks.read[1], i)
+
+    def _gathered(self) -> torch.Tensor:
+        return self.reduced if self.stage == 0 else self.ranks.gather_apart(self.reduced, self.reduced.device)
+
+    def given_back(self, dtype: torch.dtype) -> dict[int, torch.Tensor]:
+        """Returns the unsharded `p.grad` tensors in new memory and in the module's type; a collective. They are the
+        means of all ranks or, before a reduction, this rank's sums."""
+        self.adopt_user_grads("unshard")
+        return {i: self.unsharded(i).to(dtype, copy=True) for i, grad in enumerate(self.shown) if grad is not None}
+
+    def piece(self, i: int) -> tuple[torch.Tensor, int]:
+        """Returns this rank's part of a parameter's gradient, flattened, and its offset in the gradient."""
+        if self._is_local(i):
+            parts = self.local.parts_of(i)
+            if len(parts) > 1:
+                raise InvalidArgumentError(
+                    f"grad: rank {self.ranks.rank} got a change of the gradient of {self._name(i)}, which is a "
+                    f"tree of {len(parts)} sums that were not reduced, expected a reduced one; change it after the "
+                    "last backward"
+                )
+            return parts[0].view(-1), 0
+        return self._own(i)
+
+    def _own(self, i: int) -> tuple[torch.Tensor, int]:
+        """Returns this rank's part of a parameter's mean, and its offset."""
+        return self.layout.piece(self.reduced, self.layout.owned_range(self.ranks.rank, self.stage)[0], i)
+
+    def zero(self, i: int) -> None:
+        """Sets a parameter's gradient to zero."""
+        self._zero(i)
+        self.changed()
+
+    def _zero(self, i: int) -> None:
+        if self.has_reduced:
+            self._own(i)[0].zero_()
+        for part in self.local.parts_of(i):
+            part.zero_()
+
+    def write(self, i: int, values: torch.Tensor) -> None:
+        """Writes this rank's part of new values for a parameter's gradient."""
+        if values.shape != self.layout.segments[i].shape:
+            raise InvalidArgumentError(
+                f"grad: rank {self.ranks.rank} got {tuple(values.shape)} as the gradient of {self._name(i)}, "
+                f"expected {self.layout.segments[i].shape}; keep its shape"
+            )
+        piece, start = self.piece(i)
+        piece.copy_(values.reshape(-1)[start : start + piece.numel()])
+        self.changed()
+
+    def _is_local(self, i: int) -> bool:
+        """Whether a parameter has only this rank's sums, and no mean. Raises if it has neither."""
+        if self.has_reduced and i in self.has:
+            joining = self.ranks.joining
+            if joining is not None and joining.some_have_joined and self.stage > 0:
+                raise UnsupportedError(
+                    f"grad: rank {self.ranks.rank} is inside of join, where ranks that have joined do not hear of a "
+                    f"use of the gradient of {self._name(i)}, expected none; use ringcomm.clip_grad_norm_"
+                )
+            return False
+        if self.has_local and i in self.local.contributed and not self.opened:
+            return True
+        raise InvalidArgumentError(
+            f"grad: rank {self.ranks.rank} got the gradient of {self._name(i)}, which is forgotten or not "
+            "complete, expected one that backward has left; read p.grad after backward"
+        )
+
+    # ---- between ranks --------------------------------------------------------------------------------------------
+
+    def start_reduce(self, hook: Callable[[torch.Tensor], Any] | None = None) -> None:
+        """Starts the reduction of the local sums; a rank without sums sends zeros.
+
+        Args:
+            hook: starts it in place of the communicator, and makes the mean; see comm_hook.py.
+        """
+        local = self.local.fold()
+        if local is None:
+            local = self._new_buffer()
+            local.zero_()
+        self.local.levels = [local]
+        if self.local.views is not None:  # the local sums will be overwritten, so no view of them may remain in p.grad
+            self.local.views, self.shown = None, [None] * len(self.shown)
+            with torch._C.DisableTorchFunctionSubclass():
+                for p in self.params:
+                    p.grad = None
+        if hook is not None:
+            self.work = (hook(local), local, local, None, True)
+            return
+        wire, scales = self._on_the_wire(local)
+        op = self.ranks.mean_op(wire.dtype)
+        if self.stage == 0:
+            self.work = (self.ranks.all_reduce(wire, op), wire, wire, scales, False)
+        else:
+            direct = not self.has_reduced and wire.dtype == self.dtype
+            numel = self.layout.shard_numel
+            out = self.reduced if direct else self.ranks.take(numel, wire.dtype, self.buffer.device)
+            self.work = (self.ranks.reduce_scatter(wire, out, op), wire, out, scales, False)
+
+    def finish_reduce(self) -> None:
+        """Waits for the reduction and adds its result to the earlier means."""
+        work, wire, out, scales, is_mean = self.work
+        work.wait()
+        self.work = None
+        self.ranks.average_replicas(out)
+        target = self.buffer if self.stage == 0 else self.reduced
+        mean = out if out.dtype == self.dtype else out.to(self.dtype)
+        if not is_mean:
+            self.ranks.correct(mean, wire.dtype)
+        if out.data_ptr() != target.data_ptr():
+            if scales is not None:
+                for fragment in self.layout.fragments(*self.layout.owned_range(self.ranks.rank, self.stage)):
+                    mean[fragment.offset : fragment.offset + fragment.numel].mul_(scales[fragment.segment])
+            if self.has_reduced:
+                target.add_(mean)
+            else:
+                target.copy_(mean)
+        _give_back(self.ranks, wire, out, *self.local.levels)
+        self.local.clear()
+        self.has_reduced = True
+        self.changed()
+        self.has |= self.local.contributed
+        self.local.contributed.clear()
+
+    # ---- buffers --------------------------------------------------------------------------------------------------
+
+    def _new_buffer(self) -> torch.Tensor:
+        if self.stage < 2 and not self.has_reduced and all(level is not self.buffer for level in self.local.levels):
+            return self.buffer
+        return self.ranks.take(self.layout.numel, self.dtype, self.buffer.device)
+
+    def _packed(self, fresh: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
+        """Returns an unsharded buffer with these gradients, and zeros elsewhere."""
+        if self.sent_as_it_is and fresh[0][1].is_contiguous():
+            return fresh[0][1].view(-1)
+        buffer = self._new_buffer()
+        self._fill(buffer, fresh)
+        return buffer
+
+    def _fill(self, buffer: torch.Tensor, grads: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Copies gradients, given by segment, into an unsharded buffer; parameters without a gradient get zeros."""
+        parts, gaps = self._cuts_of(buffer)
+        if len(grads) < len(parts):
+            given = {i for i, _ in grads}
+            gaps = [*gaps, *(part for i, part in enumerate(parts) if i not in given)]
+            parts = [parts[i] for i, _ in grads]
+        if gaps:
+            torch._foreach_zero_(gaps)
+        torch._foreach_copy_(parts, [grad for _, grad in grads])
+
+    def _cuts_of(self, buffer: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Returns every parameter's part of a buffer, and the padding; cached per buffer, because buffers are
+        reused."""
+        known = buffer.own.cuts
+        if self not in known:
+            before = uses(buffer)
+            # The parts must not reference the buffer, because the buffer references them.
+            known[self] = self.layout.parts_and_padding(buffer.new_empty(0).set_(buffer))
+            buffer.own.uses += uses(buffer) - before
+        return known[self]
+
+    def _on_the_wire(self, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the sums in the type that is sent, and the factor by which each parameter's mean is to be
+        multiplied."""
+        dtype = self.types.wire
+        if dtype == local.dtype:
+            return local, None
+        wire = self.ranks.take(local.numel(), dtype, local.device)
+        if dtype.itemsize > 1:
+            self.ranks.comm.pack([local], wire)
+            return wire, None
+        parts = [self.layout.part(local, i) for i in range(len(self.params))]
+        zero = local.new_zeros(())
+        largest = torch.stack([part.abs().amax() if part.numel() else zero for part in parts]).to(torch.float32)
+        self.ranks.reduce_over_all(largest, "max")
+        scales = torch.where(largest > 0, largest / torch.finfo(dtype).max, torch.ones_like(largest))
+        wire.zero_()
+        for i, part in enumerate(parts):
+            self.layout.part(wire, i).copy_(part / scales[i])
+        return wire, scales
+
+
+# ---- a gradient that is sharded --------------------------------------------------------------------------------------
+
+
+class ShardedGradient(torch.Tensor):
+    """A tensor subclass that represents the gradient of a parameter and can be used as that gradient.
+
+    Shape, type, device and `print` need no communication. Reading values is a collective: every rank must read the same
+    gradients in the same order, just as it calls `backward` and `step`. The gradient is then gathered with its bucket,
+    which stays gathered until something changes it or another bucket is read. In-place operations with numbers, or with
+    tensors that fit the gradient's shape, work on this rank's part and send nothing. Results have the same bits as at
+    stage 0.
+
+    With mixed precision `p.grad` has the type of the parameter, as torch requires, but the gradient itself has the type
+    of the master weights: reads are rounded to the parameter's type, in-place changes are not rounded.
+
+    A view (`p.grad[0]`, `p.grad.view(-1)`) is a ShardedGradient, too, and writes into it change the gradient. Before
+    the first reduction, inside `no_sync`, it is this rank's sum alone, and nothing is sent, as in torch's DDP.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    _name: str
+    # A weak reference, because Python's garbage collector does not see what p.grad references; strong for a dropped
+    # gradient.
+    _owner: Callable[[], GradBuffer | None]
+    _index: int
+    _views: tuple[Callable[[torch.Tensor], torch.Tensor], ...]  # map the unsharded gradient to this view
+
+    @staticmethod
+    def of(gradient: GradBuffer, index: int) -> ShardedGradient:
+        """Returns the object for segment ``index`` of a bucket's gradient."""
+        p, name = gradient.params[index], gradient.layout.segments[index].name
+        return ShardedGradient._made(p.shape, None, p.dtype, p.device, (name, weakref.ref(gradient), index, ()))
+
+    @staticmethod
+    def _made(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device, what: Any) -> ShardedGradient:
+        made = torch.Tensor._make_wrapper_subclass(ShardedGradient, shape, strides=stride, dtype=dtype, device=device)
+        made._name, made._owner, made._index, made._views = what
+        return made
+
+    @property
+    def _home(self) -> GradBuffer:
+        """The bucket's gradient buffer."""
+        home = self._owner()
+        if home is None:
+            raise InvalidArgumentError(
+                f"grad: got the gradient of {self._name}, which was forgotten, or whose model was dropped or restaged, "
+                "since, expected that of now; read p.grad again"
+            )
+        return home
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func._schema.name.split("::")[1], kwargs or {}
+        first = args[0] if args else None
+        if func.is_view and isinstance(first, ShardedGradient):
+            return first._viewed(func, name, args[1:], kwargs)
+        if name == _UNSCALE:
+            return _unscale(func, *args)
+        if name.startswith("_foreach_"):
+            return _by_group(func, args, kwargs)
+        if name == "zero_" and isinstance(first, ShardedGradient) and not first._views:
+            first._home.zero(first._index)  # as zero_grad(set_to_none=False) does; `join` follows it
+            return first
+        if name in _ELEMENTWISE and isinstance(first, ShardedGradient) and not first._views:
+            return first._edit(func, args[1:], kwargs)
+        if any(isinstance(x, ShardedGradient) for x in _written(func, args, kwargs)):
+            return _change(func, args, kwargs)
+        return func(*_read(args), **_read(kwargs))
+
+    # ---- what it stands for ---------------------------------------------------------------------------------------
+
+    def _through(self, unsharded: torch.Tensor) -> torch.Tensor:
+        """Applies this view to the unsharded gradient."""
+        for view in self._views:
+            unsharded = view(unsharded)
+        return unsharded
+
+    def _read(self) -> torch.Tensor:
+        """Returns the values; a collective, unless the bucket was read just before."""
+        return self._through(self._home.unsharded(self._index).to(self.dtype))
+
+    def _viewed(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Returns a view without reading values."""
+        if self._home.dtype != self.dtype and name == "view" and args and isinstance(args[0], torch.dtype):
+            raise InvalidArgumentError(
+                f"view: rank {self._home.ranks.rank} got {args[0]} for the gradient of {self._name}, which is kept as "
+                f"{self._home.dtype}, expected a shape; take the view of p.grad.clone()"
+            )
+        like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+        found = func(like, *args, **kwargs)
+        if isinstance(found, torch.Tensor):
+            steps = () if name in ("detach", "alias") else (lambda unsharded: func(unsharded, *args, **kwargs),)
+            return self._as(found, steps)
+        return [self._as(one, (partial(_one_of, func, args, kwargs, k),)) for k, one in enumerate(found)]
+
+    def _as(self, like: torch.Tensor, steps: tuple[Any, ...]) -> ShardedGradient:
+        owner = partial(_owner_of, self)  # a view keeps its gradient alive
+        what = (self._name, owner, self._index, (*self._views, *steps))
+        return ShardedGradient._made(like.shape, like.stride(), like.dtype, self.device, what)
+
+    # ---- changes --------------------------------------------------------------------------------------------------
+
+    def _edit(self, func: Any, args: Any, kwargs: Any) -> ShardedGradient:
+        """Runs an element-wise in-place operation on this rank's part."""
+        gradient = self._home
+        piece, start = gradient.piece(self._index)
+        cut = partial(self._cut, piece, start)
+        func(piece, *tree_map(cut, args), **tree_map(cut, kwargs))
+        gradient.changed()
+        return self
+
+    def _cut(self, piece: torch.Tensor, start: int, x: Any) -> Any:
+        """Returns this rank's part of an argument."""
+        if isinstance(x, ShardedGradient):
+            if x._home is self._home and x._index == self._index and not x._views:
+                return piece
+            x = x._read()
+        if not isinstance(x, torch.Tensor):
+            return x
+        x = self._unrounded(x)
+        return x.broadcast_to(self.shape).reshape(-1)[start : start + piece.numel()] if x.dim() else x
+
+    def _unrounded(self, x: torch.Tensor) -> torch.Tensor:
+        """Casts an argument from the parameter's type to the gradient's, if they differ."""
+        return x.to(self._home.dtype) if x.dtype == self.dtype else x
+
+    # ---- what torch does not dispatch ------------------------------------------------------------------------------
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same gradient; assigned values are copied into it."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        self.detach().copy_(values)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Returns a read-only copy of the values; a collective."""
+        return _read_only(self.clone().numpy(force=force))
+
+    def tolist(self) -> Any:
+        """Returns the values; a collective."""
+        return self.clone().tolist()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.clone() if spec else repr(self), spec)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return _read_only(self.clone().__array__(dtype))
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.clone().__dlpack__(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        memo[id(self)] = copied = self.clone()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        del tensor_contents
+        return f"ShardedGradient({self._name}, sharded, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+# With this, torch.nn.utils uses the same kernels as for the gradients of stage 0; torch registers its DTensor here too.
+_foreach_supported_types.append(ShardedGradient)
+
+
+def _read_only(array: Any) -> Any:
+    """Makes the array read-only, because writes into a copy would be lost."""
+    array.flags.writeable = False
+    return array
+
+
+def _one_of(func: Any, args: Any, kwargs: Any, k: int, unsharded: torch.Tensor) -> torch.Tensor:
+    return func(unsharded, *args, **kwargs)[k]
+
+
+def _owner_of(grad: ShardedGradient) -> GradBuffer | None:
+    return grad._owner()
+
+
+def _read(values: Any) -> Any:
+    return tree_map(lambda x: x._read() if isinstance(x, ShardedGradient) else x, values)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Returns the tensors that an operation writes into; torch.distributed's operations do not declare theirs."""
+    if func.namespace == "c10d":
+        return tree_leaves(args[0]) if func._schema.name.endswith("_") else []
+    if not func._schema.is_mutable:
+        return []
+    found = []
+    for k, each in enumerate(func._schema.arguments):
+        if each.alias_info is not None and each.alias_info.is_write:
+            found.append(args[k] if k < len(args) else kwargs.get(each.name))
+    return tree_leaves(found)
+
+
+def _change(func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs an operation that writes: on gathered gradients, of which each rank keeps its part."""
+    bases: dict[tuple[GradBuffer, int], torch.Tensor] = {}
+    name = func._schema.name.split("::")[1]
+    if func.namespace == "c10d" and name not in _SAME_ON_RANKS:
+        raise InvalidArgumentError(
+            f"{name}: got a gradient that lies in shards, expected a tensor of its own, for the ranks' results differ; "
+            "pass p.grad.clone()"
+        )
+    written = [x for x in _written(func, args, kwargs) if isinstance(x, ShardedGradient)]
+    replaced: dict[int, Any] = {}
+
+    def opened(x: Any) -> Any:
+        if isinstance(x, ShardedGradient):
+            key = (x._home, x._index)
+            if key not in bases:
+                bases[key] = x._home.unsharded(x._index).clone()
+            unsharded = x._through(bases[key])
+            replaced[id(unsharded)] = x, unsharded  # keeps `unsharded` alive, so that no other object gets its id
+            return unsharded
+        return written[0]._unrounded(x) if isinstance(x, torch.Tensor) else x
+
+    result = func(*tree_map(opened, args), **tree_map(opened, kwargs))
+    if func.namespace == "c10d":
+        work = torch.distributed.Work.unbox(tree_leaves(result)[-1])
+        if work is not None:
+            work.wait()
+    for home, index in dict.fromkeys((x._home, x._index) for x in written):
+        home.write(index, bases[home, index])
+    return tree_map(lambda x: replaced[id(x)][0] if id(x) in replaced else x, result)
+
+
+# ---- lists of gradients --------------------------------------------------------------------------------------------
+
+
+def _by_group(func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs `torch._foreach_...` one bucket after another, so that one bucket is gathered at a time."""
+    everything = (args, kwargs)
+    lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple))]
+    homes: dict[GradBuffer | None, list[int]] = {}
+    for k, row in enumerate(zip(*lists, strict=True)):
+        homes.setdefault(next((x._home for x in row if isinstance(x, ShardedGradient)), None), []).append(k)
+    found: dict[int, Any] = {}
+    for some in homes.values():
+        part_args, part_kwargs = (_rows(func, each, some) for each in everything)
+        results = _on_rows(func, part_args, part_kwargs)
+        found |= zip(some, results or [], strict=False)
+    return [found[k] for k in sorted(found)] or None
+
+
+def _rows(func: Any, values: Any, some: list[int]) -> Any:
+    """Selects the given rows from an operation's lists; `scalars` may be a tensor with one number per row."""
+    if isinstance(values, dict):
+        return {name: _row(x, some, name) for name, x in values.items()}
+    names = [each.name for each in func._schema.arguments]
+    return [_row(x, some, name) for x, name in zip(values, names, strict=False)]
+
+
+def _row(x: Any, some: list[int], name: str) -> Any:
+    if isinstance(x, (list, tuple)):
+        return [x[k] for k in some]
+    return x[some] if name == "scalars" and isinstance(x, torch.Tensor) else x
+
+
+def _on_rows(func: Any, args: Any, kwargs: Any) -> Any:
+    written = [x for x in _written(func, args, kwargs) if isinstance(x, ShardedGradient)]
+    if not written:
+        return func(*_read(args), **_read(kwargs))
+    if any(x._views for x in written):
+        return _change(func, args, kwargs)
+    targets = args[0]
+    pieces = [x._home.piece(x._index) if isinstance(x, ShardedGradient) else (x, 0) for x in targets]
+
+    def cut(values: Any) -> Any:
+        if not isinstance(values, (list, tuple)):
+            return values
+        rows = zip(values, targets, pieces, strict=True)
+        return [x if not isinstance(to, ShardedGradient) else to._cut(*piece, x) for x, to, piece in rows]
+
+    func(*_read([*map(cut, args)]), **_read({name: cut(x) for name, x in kwargs.items()}))
+    for home in dict.fromkeys(x._home for x in written):
+        home.changed()
+    return None
+
+
+def _unscale(func: Any, grads: Sequence[Any], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """Runs torch.amp.GradScaler's division by the loss scale; an overflow in one rank's part is reported to every
+    rank."""
+    homes = dict.fromkeys(x._home for x in grads if isinstance(x, ShardedGradient))
+    func([x._home.piece(x._index)[0] if isinstance(x, ShardedGradient) else x for x in grads], found_inf, inv_scale)
+    for home in homes:
+        home.changed()
+    for ranks in dict.fromkeys(home.ranks for home in homes):
+        ranks.reduce_over_all(found_inf.view(1), "max", everywhere=True)

@@ -1,0 +1,81 @@
+"""Offload: each bucket's gradient is copied to the master weights in host memory while backward continues."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ringcomm.data_parallel.buckets.bucket import Bucket
+
+
+def _version(bucket: Bucket) -> tuple[int, int]:
+    """Returns the version of the reduced gradient and of its memory, which may change."""
+    reduced = bucket.gradient.reduced
+    return reduced.data_ptr(), reduced._version
+
+
+class HostGradients:
+    """Host copies of this rank's gradients, for the optimizer, of buckets whose master weights are in host memory.
+
+    From a device they are copied on a separate stream into pinned memory.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[Bucket, torch.Tensor] = {}
+        self._versions: dict[Bucket, tuple[int, int]] = {}  # versions of the gradients that were copied
+        self._streams: dict[torch.device, Any] = {}
+
+    def place(self, buckets: list[Bucket]) -> None:
+        """Allocates the copies anew."""
+        self._versions.clear()
+        self._copies = {
+            bucket: torch.empty_like(bucket.master, pin_memory=bucket.device.type == "cuda")
+            for bucket in buckets
+            if bucket.master_device is not None
+        }
+
+    def reduced(self, bucket: Bucket) -> None:
+        """Starts to copy a bucket's reduced gradient, if later changes of it can be noticed."""
+        if bucket in self._copies and bucket.gradient.uses_placeholders:
+            self._fetch(bucket)
+
+    def _fetch(self, bucket: Bucket) -> None:
+        copy = self._copies[bucket]
+        self.note(bucket)
+        if bucket.device.type != "cuda":
+            copy.copy_(bucket.gradient.reduced)
+            return
+        stream = self._streams.setdefault(bucket.device, torch.cuda.Stream(bucket.device))
+        stream.wait_stream(torch.cuda.current_stream(bucket.device))
+        with torch.cuda.stream(stream):
+            copy.copy_(bucket.gradient.reduced, non_blocking=True)
+
+    def note(self, bucket: Bucket) -> None:
+        """Records that the copy equals the gradient."""
+        self._versions[bucket] = _version(bucket)
+
+    def refresh(self) -> None:
+        """Copies the gradients that changed since. At stage 0 it copies all of them, because there `p.grad` is an
+        ordinary tensor, and writes into `p.grad.data` cannot be noticed."""
+        for bucket in self._copies:
+            gradient = bucket.gradient
+            changed = self._versions.get(bucket) != _version(bucket)
+            if gradient.has_reduced and (changed or not gradient.uses_placeholders):
+                self._fetch(bucket)
+
+    def bring_back(self) -> None:
+        """Copies changes of the host copies back to the gradients."""
+        for bucket, copy in self._copies.items():
+            if bucket.gradient.has_reduced:
+                bucket.gradient.reduced.copy_(copy)
+                self.note(bucket)
+
+    def arrive(self) -> None:
+        """Waits for all copies that were started."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def of(self, bucket: Bucket) -> torch.Tensor | None:
+        """Returns a bucket's gradient in host memory; None: the bucket is not offloaded."""
+        return self._copies.get(bucket)

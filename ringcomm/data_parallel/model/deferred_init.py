@@ -1,0 +1,231 @@
+"""Initialises models that were built on the meta device: each unit in turn gets memory, is initialised and is
+sharded."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringcomm.data_parallel.buckets.bucket import Bucket
+from ringcomm.data_parallel.buckets.group import DataParallelGroup
+from ringcomm.data_parallel.buckets.layout import up
+from ringcomm.errors import InvalidArgumentError
+from ringcomm.modules.meta import is_unmade, unmade
+from ringcomm.modules.unsplit import unsplit_of
+
+InitFn = Callable[[nn.Module], Any]
+_NAMED = 5  # most parameters named in an error
+_ALIGNED = 64  # bytes
+
+
+class Waiting:
+    """The submodules with parameters or buffers on meta, children first, in the order of their construction, without
+    those whose parameters on meta are ignored.
+
+    Args:
+        params: ids of the parameters that are not ignored.
+        init: called for each of them; None: its own `reset_parameters`. False: no submodule is initialised.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        params: Collection[int],
+        device: torch.device,
+        init: InitFn | bool | None,
+        call: str,
+        rank: int,
+    ) -> None:
+        self.device, self.call, self.rank = device, call, rank
+        self.memory = torch.empty(0, dtype=torch.uint8)  # of one unsplit module after the other
+        self.modules = [(name, m) for name, m in _children_first(module) if _waits(m, params)]
+        self.params = {key for _, m in self.modules for key in _meta_params(m) if key in params}
+        self.init: InitFn | None = None if init is False else init if callable(init) else self._reset
+        if init is None:
+            for name, m in self.modules:
+                self._reset_of(name, m)
+        self.opened: dict[Bucket, torch.Tensor] = {}  # the values of buckets that are being initialised
+        self.buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self.recurrent = [m for _, m in self.modules if isinstance(m, nn.RNNBase)]
+        # Until they have memory, because `give_memory` needs parameters without weak references.
+        for m in self.recurrent:
+            m._flat_weight_refs = []
+
+    def _reset_of(self, name: str, m: nn.Module) -> Callable[[], Any]:
+        unsplit = unsplit_of(m)
+        m = m if unsplit is None else unsplit.module
+        reset = getattr(m, "reset_parameters", None) or getattr(m, "_reset_parameters", None)
+        if reset is None:
+            raise InvalidArgumentError(
+                f"{self.call}: rank {self.rank} got {name or 'the module'}, a {type(m).__name__} with tensors on the "
+                "meta device and without reset_parameters(), expected a way to initialise it; pass init_fn, or "
+                "init_fn=False and load values before the first forward"
+            )
+        found: Callable[[], Any] = reset
+        return found
+
+    def _reset(self, m: nn.Module) -> None:
+        self._reset_of("", m)()
+
+    def initialise(self, units: Sequence[Sequence[Bucket]]) -> None:
+        """Gives each unit memory in turn, initialises it, and keeps this rank's part; a collective.
+
+        Args:
+            units: by unit, its buckets.
+        """
+        if not self.modules:
+            return
+        self._make_buffers()
+        homes = {id(p): bucket for buckets in units for bucket in buckets for p in bucket.params}
+        for buckets in units:
+            self._open(buckets)
+            for name, m in self.modules if self.init is not None else ():
+                if any(homes.get(key) in buckets for key in _ids(m)):
+                    self._initialise(name, m, homes)
+            for bucket in buckets:
+                if bucket in self.opened:
+                    bucket.take_values(self.opened.pop(bucket), send=self.init is not None)
+        for m in self.recurrent:
+            m._flat_weight_refs = [None if p is None else weakref.ref(p) for p in m._flat_weights]
+        for name, m in self.modules:  # modules that have only buffers
+            if not self.params.intersection(_ids(m)) and not any(key in homes for key in _ids(m)):
+                self._call(name, m)
+
+    def _open(self, buckets: Iterable[Bucket]) -> None:
+        """Gives the buckets that have parameters from meta memory, each once."""
+        for bucket in buckets:
+            if bucket not in self.opened and not self.params.isdisjoint(map(id, bucket.params)):
+                self.opened[bucket] = bucket.open(self.params)
+
+    def _initialise(self, name: str, m: nn.Module, homes: dict[int, Bucket]) -> None:
+        """Initialises a module unless its parameters were initialised already: of modules that share parameters the
+        first counts."""
+        mine = _ids(m)
+        if self.params.intersection(mine):
+            self._open([homes[key] for key in mine if key in homes])
+            self._call(name, m)
+            self.params.difference_update(mine)
+
+    def _call(self, name: str, m: nn.Module) -> None:
+        if self.init is None:
+            return
+        unsplit = unsplit_of(m)
+        opened = m if unsplit is None else unsplit.open(m, self._give_memory)
+        before = _ids(opened)
+        with torch.no_grad(), self.device:
+            self.init(opened)
+        if _ids(opened) != before:
+            raise InvalidArgumentError(
+                f"{self.call}: rank {self.rank} saw that initialising {name or 'the module'} put other parameters into "
+                "it, expected values to be written into those that are there; use torch.nn.init"
+            )
+        if unsplit is not None:
+            unsplit.close(m)
+
+    def _give_memory(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns memory for tensors on meta, valid until the next call. It is reused, because separate allocations
+        would fragment the heap."""
+        sizes = [up(x.nbytes, _ALIGNED) for x in tensors]
+        if self.memory.numel() < sum(sizes):
+            self.memory = self.memory.new_empty(0)  # frees the old memory first
+            self.memory = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        parts = self.memory[: sum(sizes)].split(sizes)
+        made = [part[: x.nbytes].view(x.dtype).view(x.shape) for x, part in zip(tensors, parts, strict=True)]
+        return [x.fill_(unmade(x)) for x in made]
+
+    def _make_buffers(self) -> None:
+        made: dict[int, torch.Tensor] = {}
+        for _, m in self.modules:
+            for key, buffer in m._buffers.items():
+                if buffer is None or not buffer.is_meta:
+                    continue
+                if id(buffer) not in made:
+                    made[id(buffer)] = torch.full_like(buffer, unmade(buffer), device=self.device)
+                m._buffers[key] = new = made[id(buffer)]
+                self.buffers.append((m, key, new))
+
+    def left_in(self, buckets: Sequence[Bucket], earlier: Sequence[Unmade | None] = ()) -> Unmade | None:
+        """Returns what must be loaded before the first forward pass; None: nothing.
+
+        Args:
+            buckets: those of the model.
+            earlier: what was left to load in parts of the model.
+        """
+        places = [(bucket, i) for bucket in buckets for i, p in enumerate(bucket.params) if id(p) in self.params]
+        found = [Unmade(places, self.buffers)] if self.init is None and self.modules else []
+        found += {id(each): each for each in earlier if each is not None}.values()
+        if not found:
+            return None
+        return Unmade([x for each in found for x in each.places], [x for each in found for x in each.buffers])
+
+
+class Unmade:
+    """Parameters and buffers that came from meta and have no values yet."""
+
+    def __init__(self, places: list[tuple[Bucket, int]], buffers: list[tuple[nn.Module, str, torch.Tensor]]) -> None:
+        self.places, self.buffers = places, buffers
+        self._versions = [made._version for _, _, made in buffers]
+
+    def check(self, ranks: DataParallelGroup, module: nn.Module, call: str) -> None:
+        """Raises if a parameter or buffer was not written yet; a collective."""
+        flags = torch.tensor([int(self._is_written(*place)) for place in self.places] or [1], dtype=torch.uint8)
+        flags = flags.to(self.places[0][0].device) if self.places else flags
+        ranks.reduce_over_all(flags, "max")
+        written = zip(self.places, flags.tolist(), strict=False)
+        missing = [bucket.names[i] for (bucket, i), flag in written if not flag]
+        owners = {id(m): f"{name}." if name else "" for name, m in module.named_modules()}
+        for (m, key, made), version in zip(self.buffers, self._versions, strict=True):
+            if _is_untouched(m._buffers[key], made, version):
+                missing.append(owners.get(id(m), "") + key)
+        if missing:
+            more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+            raise InvalidArgumentError(
+                f"{call}: rank {ranks.rank} got {', '.join(missing[:_NAMED])}{more} from the meta device without "
+                "values, expected all to be initialised or loaded; call load_state_dict or ringcomm.checkpoint.load, "
+                "or pass init_fn to ringcomm.shard"
+            )
+
+    def _is_written(self, bucket: Bucket, i: int) -> bool:
+        """Whether this rank's part of a parameter has values."""
+        piece = bucket.piece(bucket.master, i)
+        return not bucket.layout.segments[i].numel or (piece.numel() > 0 and not is_unmade(piece))
+
+
+def _is_untouched(now: Any, made: Any, version: int) -> bool:
+    if now is not made or not made.numel():
+        return False
+    return made._version == version if made.dtype == torch.bool else is_unmade(made)
+
+
+def _children_first(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields every submodule once, after the submodules inside it, in the order in which constructors make them."""
+    names = {id(m): name for name, m in module.named_modules()}
+    seen: set[int] = set()
+
+    def walk(m: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if id(m) not in seen:
+            seen.add(id(m))
+            for child in m.children():
+                yield from walk(child)
+            yield names[id(m)], m
+
+    return walk(module)
+
+
+def _waits(m: nn.Module, params: Collection[int]) -> bool:
+    meta = _meta_params(m)
+    if meta:
+        return any(key in params for key in meta)
+    return any(x is not None and x.is_meta for x in m._buffers.values())
+
+
+def _meta_params(m: nn.Module) -> list[int]:
+    return [id(p) for p in m._parameters.values() if p is not None and p.is_meta]
+
+
+def _ids(m: nn.Module) -> list[int]:
+    return [id(p) for p in m._parameters.values() if p is not None]

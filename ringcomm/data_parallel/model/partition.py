@@ -1,0 +1,316 @@
+"""Partitions a module into units and buckets. The partition depends only on the module's structure, so it is the
+same at every stage and on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from ringcomm.data_parallel.buckets.bucket import Bucket
+from ringcomm.data_parallel.buckets.group import DataParallelGroup
+from ringcomm.data_parallel.buckets.layout import Atom, FlatLayout, Segment, up
+from ringcomm.data_parallel.model.sharded_model import Config, Unit, place_of
+from ringcomm.data_parallel.model.sharded_parameter import ShardedParameter
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.modules.precision import MixedPrecision, Types
+from ringcomm.modules.shard_spec import part_of, renew_parts
+
+LATENCY_SHARE = 0.25  # largest share of latency in a reduction's time, at the chosen bucket size
+HOST_SECONDS = 2e-4  # Python time per bucket and step; it counts as latency
+PROBES = ((4 << 10, 20), (4 << 20, 3))  # bytes and repetitions of the timed messages
+# The allocator takes larger blocks from the system anew each time.
+LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 1 << 20, 16 << 20
+
+
+UnitParts = tuple[str, Sequence[nn.Module], Sequence[tuple[str, nn.Parameter]], bool | None]
+"""A unit's name, modules and parameters, and whether it is resharded after forward."""
+
+
+@dataclass(frozen=True)
+class BucketBuilder:
+    """The settings that all units of a model share."""
+
+    config: Config
+    ranks: DataParallelGroup
+    bucket_bytes: int
+    atom: Atom
+    optimizer_group: Mapping[int, int]  # by id of the parameter
+    kept: frozenset[int] = frozenset()  # ids of parameters that compute in their own type
+    send: bool = True  # whether all ranks get the first rank's values
+    device: torch.device | None = None  # where parameters on meta get memory
+
+    def unit(
+        self, name: str, modules: Sequence[nn.Module], params: Sequence[tuple[str, nn.Parameter]], reshard: bool | None
+    ) -> Unit:
+        """Returns a unit and its buckets. Parameters that differ in element type, device or whether they are trained
+        are in different buckets."""
+        kinds: dict[tuple[torch.dtype, Types, bool, torch.device], list[tuple[str, nn.Parameter]]] = {}
+        for name, p in params:
+            device = self.device if p.is_meta and self.device is not None else p.device
+            kinds.setdefault((p.dtype, self._types(p), p.requires_grad, device), []).append((name, p))
+        buckets = [bucket for (_, types, *_), some in kinds.items() for bucket in self._buckets(some, types)]
+        return Unit(name, modules, buckets, reshard)
+
+    def _types(self, p: nn.Parameter) -> Types:
+        kept, precision = id(p) in self.kept, self.config.mixed_precision
+        return (MixedPrecision(reduce_dtype=precision.reduce_dtype) if kept else precision).types_of(p.dtype)
+
+    def _buckets(self, params: list[tuple[str, nn.Parameter]], types: Types) -> list[Bucket]:
+        """Makes the buckets in order, each at most ``bucket_bytes`` unless a single parameter is larger."""
+        each = types.compute.itemsize
+        cut: list[list[tuple[str, nn.Parameter]]] = [[]]
+        for name, p in params:
+            so_far = sum(q.numel() for _, q in cut[-1]) * each
+            if cut[-1] and so_far + p.numel() * each > self.bucket_bytes:
+                cut.append([])
+            cut[-1].append((name, p))
+        return [self._bucket(some, types) for some in cut]
+
+    def _bucket(self, params: list[tuple[str, nn.Parameter]], types: Types) -> Bucket:
+        specs = [Segment(name, tuple(p.shape), self.optimizer_group.get(id(p), 0)) for name, p in params]
+        # Its alignment is valid for both types.
+        narrowest = min((types.compute, types.master), key=lambda dtype: dtype.itemsize)
+        layout = FlatLayout.build(specs, narrowest, self.ranks.world_size, self.atom)
+        by_name = dict(params)
+        ordered = [by_name[segment.name] for segment in layout.segments]
+        return Bucket(
+            layout,
+            ordered,
+            self.ranks,
+            types,
+            self.config.stage,
+            ShardedParameter,
+            tree=self.config.accumulation == "tree",
+            master_device=self.config.offload,
+            send=self.send,
+            device=self.device if any(p.is_meta for p in ordered) else None,
+        )
+
+
+def named_parameters(
+    module: nn.Module, call: str, rank: int, ignored: Iterable[nn.Parameter] = (), meta: bool = False
+) -> list[tuple[str, nn.Parameter]]:
+    """Returns a module's parameters, each once, under its first name. Frozen parameters of a subclass, such as
+    quantised weights, are left out; they stay as they are on every rank.
+
+    Args:
+        meta: whether they may be on the meta device.
+    Raises:  InvalidArgumentError: a parameter that is already wrapped. UnsupportedError: a parameter without memory.
+    """
+    for name, each in module.named_modules():
+        if isinstance(each, nn.parallel.DistributedDataParallel):
+            raise InvalidArgumentError(
+                f"{call}: rank {rank} got a module with torch's DistributedDataParallel ({name or 'itself'}), expected "
+                "a plain one: gradients would be averaged twice; pass the module inside of it"
+            )
+    renew_parts(module.modules())
+    out = {id(p) for p in ignored}
+    found = [(name, p) for name, p in module.named_parameters() if id(p) not in out and not _is_opaque(p)]
+    _refuse_shared_memory(found, call, rank)
+    for name, p in found:
+        if place_of(p) is not None:
+            raise InvalidArgumentError(
+                f"{call}: rank {rank} got {name}, which is wrapped already, expected a plain module; wrap it "
+                "once, or take it out with ringcomm.unshard first"
+            )
+        if hasattr(p, "_in_backward_optimizers"):
+            raise UnsupportedError(
+                f"{call}: rank {rank} got {name} with an optimizer that steps during backward, expected none: it would "
+                "step before the gradient is averaged; use an ordinary optimizer"
+            )
+        if p.is_meta and not meta:
+            raise UnsupportedError(
+                f"{call}: rank {rank} got {name} on the meta device, expected one with values; call "
+                "module.to_empty(device=...) and initialise it first"
+            )
+    return found
+
+
+def _refuse_shared_memory(params: Sequence[tuple[str, nn.Parameter]], call: str, rank: int) -> None:
+    """Raises if two parameters share memory, because wrapping would give each its own memory."""
+    plain = [(name, p) for name, p in params if place_of(p) is None and not p.is_meta and p.numel() and p.data_ptr()]
+    where = [(p.device, p.data_ptr(), p.data_ptr() + p.nbytes if p.is_contiguous() else 0, name) for name, p in plain]
+    ordered = sorted(where, key=lambda each: (str(each[0]), *each[1:3]))
+    for (device, start, end, other), (next_device, next_start, _, name) in pairwise(ordered):
+        if device == next_device and (start == next_start or next_start < end):
+            raise InvalidArgumentError(
+                f"{call}: rank {rank} got {other} and {name}, two parameters that share memory, expected one: each "
+                f"would be given memory of its own; tie them as one parameter, module.{name} = module.{other}"
+            )
+
+
+def _is_opaque(p: torch.Tensor) -> bool:
+    """Whether a parameter's values may differ from the contents of its memory."""
+    plain = type(p) in (nn.Parameter, torch.Tensor) and type(p.data) is torch.Tensor
+    return not p.requires_grad and not plain
+
+
+def kept_in_their_type(module: nn.Module) -> frozenset[int]:
+    """Returns the ids of batch norms' parameters: torch computes those in the type of the running statistics."""
+    kind = nn.modules.batchnorm._BatchNorm
+    return frozenset(id(p) for each in module.modules() if isinstance(each, kind) for p in each.parameters())
+
+
+def facts_of(module: nn.Module, ignored: Collection[str] = (), sends_buffers: bool = True) -> list[str]:
+    """Returns the facts that ranks must agree on: one line per parameter, and one per buffer if rank 0's buffers are
+    sent. Names in ``ignored`` may differ."""
+    params = [
+        f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}{_place(p)}"
+        for name, p in module.named_parameters()
+        if name not in ignored
+    ]
+    buffers = [(name, b) for name, b in module.named_buffers() if sends_buffers and name not in ignored]
+    return params + [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in buffers]
+
+
+def _place(p: torch.Tensor) -> str:
+    part = part_of(p)
+    return f" cut along {part.dim} at {list(part.pieces)} of {part.extent}" if part.is_cut else ""
+
+
+# ---- units -------------------------------------------------------------------------------------------------------
+
+
+def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns the repeated parts of a module, such as the blocks of a transformer: the children with parameters of its
+    outermost ModuleLists and Sequentials.
+
+    Modules that only some ranks may run, depending on their data, are left out: children called "experts", and
+    everything inside the members of a ModuleDict, unless its only list is there, as in nanoGPT.
+    """
+    found: list[tuple[str, nn.Module]] = []
+
+    def look(name: str, each: nn.Module) -> None:
+        lists = (nn.ModuleList, nn.Sequential)
+        listed = isinstance(each, lists) and len(each) > 1
+        only = sum(isinstance(child, lists) for child in each.children()) == 1
+        for key, child in each.named_children():
+            path = f"{name}.{key}" if name else key
+            if isinstance(child, torch.jit.ScriptModule):  # it accepts no hooks, and its class cannot be changed
+                continue
+            if listed and any(True for _ in child.parameters()):
+                found.append((path, child))
+            elif (
+                not listed
+                and key != "experts"
+                and (not isinstance(each, nn.ModuleDict) or (only and isinstance(child, lists)))
+            ):
+                look(path, child)
+
+    look("", module)
+    inside = {id(each) for _, block in found for each in block.modules() if each is not block}
+    return [(name, block) for name, block in found if id(block) not in inside]  # also those that have another name
+
+
+def runs_of(
+    blocks: Sequence[tuple[str, nn.Module]], owned: Mapping[int, str], least_bytes: int
+) -> list[tuple[str, list[nn.Module]]]:
+    """Joins neighbouring blocks until each run has ``least_bytes`` of parameters.
+
+    Args:
+        owned: by id, the parameters that lie in one block alone.
+    """
+    runs: list[tuple[str, list[nn.Module], int]] = []
+    for name, block in blocks:
+        nbytes = sum(p.nbytes for p in block.parameters() if id(p) in owned)
+        parent = name.rpartition(".")[0]
+        if runs and runs[-1][2] < least_bytes and runs[-1][0].rpartition(".")[0] == parent:
+            first, modules, before = runs.pop()
+            runs.append((first, [*modules, block], before + nbytes))
+        else:
+            runs.append((name, [block], nbytes))
+    return [(name, modules) for name, modules, _ in runs]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has compiled a module, in either of its two forms."""
+    return hasattr(module, "_torchdynamo_orig_callable") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def owned_by_one(blocks: Sequence[tuple[str, nn.Module]], module: nn.Module) -> dict[int, str]:
+    """Returns the parameters that lie in one block and nowhere else in the module, as id -> block; of nested blocks
+    the innermost. Tied parameters used outside belong to the whole module."""
+    uses = _uses(module)
+    found: dict[int, str] = {}
+    for name, block in sorted(blocks, key=lambda each: -sum(1 for _ in each[1].modules())):
+        found |= {key: name for key, count in _uses(block).items() if count == uses[key]}
+    return found
+
+
+def _uses(module: nn.Module) -> Counter[int]:
+    """Returns by id how many modules inside have a parameter."""
+    return Counter(id(p) for each in module.modules() for p in each._parameters.values() if p is not None)
+
+
+def units_of(
+    module: nn.Module,
+    params: list[tuple[str, nn.Parameter]],
+    blocks: list[tuple[str, nn.Module]],
+    reshard: bool | None,
+    least_bytes: int,
+) -> list[UnitParts]:
+    """Returns what the units of a module are made of: runs of its blocks, and last the module itself with the
+    parameters in no block.
+
+    Args:
+        least_bytes: small blocks are joined into runs of this size.
+    """
+    blocks = list({id(block): (name, block) for name, block in reversed(blocks)}.values())[::-1]  # by the first name
+    owned = owned_by_one(blocks, module)
+    units: list[UnitParts] = []
+    taken: set[int] = set()
+    names = {id(block): name for name, block in blocks}
+    for name, modules in runs_of(blocks, owned, least_bytes):
+        inside = {names[id(each)] for each in modules}
+        mine = [(key, p) for key, p in params if owned.get(id(p)) in inside]
+        if mine:
+            taken |= {id(p) for _, p in mine}
+            units.append((name, modules, mine, reshard))
+    return [*units, ("", [module], [(key, p) for key, p in params if id(p) not in taken], False)]
+
+
+# ---- buckets -----------------------------------------------------------------------------------------------------
+
+
+def bucket_bytes(cap_mb: float | None, ranks: DataParallelGroup) -> int:
+    """Returns the most bytes of a bucket; a collective if they are to be measured."""
+    return measured_bucket_bytes(ranks) if cap_mb is None else max(1, int(cap_mb * (1 << 20)))
+
+
+def measured_bucket_bytes(ranks: DataParallelGroup) -> int:
+    """Returns the message size from which on latency is a small part of a reduction's time; the same on every rank. A
+    collective.
+
+    Two sizes are timed to fit time = a + b * bytes, where a is the latency. The result is the smallest size with a <=
+    LATENCY_SHARE of the time.
+    """
+    import time
+
+    comm = ranks.comm
+    if comm.world_size == 1:
+        return MOST_BUCKET_BYTES
+    seconds = []
+    for nbytes, repetitions in PROBES:
+        device = torch.device(comm.device) if comm.device.startswith("cuda") else torch.device("cpu")
+        x = torch.zeros(nbytes // 4, device=device)
+        spent = []
+        for _ in range(repetitions):
+            comm.barrier()
+            start = time.perf_counter()
+            comm.all_reduce(x)
+            comm.synchronize()
+            spent.append(time.perf_counter() - start)
+        seconds.append(min(spent))
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    ranks.reduce_over_all(slowest, "max")
+    low, high = slowest.tolist()
+    per_byte = max(1e-12, (high - low) / (PROBES[1][0] - PROBES[0][0]))
+    latency = HOST_SECONDS + max(0.0, low - per_byte * PROBES[0][0])
+    wanted = latency * (1 - LATENCY_SHARE) / LATENCY_SHARE / per_byte
+    return min(up(max(1, math.ceil(wanted)), LEAST_BUCKET_BYTES), MOST_BUCKET_BYTES)

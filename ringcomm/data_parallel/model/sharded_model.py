@@ -1,0 +1,1370 @@
+"""A module whose parameters are in buckets, and its units, runs of modules whose parameters are communicated together:
+the work around forward and backward, at every stage.
+
+    stage   parameters   gradients               optimizer   when a bucket is reduced
+    0       unsharded    unsharded               unsharded   its gradients and those of all earlier buckets have arrived
+    1       unsharded    unsharded until reduced shard       the same
+    2       unsharded    shard                   shard       the same, or backward has passed the units
+    3       shard        shard                   shard       backward has passed its unit
+
+Every rank reduces in the same order, whatever the order in which its own gradients arrive. At the end of a backward
+pass all buckets are reduced and waited for; one message with a byte per parameter tells which parameters any rank has
+used.
+
+Around a unit's calls:
+
+    forward    gather before the run's first module, release after its last
+    backward   gather when the gradient of an output arrives; release and reduce when backward has reached a call that
+               came before all calls of the unit
+
+Autograd runs nodes in the reverse order of their creation, so when the gradient of an earlier call's output arrives,
+later calls are done. Nothing is added to autograd's graph, so sums of gradients are associated as in the plain module.
+Hooks on the nodes that accumulate gradients see a gradient's arrival, and hooks on the gradients of the units' outputs
+follow backward through the units. At stage 3 autograd saves a reference to a parameter's unit in place of the
+parameter; the unit is gathered when a node asks for the value, wherever the graph is entered.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from functools import partial
+from itertools import chain
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from ringcomm import _C
+from ringcomm.data_parallel.buckets.bucket import Bucket, Gathered, ViewData, Window, in_transform
+from ringcomm.data_parallel.buckets.group import DataParallelGroup
+from ringcomm.data_parallel.buckets.layout import Atom
+from ringcomm.data_parallel.model.contents import ModuleContents
+from ringcomm.data_parallel.model.options import CHECKSUM_NBYTES, AttachedOptimizers, differ, with_complement
+from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
+from ringcomm.modules.arguments import LAST_STAGE, Units
+from ringcomm.modules.dynamo import eager, skipped
+from ringcomm.modules.precision import MixedPrecision
+
+_T = TypeVar("_T")
+_requires_grad = attrgetter("requires_grad")
+# Checksum of the optimizers' options, and whether there are reentrant checkpoints.
+HEADER_NBYTES = 2 * CHECKSUM_NBYTES + 1
+_STAGES_1_AND_2 = (
+    "forward in training where the module has buffers, backward, the optimizer's step and state_dict(), "
+    "load_state_dict, with mixed precision or offload the module's state_dict(), and what reads p.grad"
+)
+_COLLECTIVES = {  # by stage, for the note added to an error
+    0: "forward in training where the module has buffers, and backward",
+    1: _STAGES_1_AND_2,
+    2: _STAGES_1_AND_2,
+    3: "forward, also in evaluation, backward, state_dict() of module and optimizer, and what reads a parameter or its "
+    "gradient",
+}
+IN_FLIGHT = 2  # reductions at stages 2 and 3 at the same time, each with its own unsharded buffer
+
+
+_thread = threading.local()
+
+
+@dataclass
+class UnitCalls:
+    """The calls of a unit whose graph is not used up.
+
+    Attributes:
+        first: number of the first one; None: there is none; 0: it is from an older forward pass.
+        trained: how many there were in training.
+        checkpointed: whether one of these had no graph, as in reentrant checkpointing.
+    """
+
+    first: int | None = None
+    trained: int = 0
+    checkpointed: bool = False
+
+
+class Unit:
+    """Modules that are called one after another, and their buckets.
+
+    Args:
+        reshard_after_forward: whether stage 3 frees the parameters between forward and backward; None: unless the unit
+            is the outermost one.
+
+    Attributes:
+        recomputed: whether backward has run a call again; None: unknown.
+        came_twice: whether a gradient has unexpectedly come twice.
+        calling: the module whose call is running.
+        undo: calls that undo what wrapping did to the modules.
+    """
+
+    def __init__(
+        self, name: str, modules: Sequence[nn.Module], buckets: Sequence[Bucket], reshard_after_forward: bool | None
+    ) -> None:
+        self.name, self.modules, self.buckets = name, list(modules), list(buckets)
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.precision: MixedPrecision | None = None  # None: the model's
+        self.forward_prefetch: list[Unit] | None = None  # None: the units that followed in the last pass
+        self.backward_prefetch: list[Unit] | None = None
+        self.calls = UnitCalls()
+        self.recomputed: bool | None = None
+        self.came_twice = False
+        self.calling: nn.Module | None = None
+        self.undo: list[Callable[[], Any]] = []
+        self.flat: ShardedModel
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the unit's gradients may come in several parts of a backward pass, with other units in between:
+        each reentrant checkpoint runs its own backward pass inside it."""
+        if self.came_twice:
+            return True
+        hidden = self.calls.checkpointed and self.recomputed is not False
+        return hidden and (self in self.flat.backward.used_outside or self.calls.trained > 1)
+
+    def forget_calls(self) -> None:
+        """Resets the records of calls, when a forward pass begins after a backward pass."""
+        if self.calls.checkpointed and self.recomputed is None:  # the calls without a graph were not checkpoints
+            self.recomputed = False
+        self.calls = UnitCalls()
+
+    # ---- parameters -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the parameters can be read."""
+        return all(bucket.is_unsharded for bucket in self.buckets)
+
+    def start_gather(self) -> None:
+        """Stage 3: starts to gather the parameters."""
+        for bucket in self.buckets:
+            bucket.start_gather()
+
+    def gather(self) -> None:
+        """Gathers the parameters, and waits for them."""
+        self.start_gather()
+        for bucket in self.buckets:
+            bucket.finish_gather()
+
+    def release(self) -> None:
+        """Frees the other ranks' parameters."""
+        for bucket in self.buckets:
+            bucket.release()
+
+    def unwrap(self) -> None:
+        """Makes the modules and parameters plain ones; a collective."""
+        for bucket in self.buckets:
+            bucket.give_back()
+        for take_away in self.undo:
+            take_away()
+
+    # ---- a call ---------------------------------------------------------------------------------------------------
+
+    @skipped
+    def call(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs ``forward`` of one of the modules, with its parameters gathered."""
+        counted = self._begin(module)
+        before, self.calling = self.calling, module
+        done = False
+        try:
+            args, kwargs = self.cast_inputs(args, kwargs)
+            output = forward(*args, **kwargs)
+            done = True
+        finally:
+            self.calling = before
+            self._leave(counted, done)
+        return self._finish(module, counted, output)
+
+    @eager
+    def _begin(self, module: nn.Module) -> bool:
+        """Begins a call. Returns False inside a pipeline step, where parameters stay unsharded."""
+        if self.flat.sync.microbatches is None:
+            self.flat.begin_call(self, module)
+            return True
+        return False
+
+    @eager
+    def _leave(self, counted: bool, done: bool) -> None:
+        if counted:
+            self.flat.leave_call(done)
+
+    @eager
+    def _finish(self, module: nn.Module, counted: bool, output: Any) -> Any:
+        flat = self.flat
+        if not counted:
+            return self._cast_output(output)
+        number = flat.end_call(self, module)
+        if number is not None:
+            for x in tensors_of(output):
+                if x.grad_fn is not None:
+                    _hook_first(x, partial(_reached, weakref.ref(self), number))
+        if module is flat.module:
+            return flat.config.mixed_precision.cast(output, flat.config.mixed_precision.output_dtype)
+        return self._cast_output(output)
+
+    @eager
+    def cast_inputs(self, args: Any, kwargs: Any) -> Any:
+        """Casts a call's arguments to the type in which the unit computes."""
+        precision = self.precision or self.flat.config.mixed_precision
+        if precision.cast_forward_inputs and precision.param_dtype is not None:
+            return precision.cast((args, kwargs), precision.param_dtype)
+        return args, kwargs
+
+    def _cast_output(self, output: Any) -> Any:
+        precision = self.precision
+        return output if precision is None else precision.cast(output, precision.output_dtype)
+
+
+def _hook_first(x: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Registers a hook that runs before the existing ones, so that backward reaches a unit before the units inside
+    it, even if the unit returns the same tensor as an inner unit."""
+    x.register_hook(hook)
+    hooks = x._backward_hooks
+    if hooks is not None and len(hooks) > 1:
+        *before, last = hooks.items()
+        hooks.clear()
+        hooks.update([last, *before])
+
+
+@eager
+def _reached(unit: weakref.ref[Unit], number: int, _: torch.Tensor) -> None:
+    """Tells the model that backward has reached the output of a call. The reference is weak, because the model may
+    reference the graph."""
+    here = unit()
+    if here is not None:
+        here.flat.reach(here, number)
+
+
+def tensors_of(output: Any) -> list[torch.Tensor]:
+    """Returns the tensors in a module's output, including those in dataclasses, mappings and sequences of any class."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    found = []
+    for x in tree_flatten(output)[0]:
+        if isinstance(x, torch.Tensor):
+            found.append(x)
+        elif is_dataclass(x) and not isinstance(x, type):
+            found += tensors_of([getattr(x, field.name) for field in fields(x)])
+        elif isinstance(x, Mapping):
+            found += tensors_of(list(x.values()))
+        elif isinstance(x, (list, tuple)):
+            found += tensors_of(list(x))
+    return found
+
+
+class Place:
+    """A parameter's place, all that wrapping leaves on the parameter: segment ``index`` of a bucket of a model.
+
+    The references are weak, so the parameter keeps neither alive. A copy of the parameter does not have a place.
+    """
+
+    __slots__ = ("_bucket", "_flat", "index")
+
+    def __init__(self, flat: ShardedModel, bucket: Bucket, index: int) -> None:
+        self._flat, self._bucket, self.index = weakref.ref(flat), weakref.ref(bucket), index
+
+    @property
+    def flat(self) -> ShardedModel:
+        """The wrapped model."""
+        found = self._flat()
+        assert found is not None
+        return found
+
+    @property
+    def bucket(self) -> Bucket:
+        """The bucket that contains the parameter."""
+        found = self._bucket()
+        assert found is not None
+        return found
+
+    @property
+    def alive(self) -> bool:
+        """Whether the model still exists and is wrapped."""
+        flat = self._flat()
+        return flat is not None and not flat.unwrapped
+
+    @property
+    def data(self) -> ViewData | None:
+        """At stage 3, the memory that views share that were made since the last `p.data = other`; None: the bucket no
+        longer exists."""
+        bucket = self._bucket()
+        return None if bucket is None else bucket.shared.setdefault(self.index, ViewData())
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in the model."""
+        return self.bucket.layout.segments[self.index].name
+
+    def __reduce__(self) -> Any:
+        return set, ()  # a copy gets an empty set, a class that torch.load accepts with weights_only=True
+
+
+def place_of(p: Any) -> Place | None:
+    """Returns the place of a wrapped model's parameter; None for anything else, including a view of a parameter."""
+    place: Place | None = getattr(p, "_ringcomm", None)
+    return place if place and place.alive and place.bucket.params[place.index] is p else None
+
+
+class BucketState(Enum):
+    """How far a bucket is in a backward pass. Each state can only be followed by those below it."""
+
+    IDLE = 0  # no gradient has arrived
+    FILLING = 1  # gradients arrive; a bucket stays so if the pass only accumulates on this rank
+    FILLED = 2  # stage 2: backward has passed its unit, so no more will come; it waits for the buckets before it
+    REDUCING = 3  # the gradients are packed, and the reduction is in flight
+    REDUCED = 4  # the mean over the ranks is there
+
+
+@dataclass
+class BackwardPass:
+    """The state of the current pass of autograd. At its end a new one replaces it.
+
+    Attributes:
+        scheduled: whether the pass has begun, so that its end must be noticed.
+        end: the callback that autograd calls at the end, and drops if the pass raises.
+        task: autograd's number for the pass.
+        accumulates: whether it was started by backward, not by torch.autograd.grad.
+        makes_graph: whether it runs with create_graph.
+        reached: the units that it has reached and not passed, in this order.
+        used_outside: the units with reentrant checkpoints of which it also reaches a parameter outside of these.
+        states: by bucket, how far it is; those that are left out are idle.
+        arrived: by bucket, the parameters whose gradients have arrived on this rank. The last one is added when the
+            next event comes in the same thread, which costs less than a second hook.
+        next: the index, in the order of buckets, of the first bucket whose reduction has not begun.
+        in_flight: the buckets whose reductions were not waited for yet, in their order.
+    """
+
+    scheduled: bool = False
+    end: Callable[[], Any] = lambda: None
+    task: int = -1
+    accumulates: bool = False
+    makes_graph: bool = False
+    reached: dict[Unit, None] = field(default_factory=dict)
+    used_outside: set[Unit] = field(default_factory=set)
+    states: dict[Bucket, BucketState] = field(default_factory=dict)
+    arrived: dict[Bucket, set[int]] = field(default_factory=dict)
+    next: int = 0
+    in_flight: deque[Bucket] = field(default_factory=deque)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the pass has raised without being cleaned up."""
+        return self.scheduled and self.end() is None
+
+    def state_of(self, bucket: Bucket) -> BucketState:
+        """Returns how far a bucket is."""
+        return self.states.get(bucket, BucketState.IDLE)
+
+    def is_launched(self, bucket: Bucket) -> bool:
+        """Whether the bucket's reduction has begun."""
+        state = self.states.get(bucket)
+        return state is BucketState.REDUCING or state is BucketState.REDUCED
+
+
+@dataclass
+class Synchronisation:
+    """When the ranks communicate: which backward passes reduce, and which forward passes begin with rank 0's buffers.
+
+    Attributes:
+        broadcast_buffers: whether every synchronised forward pass in training begins with rank 0's buffers.
+        enabled: False inside `no_sync` and in a pipeline step.
+        decided: whether the next backward pass reduces, if a forward pass decided it as in torch.
+        awaits_backward: whether a forward pass that reduces still waits for its backward pass.
+        buffers_are_due: whether the next forward pass begins with rank 0's buffers.
+        microbatches: how many a pipeline's step has had so far: forward and backward passes of parts of the module in
+            any order, during which parameters stay unsharded, and nothing is reduced before the end. None: no step is
+            running.
+        microbatch: the one that the passes belong to now; None: each parameter's next.
+        last_header: on a device, that of the last message that ended a backward pass.
+        hook: starts a bucket's reduction in place of the communicator; see comm_hook.py.
+    """
+
+    broadcast_buffers: bool
+    enabled: bool = True
+    decided: bool | None = None
+    awaits_backward: bool = False
+    buffers_are_due: bool = True
+    microbatches: int | None = None
+    microbatch: int | None = None
+    last_header: torch.Tensor | None = None
+    hook: Callable[[Bucket, int, bool, torch.Tensor], Any] | None = None
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a backward pass now would reduce."""
+        return self.enabled if self.decided is None else self.decided
+
+    def decide(self) -> None:
+        """Decides, in a forward pass, whether its backward pass reduces. A forward pass inside `no_sync`, or one run
+        again by backward, does not change the decision of an earlier one whose backward pass is still to come."""
+        if torch._C._current_graph_task_id() >= 0:
+            return
+        self.awaits_backward |= self.enabled
+        self.decided = self.awaits_backward
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate on this rank; the next one outside reduces the sums."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+
+@dataclass
+class ForwardCalls:
+    """The calls of units, counted through all forward passes.
+
+    Attributes:
+        count: how many have begun; a call's number.
+        packing: by running call, the hooks for saved parameters at stage 3; None: they are not installed.
+        trains: whether the last outermost call had a graph.
+        used_up: whether a backward pass ran; its graph may be used again until the next forward pass.
+        seen: the units of this forward pass, in order.
+        last: those of the previous one.
+        advised: whether a read outside of a unit's call was warned of.
+    """
+
+    count: int = 0
+    packing: list[Any] = field(default_factory=list)
+    trains: bool = False
+    used_up: bool = False
+    seen: list[Unit] = field(default_factory=list)
+    last: list[Unit] = field(default_factory=list)
+    advised: bool = False
+
+    @property
+    def depth(self) -> int:
+        """The number of calls that are running."""
+        return len(self.packing)
+
+    def after(self, unit: Unit) -> list[Unit]:
+        """Records that a unit is called, and returns, in a list, the unit that followed it in the previous pass."""
+        at = len(self.seen)
+        self.seen.append(unit)
+        expected = self.last[at : at + 2]
+        return expected[1:] if expected[:1] == [unit] else []
+
+    def before(self, unit: Unit) -> list[Unit]:
+        """Returns, in a list, the unit that was called before this one."""
+        at = next((i for i in reversed(range(len(self.seen))) if self.seen[i] is unit), 0)
+        return self.seen[at - 1 : at] if at else []
+
+
+class GradArrivals:
+    """How gradients arrive: hooks on the autograd nodes that accumulate them.
+
+    Attributes:
+        native: tells which bucket's last gradient a thread has added.
+        nodes: the nodes of each bucket that is trained. Autograd does not keep them alive, so we do: they hold our
+            hooks, and add gradients in the parameters' final type.
+        nested: whether backward passes contain other backward passes, as reentrant checkpoints do; None: unknown.
+    """
+
+    def __init__(self) -> None:
+        self.native = _C.Arrivals(torch._C._current_graph_task_id)
+        self.nodes: dict[Bucket, list[Any]] = {}
+        self.nested: bool | None = None
+        self._trained: list[bool] = []  # by parameter: whether it was trained when `nested` was determined
+        self._handles: list[Any] = []
+
+    def watch(self, bucket: Bucket, prepare: Callable[[int], None]) -> None:
+        """Installs the hooks of a bucket; ``prepare`` is called before an unexpected gradient is added."""
+        self.nodes[bucket] = [*map(_accumulator_of, bucket.params)]
+        noted = bucket.gradient.local.noted
+        for i, node in enumerate(self.nodes[bucket]):
+            hook = self.native.hook(bucket.number, len(bucket.params), i, noted, prepare)
+            self._handles.append(node.register_prehook(hook))
+
+    def stop(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.nodes.clear()
+
+    def look_at(self, buckets: Sequence[Bucket]) -> None:
+        """Forgets that passes are not nested if other parameters are trained now: reentrant checkpoints are not
+        noticed while all their parameters are frozen."""
+        with torch._C.DisableTorchFunctionSubclass():
+            trained = [*map(_requires_grad, chain.from_iterable(bucket.params for bucket in buckets))]
+        if trained != self._trained:
+            self._trained = trained
+            self.nested = self.nested or None
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a module is wrapped: the arguments of `ringcomm.shard`, or what another call makes of its own.
+
+    Attributes:
+        offload: device of the master weights and the optimizer's state; None: the device of the weights.
+        init_fn: whether parameters from the meta device are initialised, not loaded.
+        composed: whether the optimizer was not known yet.
+    """
+
+    stage: int = 2
+    units: Units = None
+    mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
+    bucket_cap_mb: float | None = None
+    reshard_after_forward: bool | None = True
+    broadcast_buffers: bool = True
+    accumulation: str = "sequential"
+    atom: Atom | None = None
+    offload: torch.device | None = None
+    init_fn: bool = True
+    composed: bool = True
+
+    def facts(self, units: Sequence[str] = ()) -> list[str]:
+        """Returns the facts that ranks must agree on, one line per argument.
+
+        Args:
+            units: names of the units that were asked for.
+        """
+        named = {**vars(self), "units": "the blocks" if self.units is None else list(units)}
+        return [f"{name}={value}" for name, value in named.items()]
+
+
+class ShardedModel:
+    """The state of a wrapped module.
+
+    Args:
+        units: in the order of forward; the last one is the module itself with the parameters in no other unit.
+
+    Attributes:
+        unit_of: the unit of each bucket, with the buckets in the order of forward.
+        order: the buckets that are trained, in the order of their reductions.
+        communication_seconds: this thread's time in calls and waits of collectives.
+    """
+
+    def __init__(self, module: nn.Module, ranks: DataParallelGroup, units: Sequence[Unit], config: Config) -> None:
+        self.ranks, self.config = ranks, config
+        ranks.order = 0  # some ranks may still have the value of a model that others have dropped
+        self.contents = ModuleContents(module)
+        self.units = list(units)
+        self.unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
+        self.stage = next(iter(self.unit_of)).stage
+        if self.stage > 0 and ranks.world_size > 1:
+            _advise_against_max_norm(module, ranks)
+        self.order = reduction_order(self.units)
+        self.communication_seconds = 0.0
+        self.optimizers = AttachedOptimizers(ranks, self.device)
+        self.sync = Synchronisation(config.broadcast_buffers)
+        self.calls = ForwardCalls()
+        self.backward = BackwardPass()
+        self.arrivals = GradArrivals()
+        self.gathered = Gathered()
+        for number, bucket in enumerate(self.unit_of):
+            bucket.number = number
+        for unit in self.units:
+            unit.flat = self
+            for bucket in unit.buckets:
+                bucket.gathered = self.gathered
+                for i, p in enumerate(bucket.params):
+                    p._ringcomm = Place(self, bucket, i)
+        for bucket in self.order:
+            self._watch(bucket)
+        self.find_homes()
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self.contents.module
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all buckets."""
+        return next(iter(self.unit_of)).device
+
+    @property
+    def root(self) -> Unit:
+        """The unit of the module itself."""
+        return self.units[-1]
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets, in the order of forward; a bucket's number is its index."""
+        return list(self.unit_of)
+
+    @property
+    def unwrapped(self) -> bool:
+        """Whether the module is a plain one again."""
+        return not self.units
+
+    def find_homes(self) -> None:
+        """Maps the memory of each bucket's unsharded buffer to the bucket. At stage 3 a bucket updates the map whenever
+        it takes other memory."""
+        self.gathered.homes = {bucket.unsharded.untyped_storage()._cdata: bucket for bucket in self.buckets}
+
+    def _watch(self, bucket: Bucket) -> None:
+        """Installs the hooks that notice the arrival of gradients."""
+        self.arrivals.watch(bucket, partial(_prepare, weakref.ref(self), weakref.ref(bucket)))
+
+    def timed(self, call: Callable[..., _T], *args: Any) -> _T:
+        """Calls ``call(*args)`` and counts its time as communication."""
+        start = time.perf_counter()
+        try:
+            return call(*args)
+        except MismatchError as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(
+                    f"At stage {self.stage} these are collectives: {_COLLECTIVES[self.stage]}. Every rank calls them, "
+                    "in the same order; a rank that does so alone (to log, evaluate or save) takes part in others' "
+                    "calls."
+                )
+            raise
+        finally:
+            self.communication_seconds += time.perf_counter() - start
+
+    # ---- forward --------------------------------------------------------------------------------------------------
+
+    def begin_call(self, unit: Unit, module: nn.Module) -> None:
+        """Begins a call of a unit's module: gathers its parameters, and prefetches those of the next unit."""
+        recomputing = torch._C._current_graph_task_id() >= 0  # activation checkpointing
+        if self.calls.depth == 0 and not recomputing:
+            self._begin_outermost(module)
+        if module is self.module and not recomputing:
+            self.begin_forward()
+        grad = torch.is_grad_enabled()
+        if recomputing and grad:  # now, because the first gradient may arrive in a pass inside this one
+            unit.recomputed = True
+            self.begin_backward()
+        self.calls.count += 1
+        if grad and unit.calls.first is None:
+            unit.calls.first = self.calls.count
+        if self.calls.trains and not recomputing:
+            unit.calls.trained += 1
+            unit.calls.checkpointed |= not grad
+        if self.stage == LAST_STAGE:
+            if in_transform():
+                self._check_transformed(module)
+            if module is unit.modules[0] and not recomputing:
+                self._gather_ahead(unit)
+            else:
+                self.timed(unit.gather)
+        self._start_packing()  # nothing raises after this; `leave_call` undoes it
+
+    def _check_transformed(self, module: nn.Module) -> None:
+        """Raises for views of parameters as arguments of a torch.func transform, because their values stay sharded."""
+        for name, p in module.named_parameters():
+            inner = p
+            while torch._C._functorch.is_functorch_wrapped_tensor(inner):
+                inner = torch._C._functorch.get_unwrapped(inner)
+            if inner is not p and hasattr(inner, "_ringcomm") and place_of(inner) is None:
+                raise UnsupportedError(
+                    f"forward: rank {self.ranks.rank} got a view of {name} (p.detach() or p.data) as an argument of "
+                    "a transform of torch.func at stage 3, where its values are in the ranks' shards, expected a "
+                    "parameter or a copy; give it {name: p.detach().clone() for name, p in model.named_parameters()}"
+                )
+
+    def _begin_outermost(self, module: nn.Module) -> None:
+        """Begins a call that is not inside another one: resets the units' records of calls that the last backward
+        pass used."""
+        calls = self.calls
+        calls.trains = torch.is_grad_enabled()
+        if calls.trains and calls.used_up:
+            calls.used_up = False
+            for unit in self.units:
+                unit.forget_calls()
+            if module is not self.module:
+                calls.last, calls.seen = calls.seen, []
+
+    def begin_forward(self) -> None:
+        """Begins a call of the whole module."""
+        if self.backward.scheduled:  # the last backward pass raised
+            self._abandon()
+        self._check()
+        if self.ranks.joining is not None and self.ranks.joining.module is not self.module:
+            raise UnsupportedError(
+                f"forward: rank {self.ranks.rank} is inside of join for another module that shares its ranks, expected "
+                "that one alone; train this one outside"
+            )
+        self.calls.last, self.calls.seen = self.calls.seen or self.calls.last, []
+        if not self.gathered.holders:
+            self._announce_forward()
+
+    def _announce_forward(self) -> None:
+        sends = self.sync.broadcast_buffers and self.sync.buffers_are_due and self.contents.has_buffers
+        if sends or self.stage == LAST_STAGE:
+            self.ranks.announce("forward")
+        if sends:
+            self.ranks.announce("buffers")
+            self.timed(self.send_buffers)
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Inside, unsharded parameters stay unsharded, and forward sends no buffers. Entering sends the buffers that
+        the next forward pass would send."""
+        if not self.gathered.holders and self.ranks.joining is None:
+            self._announce_forward()
+            self.sync.buffers_are_due = False
+        self.gathered.holders += 1
+        try:
+            yield
+        finally:
+            self.gathered.holders -= 1
+
+    def _gather_ahead(self, unit: Unit) -> None:
+        following = self.calls.after(unit)
+        self.timed(unit.gather)
+        if unit.forward_prefetch is not None:
+            following = unit.forward_prefetch
+        elif not self.ranks.background:
+            return
+        for each in following:
+            each.start_gather()
+
+    def leave_call(self, done: bool) -> None:
+        """Ends a call that has returned or raised."""
+        self._stop_packing()
+        if torch._C._current_graph_task_id() < 0:
+            for bucket in self.unit_of if not done or self.calls.depth == 0 else ():
+                if bucket.memory.borrowed or not done:
+                    self._release(bucket)
+
+    def end_call(self, unit: Unit, module: nn.Module) -> int | None:
+        """Ends a call that has returned, and frees gathered parameters. Returns the number of the last call that has
+        begun, for the hooks on the output's gradients; None: no hooks are needed."""
+        recomputing = torch._C._current_graph_task_id() >= 0
+        if not recomputing:
+            again = unit.reshard_after_forward or not torch.is_grad_enabled()
+            if module is unit.modules[-1] and again:
+                self._release(unit)
+            if module is self.module:
+                self._end_forward()
+        return self.calls.count if torch.is_grad_enabled() and (self.stage >= 2 or module is self.module) else None
+
+    def _end_forward(self) -> None:
+        """Ends the whole module's forward: frees parameters that were gathered and not used."""
+        trains = self.sync.enabled and torch.is_grad_enabled()
+        # Ranks may evaluate any number of times inside `whole`.
+        self.sync.buffers_are_due = trains or (self.sync.buffers_are_due and self.gathered.holders > 0)
+        for unit in self.units:
+            if unit.reshard_after_forward or not torch.is_grad_enabled():
+                self._release(unit)
+
+    def _release(self, held: Unit | Bucket) -> None:
+        if not (self.gathered.graph_needs or self.gathered.holders):
+            held.release()
+
+    # Saved parameters, at stage 3.
+
+    def _start_packing(self) -> None:
+        """Makes autograd save a reference to a parameter's unit in place of the parameter's memory, which is freed."""
+        autograd, hooks = torch._C._autograd, None
+        if self.stage == LAST_STAGE and self.calls.depth == 0:
+            _running().append(self)
+        if self.stage == LAST_STAGE and autograd._saved_tensors_hooks_is_enabled():
+            users = autograd._top_saved_tensors_default_hooks(
+                True
+            )  # checkpoint's hooks treat saved tensors differently
+            if users is None or getattr(users[0], "__module__", "") not in (__name__, "torch.utils.checkpoint"):
+                pack, unpack = users or (_keep, _kept)
+                hooks = torch.autograd.graph.saved_tensors_hooks(_packing(pack, _running()), _unpacking(unpack))
+                hooks.__enter__()
+        self.calls.packing.append(hooks)
+
+    def _stop_packing(self) -> None:
+        hooks = self.calls.packing.pop()
+        if self.stage == LAST_STAGE and self.calls.depth == 0:
+            flats = _running()
+            flats[:] = [flat for flat in flats if flat is not self]  # none if another thread has begun the call
+        if hooks is not None:
+            hooks.__exit__(None, None, None)
+
+    @contextmanager
+    def borrowing(self, buckets: Sequence[Bucket], name: str, call: str) -> Iterator[bool]:
+        """Gathers the buckets' parameters for the block, even outside forward and backward; a collective. Yields
+        whether they stay gathered afterwards, as they do inside a forward or backward pass."""
+        backward = torch._C._current_graph_task_id() >= 0
+        stays = backward or self.calls.depth > 0
+        if stays and not backward:
+            self._advise(name, call)
+        missing = [bucket for bucket in buckets if not bucket.is_unsharded]
+        if missing and not stays:
+            self.timed(self.ranks.barrier)
+        for bucket in missing:
+            bucket.start_gather()
+        for bucket in buckets:
+            bucket.finish_gather()
+            bucket.memory.borrowed |= bucket in missing
+            unit = self.unit_of[bucket]
+            if unit.calls.first is None and torch.is_grad_enabled():
+                self.calls.count += 1
+                unit.calls.first = self.calls.count
+        self._start_packing()
+        try:
+            yield stays
+        finally:
+            self._stop_packing()
+            for bucket in missing if not stays else ():
+                bucket.release()
+
+    def _advise(self, name: str, call: str) -> None:
+        if not self.calls.advised:
+            self.calls.advised = True
+            warnings.warn(
+                f"forward: rank {self.ranks.rank} read {name} ({call}) outside of its unit's call, so the unit was "
+                "gathered for it; name units so that one holds both, to save the message",
+                stacklevel=6,
+            )
+
+    def send_buffers(self) -> None:
+        """Sends the first rank's buffers to every rank, in one message for each type."""
+        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+        for buffer in self.contents.buffers:
+            by_type.setdefault(buffer.dtype, []).append(buffer.detach())
+        for buffers in by_type.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            self.ranks.broadcast(flat)
+            for buffer, values in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+                # As torch's DDP does, so that graphs that saved the buffer remain valid.
+                buffer.data.copy_(values.view(buffer.shape))
+
+    # ---- backward -------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Notices the beginning of a pass of autograd, and registers a callback at its end."""
+        if self.backward.scheduled and not self.backward.is_dead:
+            return
+        if self.backward.is_dead:
+            self._abandon()
+        self.backward.scheduled = True
+        self.backward.task = torch._C._current_graph_task_id()
+        for unit in self.units:
+            if unit.calls.checkpointed:
+                nodes = (node for bucket in unit.buckets for node in self.arrivals.nodes.get(bucket, ()))
+                if any(map(will_run, nodes)):
+                    self.backward.used_outside.add(unit)
+        end = partial(ShardedModel._finish, self)
+        self.backward.end = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        if self._will_accumulate():
+            self._accumulate()
+
+    def _accumulate(self) -> None:
+        """Records that the pass was started by backward, not by torch.autograd.grad."""
+        if not self.backward.accumulates:
+            self.backward.accumulates = True
+            if self.sync.reduces or self.stage == LAST_STAGE:
+                self.ranks.announce("backward")
+
+    def _will_accumulate(self) -> bool:
+        return any(map(will_run, chain.from_iterable(self.arrivals.nodes.values())))
+
+    def reach(self, unit: Unit, number: int) -> None:
+        """Called when backward reaches the output of a unit's call, or a parameter that the call saved: calls with a
+        later number are done."""
+        self.begin_backward()
+        self._see_to_complete()
+        if torch.is_grad_enabled():
+            self.backward.makes_graph = True
+            self.gathered.graph_needs = self.stage == LAST_STAGE
+        self._pass(number)
+        if unit.calls.first is None or unit.calls.first > number:  # from a graph older than the last backward pass
+            unit.calls.first = 0
+        self.backward.reached[unit] = None
+        if self.stage == LAST_STAGE and not unit.is_unsharded:
+            self.timed(unit.gather)
+            before = unit.backward_prefetch
+            if before is None:  # brought while this unit computes
+                before = self.calls.before(unit) if self.ranks.background else []
+            for each in before:
+                each.start_gather()
+
+    def _pass(self, number: int) -> None:
+        """Finishes units that are done in backward, because all their calls come after call ``number`` in forward."""
+        done = [unit for unit in self.backward.reached if _first_call(unit) > number]
+        for unit in sorted(done, key=_first_call, reverse=True):
+            if all(self._is_complete(bucket) for bucket in unit.buckets):
+                del self.backward.reached[unit]
+                if unit.reshard_after_backward:
+                    self._release(unit)
+                self.flush(unit)
+
+    def _is_complete(self, bucket: Bucket) -> bool:
+        """Whether all gradients of the bucket have arrived in this pass."""
+        if self.arrivals.native.adding_elsewhere() == bucket.number:
+            return False
+        arrived, nodes = self.backward.arrived.get(bucket, ()), self.arrivals.nodes.get(bucket, ())
+        if len(arrived) == len(nodes):
+            return True
+        return not any(will_run(node) for i, node in enumerate(nodes) if i not in arrived)
+
+    def _waits(self, bucket: Bucket) -> bool:
+        """Whether a bucket is only reduced at the end of the backward pass, because its gradients may come more than
+        once."""
+        unit = self.unit_of[bucket]
+        return unit.repeats or (self.arrivals.nested is not False and (unit is self.root or self.stage < 2))
+
+    def prepare(self, bucket: Bucket, i: int) -> None:
+        """Called when an unexpected gradient is about to be added to `p.grad`: begins the pass or opens the bucket."""
+        backward = self.backward
+        if not (backward.scheduled and backward.accumulates) or backward.is_dead:
+            self.begin_backward()
+            self._accumulate()
+            backward = self.backward
+        self._see_to_complete()
+        if backward.is_launched(bucket):
+            # From the next pass on the bucket waits until the end.
+            self.arrivals.nested = self.unit_of[bucket].came_twice = True
+            raise InvalidArgumentError(
+                f"backward: rank {self.ranks.rank} got a gradient of {bucket.names[i]} after its unit's had been "
+                "reduced, expected one in each backward pass; use non-reentrant activation checkpointing"
+            )
+        if not bucket.gradient.opened:
+            try:
+                bucket.gradient.open(backward.arrived.setdefault(bucket, set()))
+            except RuntimeError:
+                bucket.rebound("backward")  # raises if forward has cast a parameter
+                raise
+            backward.states.setdefault(bucket, BucketState.FILLING)
+        task = torch._C._current_graph_task_id()
+        if task != backward.task:
+            self.arrivals.nested = True  # a reentrant checkpoint
+        self.arrivals.native.expected = task
+
+    def _see_to_complete(self) -> None:
+        """If this thread has added the last gradient of a bucket, packs the bucket or starts its reduction."""
+        number = self.arrivals.native.take_complete()
+        if number < 0:
+            return
+        bucket = self.buckets[number]
+        if self._waits(bucket):
+            return
+        if not self.sync.reduces:
+            self._pack(bucket)
+        elif self.stage < LAST_STAGE:
+            self._launch_ready()
+
+    def _pack(self, bucket: Bucket) -> None:
+        bucket.gradient.pack(self.sync.microbatches is not None, self.sync.microbatch)
+
+    def _launch_ready(self) -> None:
+        """Starts the reductions of complete buckets, in the order that is the same on all ranks."""
+        while self.backward.next < len(self.order):
+            bucket = self.order[self.backward.next]
+            arrived = len(self.backward.arrived.get(bucket, ()))
+            is_filled = self.backward.state_of(bucket) is BucketState.FILLED or arrived == len(bucket.params)
+            if not is_filled or self._waits(bucket):
+                return
+            self.start_reduce(bucket)
+
+    def start_reduce(self, bucket: Bucket) -> None:
+        """Starts a bucket's reduction."""
+        gradient = bucket.gradient
+        while self.stage >= 2 and len(self.backward.in_flight) >= IN_FLIGHT:
+            self._finish_first_reduce()
+        if gradient.opened:
+            gradient.pack()
+        else:
+            gradient.adopt_user_grads("backward", own=True)  # no gradient has arrived
+        self.backward.states[bucket] = BucketState.REDUCING
+        while self.backward.next < len(self.order) and self.backward.is_launched(self.order[self.backward.next]):
+            self.backward.next += 1
+        self.ranks.announce("reduce", bucket.number, gradient.has_reduced)
+        hook = self.sync.hook
+        if hook is None:
+            self.timed(gradient.start_reduce)
+        else:
+            self.timed(gradient.start_reduce, partial(hook, bucket, self.order.index(bucket), bucket is self.order[-1]))
+        self.backward.in_flight.append(bucket)
+        # A communication hook's future may communicate from another thread, at different times on the ranks.
+        if not self.ranks.background or (hook is not None and bucket.device.type == "cpu"):
+            self._finish_first_reduce()
+
+    def _finish_first_reduce(self) -> None:
+        bucket = self.backward.in_flight.popleft()
+        self.timed(bucket.gradient.finish_reduce)
+        self.backward.states[bucket] = BucketState.REDUCED
+        for host in self.optimizers.hosts:
+            host.reduced(bucket)
+
+    def flush(self, unit: Unit) -> None:
+        """Handles a unit that backward has passed: no more gradients will arrive."""
+        if not self.backward.accumulates:
+            return
+        for bucket in reversed(unit.buckets):
+            if not bucket.trainable or self.backward.is_launched(bucket) or self._waits(bucket):
+                continue
+            if not self.sync.reduces:
+                if bucket.gradient.opened:
+                    self._pack(bucket)
+            elif self.stage == LAST_STAGE:  # every rank has gathered the same units
+                self.start_reduce(bucket)
+            else:  # another rank may not have run this unit
+                self.backward.states[bucket] = BucketState.FILLED
+                self._launch_ready()
+
+    @eager
+    def _finish(self) -> None:
+        """Ends a pass of autograd."""
+        if not self.backward.accumulates:
+            self._reset()
+            return
+        try:
+            if self.sync.reduces:
+                for bucket in self.order:
+                    if not self.backward.is_launched(bucket):
+                        self.start_reduce(bucket)
+                self.ranks.announce("used")
+            self.conclude()
+        except BaseException:
+            self._abandon()
+            raise
+
+    def conclude(self) -> None:
+        """Waits for all buckets' reductions and exposes their gradients."""
+        if self.sync.reduces:
+            used = self._start_used_params()  # after all buckets, because some ranks may have started them earlier
+            while self.backward.in_flight:
+                self._finish_first_reduce()
+            self._finish_used_params(used)
+        for bucket in self.order:
+            if bucket.gradient.opened:
+                self._pack(bucket)
+            elif self.backward.state_of(bucket) is BucketState.IDLE:
+                bucket.gradient.reconcile()  # the pass did not reach it, so gradients that were set to None stay None
+            try:
+                bucket.gradient.expose_grads()
+            except RuntimeError:
+                bucket.rebound("backward")
+                raise
+        self._reset()
+
+    def _start_used_params(self) -> tuple[bytes, bytearray, torch.Tensor, Any]:
+        """Starts the message that has a 1 for every trainable parameter with a gradient on this rank. Returns the
+        message, the host memory for the ranks' maximum, the device memory, and the work."""
+        sent = self.optimizers.checksum() + (b"\1" if self.arrivals.nested else b"\0")
+        for bucket in self.order:
+            has = bucket.gradient.local.contributed | bucket.gradient.has
+            numel = len(bucket.params)
+            sent += b"\1" * numel if len(has) == numel else bytes(i in has for i in range(numel))
+        if self.stage == LAST_STAGE:
+            sent += with_complement(self.ranks.order)
+        received = bytearray(sent)
+        flags = torch.frombuffer(received, dtype=torch.uint8).to(self.device)
+        if self.ranks.data_world_size == 1:
+            return sent, received, flags, None
+        self.ranks.count("flags", flags.nbytes)
+        work = self.ranks.comm.all_reduce(flags, "max", async_op=self.ranks.background)
+        return sent, received, flags, work if self.ranks.background else None
+
+    def _finish_used_params(self, used: tuple[bytes, bytearray, torch.Tensor, Any]) -> None:
+        sent, received, flags, work = used
+        if work is not None:
+            self.timed(work.wait)
+        if self.ranks.replicas is not None:
+            self.ranks.replicas.all_reduce(flags, "max")
+        on_cpu = self.device.type == "cpu"
+        # The common case; all ranks' checksums are equal, because their complements are sent too.
+        if on_cpu and received == sent:
+            return
+        missing = any(len(bucket.gradient.has) < len(bucket.params) for bucket in self.order)
+        if on_cpu:
+            values = [*received]
+            self._read_header(values)
+        else:  # the common case does not wait for a device: it reads the header of the previous backward pass
+            before, self.sync.last_header = self.sync.last_header, flags[:HEADER_NBYTES].clone()
+            if before is not None:
+                self._read_header(before.tolist())
+            values = flags.tolist() if missing else []
+        if not values:
+            return
+        if self.stage == LAST_STAGE and differ(values[-2 * CHECKSUM_NBYTES :]):
+            self.ranks.order = 0  # on every rank; the results of this pass are dropped
+            raise MismatchError(
+                f"backward: rank {self.ranks.rank} ran other units than another rank did, expected the same ones, "
+                "in the same order, at stage 3, where their parameters come from all ranks; put a module that only "
+                "some ranks run into no unit of its own"
+            )
+        users = iter(values[HEADER_NBYTES:])
+        for bucket in self.order if missing else ():
+            bucket.gradient.has |= {i for i in range(len(bucket.params)) if next(users)}
+
+    def _read_header(self, values: list[int]) -> None:
+        """Records whether the ranks' optimizers have different options, so that their next step raises, and whether
+        any rank has reentrant checkpoints."""
+        *options, reenters = values[:HEADER_NBYTES]
+        self.optimizers.options_differ |= differ(options)
+        if reenters:
+            self.arrivals.nested = True
+
+    def _reset(self, done: bool = True) -> None:
+        ended, self.backward = self.backward, BackwardPass()
+        self.arrivals.native.end()
+        if ended.accumulates and not ended.makes_graph:  # the graph of an earlier pass is used up
+            self.gathered.graph_needs = False
+        if done and ended.accumulates and self.arrivals.nested is None:
+            self.arrivals.nested = False
+        self.calls.used_up |= ended.accumulates
+        self.sync.awaits_backward &= not ended.accumulates
+        for unit in self.units:
+            if unit.reshard_after_backward and self.sync.microbatches is None:
+                self._release(unit)
+
+    def _abandon(self) -> None:
+        """Drops a backward pass that failed, and all gradients with it."""
+        if self.backward.accumulates:
+            self.forget_gradients()
+        self.gathered.graph_needs = False
+        self._reset(done=False)
+
+    # ---- gradients ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def interleaved(self) -> Iterator[None]:
+        """Runs a step of forward and backward passes of parts of the module in any order, as in a pipeline.
+        Parameters stay unsharded throughout, gradients accumulate, and one reduction comes at the end (none inside
+        `no_sync`). Call `begin_part` before each part."""
+        self.begin_forward()
+        self.sync.buffers_are_due = self.sync.enabled and torch.is_grad_enabled()
+        for unit in self.units:
+            self.timed(unit.gather)
+        for bucket in self.order:
+            bucket.gradient.local.begin_step()
+        self.sync.microbatches = microbatches = 0
+        try:
+            with self.sync.no_sync():
+                yield
+            microbatches = self.sync.microbatches
+        except BaseException:
+            self.sync.microbatches = self.sync.microbatch = None
+            self.backward.accumulates = True
+            self._abandon()
+            raise
+        self.sync.microbatches = self.sync.microbatch = None
+        for bucket in self.order:
+            bucket.gradient.end_step(microbatches)
+        if torch.is_grad_enabled() and self.sync.enabled:
+            self.backward.accumulates = True
+            self._finish()
+        else:
+            self._reset()
+
+    def begin_part(self, microbatch: int | None) -> None:
+        """Inside `interleaved`: sets the micro-batch to which the following passes belong; None: each parameter's
+        next."""
+        assert self.sync.microbatches is not None
+        self.sync.microbatch = microbatch
+        self.sync.microbatches = max(self.sync.microbatches, 0 if microbatch is None else microbatch + 1)
+
+    def forget_gradients(self) -> None:
+        """Drops the gradients as zero_grad() does."""
+        for bucket in self.order:
+            for p in bucket.params:
+                p.grad = None
+            bucket.gradient.drop()
+
+    def restage(self, stage: int) -> None:
+        """Moves all buckets to another stage, and drops the gradients."""
+        self.forget_gradients()
+        self.stage = stage
+        for bucket in self.buckets:
+            bucket.restage(stage)
+        self.find_homes()
+
+    def prepare_unwrap(self) -> None:
+        """Ends what a failed pass has left, and frees gathered parameters. Raises if the module cannot be unwrapped."""
+        if self.ranks.joining is not None:
+            raise UnsupportedError(
+                f"unshard: rank {self.ranks.rank} is inside of join, expected to be outside; leave join first"
+            )
+        if self.backward.scheduled:  # the last backward pass raised
+            self._abandon()
+        self.contents.check_made("unshard", self.buckets, self.ranks)
+        for unit in self.units:
+            unit.release()
+
+    def unwrap(self) -> None:
+        """Makes the module a plain one; a collective."""
+        self.optimizers.options_differ = False
+        for unit in self.units:
+            unit.unwrap()
+        self.detach()
+        for unit in self.units:  # so that nothing waits for garbage collection
+            del unit.flat
+        self.units.clear()
+
+    def detach(self) -> None:
+        """Removes all hooks; the parameters stay where they are."""
+        self.arrivals.stop()
+        for bucket in self.buckets:
+            for p in bucket.params:
+                del p._ringcomm
+
+    # ---- what must not change -------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Applies changes that were made to the module since it was wrapped, or raises."""
+        new = self.contents.new_parameter(self.buckets)
+        if new:
+            raise InvalidArgumentError(
+                f"forward: rank {self.ranks.rank} got the new parameter {new} after the module was wrapped, expected "
+                "the parameters as they were; ringcomm.unshard the module, change it and wrap it again"
+            )
+        for bucket in self.buckets:
+            if bucket.stage < LAST_STAGE:
+                bucket.rebound("forward")
+        self.contents.check_made("forward", self.buckets, self.ranks)
+        self._unfreeze()
+        self.arrivals.look_at(self.order)
+
+    def _unfreeze(self) -> None:
+        """Starts to train frozen buckets in which a parameter now requires a gradient. All ranks must do the same."""
+        thawed = [g for g in self.buckets if not g.trainable and any(p.requires_grad for p in g.params)]
+        if not thawed:
+            return
+        self.ranks.agree("forward", [f"trains {name}" for bucket in thawed for name in bucket.names])
+        for bucket in thawed:
+            bucket.thaw()
+            self._watch(bucket)
+        self.order = reduction_order(self.units)
+        self.optimizers.after_thaw(self)
+
+
+def reduction_order(units: Sequence[Unit]) -> list[Bucket]:
+    """Returns the buckets that are trained, about in the order in which backward finishes. The module's own parameters
+    come last, because backward may use them at its beginning and at its end."""
+    launched = [*reversed(units[:-1]), units[-1]]
+    return [bucket for unit in launched for bucket in reversed(unit.buckets) if bucket.trainable]
+
+
+def will_run(node: Any) -> bool:
+    """Whether the running pass of autograd will execute a node."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # happens in torch.autograd.grad of a parameter
+        return False
+
+
+def _accumulator_of(p: nn.Parameter) -> Any:
+    """Returns the autograd node that adds a gradient to ``p.grad``."""
+    trained = p.requires_grad
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        p.requires_grad_(True)  # autograd has a node only for parameters that require a gradient
+        node = p.view_as(p).grad_fn.next_functions[0][0]
+        p.requires_grad_(trained)
+    return node
+
+
+def _first_call(unit: Unit) -> int:
+    return unit.calls.first or 0
+
+
+def _advise_against_max_norm(module: nn.Module, ranks: DataParallelGroup) -> None:
+    for name, each in module.named_modules():
+        if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.max_norm is not None:
+            warnings.warn(
+                f"shard: rank {ranks.rank} got {name or 'the model'}, of class {type(each).__name__} with max_norm, "
+                "whose forward rescales the rows that this rank looks up, expected weights that are alike on all "
+                "ranks: the result depends on the stage; rescale the weight after step(), on every rank",
+                stacklevel=4,
+            )
+
+
+@dataclass(frozen=True)
+class SavedParameter:
+    """The object that autograd saves in place of a stage 3 parameter. It must not reference the model, because the
+    model may reference the graph."""
+
+    home: weakref.ref[Bucket]
+    number: int  # number of the last call when it was saved
+    window: Window
+
+    def values(self) -> torch.Tensor:
+        """Returns the parameter's values; a collective if its bucket is not gathered."""
+        bucket = self.home()
+        if bucket is not None and bucket.stage == LAST_STAGE and bucket.is_unsharded:
+            return bucket.memory.window(self.window)
+        place = None if bucket is None else place_of(bucket.params[0])
+        if bucket is None or place is None:
+            raise RuntimeError(
+                "backward: got a graph of a model that was dropped or unsharded, expected one that is kept"
+            )
+        if bucket.is_unsharded:
+            return bucket.memory.window(self.window)
+        flat, unit = place.flat, place.flat.unit_of[bucket]
+        if torch._C._current_graph_task_id() >= 0:
+            flat.reach(unit, self.number)
+            return bucket.memory.window(self.window)
+        # Accessed by a program that inspects the graph.
+        with flat.borrowing([bucket], unit.name, "a saved tensor"):
+            return bucket.memory.window(self.window).clone()
+
+
+def _running() -> list[ShardedModel]:
+    """Returns this thread's list of the stage 3 models that have calls running in it."""
+    return vars(_thread).setdefault("flats", [])
+
+
+def _packing(pack: Callable[[torch.Tensor], Any], flats: list[ShardedModel]) -> Callable[[torch.Tensor], Any]:
+    """Returns a function that packs saved tensors: stage 3 parameters of ``flats`` as `SavedParameter`, all others with
+    ``pack``."""
+
+    def packed(x: torch.Tensor) -> Any:
+        memory = x.untyped_storage()._cdata
+        for flat in flats:
+            bucket = flat.gathered.homes.get(memory)
+            if bucket is not None:
+                return SavedParameter(weakref.ref(bucket), flat.calls.count, Window.of(x))
+        return pack(x)
+
+    return packed
+
+
+def _unpacking(unpack: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    """Returns the inverse of `_packing`."""
+    return lambda saved: saved.values() if isinstance(saved, SavedParameter) else unpack(saved)
+
+
+def _keep(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Saves a tensor as autograd does. It must not be a node's own output, because that would keep the node alive."""
+    return x.detach(), x._version
+
+
+def _kept(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+    x, version = saved
+    if x._version != version:
+        raise RuntimeError(
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a tensor of shape {tuple(x.shape)} is at version {x._version}, expected version {version}"
+        )
+    return x
+
+
+# These hooks do not reference the model, because Python's garbage collector does not see the references of nodes'
+# hooks.
+
+
+@eager
+def _prepare(flat: weakref.ref[ShardedModel], bucket: weakref.ref[Bucket], i: int) -> None:
+    here, home = flat(), bucket()
+    if here is not None and home is not None:
+        here.prepare(home, i)
+
+
+def flags_numel(buckets: Sequence[Bucket], stage: int) -> int:
+    """Returns the bytes of the message that ends a synchronised backward pass: the header, the used parameters, and
+    at stage 3 a checksum of the units' order."""
+    used = sum(len(bucket.params) for bucket in buckets)
+    return HEADER_NBYTES + used + (2 * CHECKSUM_NBYTES if stage == LAST_STAGE else 0)
+
+
+def sharded_model_of(module: nn.Module) -> ShardedModel | None:
+    """Returns the state of a module that `shard`, `fully_shard` or DistributedDataParallel has wrapped, or that
+    contains such parameters."""
+    for p in module.parameters():
+        place = place_of(p)
+        if place is not None:
+            return place.flat
+    return None

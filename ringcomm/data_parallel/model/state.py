@@ -1,0 +1,119 @@
+"""`state_dict()` and `load_state_dict()` of a module whose parameters are in buckets: state dicts look like those of
+a plain module, in the master weights' type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ringcomm.data_parallel.buckets.bucket import Bucket, with_own_storage
+from ringcomm.data_parallel.model.sharded_model import Unit
+from ringcomm.errors import InvalidArgumentError
+from ringcomm.modules.arguments import LAST_STAGE
+
+Places = dict[int, tuple[Bucket, int]]
+_done = WeakTensorKeyDictionary()  # tensors of state dicts that are already unsharded
+
+
+def keep_state_of(module: nn.Module, unit: Unit, buckets: Sequence[Bucket]) -> None:
+    """Installs the hooks for these buckets on a unit's module that holds their parameters."""
+    if buckets:
+        after = module.register_state_dict_post_hook(_Hook(_after_state_dict, buckets, unit))
+        before = module.register_load_state_dict_pre_hook(_Hook(_before_load, buckets, unit))
+        unit.undo += [after.remove, before.remove]
+
+
+class _Hook:
+    """A hook that calls a function with its buckets and with torch's arguments. In a copy of the module it does
+    nothing.
+
+    Args:
+        unit: keeps the model's state as long as the module, even if its wrapper is dropped; None: a copy's.
+    """
+
+    def __init__(self, function: Callable[..., None], buckets: Sequence[Bucket], unit: Unit | None = None) -> None:
+        self.function, self.buckets, self.unit = function, buckets, unit
+
+    def __call__(self, *args: Any) -> None:
+        """Calls the function."""
+        self.function(self.buckets, *args)
+
+    def __reduce__(self) -> Any:
+        return _Hook, (_nothing, ())
+
+
+def _nothing(*_: Any) -> None:
+    """Does nothing, because a copy's parameters are ordinary."""
+
+
+def _names(module: nn.Module, buckets: Sequence[Bucket], prefix: str) -> dict[str, tuple[Bucket, int]]:
+    """Returns every name in a state dict that is a parameter of the buckets; a tied parameter has several."""
+    places: Places = {id(p): (bucket, i) for bucket in buckets for i, p in enumerate(bucket.params)}
+    named = module.named_parameters(remove_duplicate=False)
+    return {prefix + name: places[id(p)] for name, p in named if id(p) in places}
+
+
+def _after_state_dict(
+    buckets: Sequence[Bucket], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+) -> None:
+    """Puts unsharded parameters into the state dict. If they are sharded, this is a collective, and the results are
+    copies in inference mode, so that torch refuses to write into them: such writes would not reach the model."""
+    del metadata
+    gathered: dict[Bucket, torch.Tensor] = {}
+    for name, (bucket, i) in _names(module, buckets, prefix).items():
+        # With keep_vars, or done by the hook of an inner module.
+        if name not in state or state[name].requires_grad or state[name] in _done:
+            continue
+        if not (bucket.separate or bucket.stage == LAST_STAGE):
+            state[name] = with_own_storage(state[name])
+            continue
+        with torch.inference_mode():
+            if bucket not in gathered:
+                master = bucket.written_master("state_dict")
+                unsharded = bucket.gather_owned(master)
+                gathered[bucket] = unsharded.clone() if unsharded is bucket.master else unsharded
+            state[name] = with_own_storage(bucket.layout.part(gathered[bucket], i))
+        _done[state[name]] = True
+
+
+def _before_load(
+    buckets: Sequence[Bucket],
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    *lists: list[str],
+) -> None:
+    """Takes this rank's part of every parameter whose shape fits; torch reports the others."""
+    del strict, lists
+    if metadata.get("assign_to_params_buffers", False):
+        raise InvalidArgumentError(
+            f"load_state_dict: rank {buckets[0].ranks.rank} got assign=True, expected parameters to stay where they "
+            "are; leave it out"
+        )
+    named = _names(module, buckets, prefix)
+    names = {name: (bucket, i) for name, (bucket, i) in named.items() if state.get(name) is not bucket.params[i]}
+    fits = {name: at for name, at in names.items() if name in state and _fits(state[name], at)}
+    if len(fits) < sum(name in state for name in names):
+        for name in fits:  # nothing is changed if any parameter does not fit
+            state[name] = names[name][0].params[names[name][1]]
+        return
+    if not fits:  # done by the outer module
+        return
+    for bucket in buckets:
+        bucket.adopt_writes("load_state_dict")
+    for name, (bucket, i) in fits.items():
+        bucket.load(i, state[name])
+        state[name] = bucket.params[i]
+    for bucket in buckets:
+        bucket.publish().wait()
+
+
+def _fits(value: Any, at: tuple[Bucket, int]) -> bool:
+    bucket, i = at
+    return torch.is_tensor(value) and tuple(value.shape) == bucket.layout.segments[i].shape

@@ -1,0 +1,118 @@
+"""Calls a unit's modules through the unit.
+
+A module's call is intercepted in `__call__` of the module's class: outside the code that `torch.compile` and
+`nn.Module.compile` compile, and outside a class's own `__call__`. Up to stage 2 parameters are unsharded, and nothing
+is gathered.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringcomm.data_parallel.model.sharded_model import Unit
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.modules.arguments import LAST_STAGE
+from ringcomm.modules.dynamo import skipped
+from ringcomm.modules.notes import drop_unit, notes_of, notes_on, without_unit
+
+_classes: dict[tuple[type, type], type] = {}
+_lock = threading.Lock()
+
+
+class UnitModule:
+    """The mixin that wrapping adds to the class of a unit's module. A copy of the module has the plain class; a
+    module that it makes from its own class, such as a slice of nn.Sequential, has no unit."""
+
+    @skipped
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module through its unit."""
+        unit: Unit | None = notes_of(self).unit
+        call = super().__call__  # type: ignore[misc]
+        return call(*args, **kwargs) if unit is None else unit.call(self, call, args, kwargs)
+
+    @skipped
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module through its unit, even if torch.compile or a checkpoint has stored this method."""
+        unit: Unit | None = notes_of(self).unit
+        call = super()._call_impl  # type: ignore[misc]
+        return call(*args, **kwargs) if unit is None or unit.calling is self else unit.call(self, call, args, kwargs)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Hides the classes that wrapping makes from a base class's own __init_subclass__, which only sees users'
+        classes."""
+        if issubclass(cls.__bases__[0], nn.Module):
+            super().__init_subclass__(**kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Same as `nn.Module.compile`: compiles the module's own call, without the unit's."""
+        self._compiled_call_impl = torch.compile(super()._call_impl, *args, **kwargs)  # type: ignore[misc]
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """The names that DistributedDataParallel, torch's or ours, reads from a module that it wraps."""
+        if notes_of(self).unit is None:
+            raise AttributeError("_ddp_params_and_buffers_to_ignore")
+        raise InvalidArgumentError(
+            "DistributedDataParallel: got a module that ringcomm.shard or fully_shard has wrapped, expected a plain "
+            "one: gradients would be averaged twice; wrap it once"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        unit: Unit | None = notes_of(self).unit
+        if unit is not None and unit.flat.stage == LAST_STAGE:
+            raise UnsupportedError(
+                f"copy: rank {unit.flat.ranks.rank} got a {type(self).__name__} of stage 3, whose parameters are in "
+                "the ranks' shards, expected whole ones; copy it at another stage, or load its state_dict() into a "
+                "new module; to average weights, as AveragedModel does, lerp_ a copy of its state_dict() "
+                "(docs/training.md, Averaging weights)"
+            )
+        state = without_unit(self.__getstate__())  # type: ignore[attr-defined]
+        return _new, (plain_class(type(self)),), state
+
+
+class EqualsPlain(type):
+    """The metaclass of the classes that wrapping makes: each equals its plain class, because many programs compare
+    ``type(module) == nn.Linear`` or use ``type(module)`` as a key."""
+
+    def __eq__(cls, other: object) -> bool:
+        return isinstance(other, type) and plain_class(cls) is plain_class(other)
+
+    def __hash__(cls) -> int:
+        return type.__hash__(plain_class(cls))
+
+
+def _new(kind: type[nn.Module]) -> nn.Module:
+    made: nn.Module = object.__new__(kind)
+    return made
+
+
+def plain_class(kind: type) -> Any:
+    """Returns the class that a module had before it was wrapped."""
+    return vars(kind).get("_ringcomm_plain", kind)
+
+
+def mix_in(module: nn.Module, unit: Unit, added: type[UnitModule] = UnitModule) -> None:
+    """Adds the mixin to a module's class. The class keeps its name, because libraries look for it."""
+    kind = plain_class(type(module))
+    with _lock:
+        if (added, kind) not in _classes:
+            members = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+            bases = (EqualsPlain,) if type(kind) is type else (EqualsPlain, type(kind))
+            meta = type("EqualsPlain", bases, {})
+            _classes[added, kind] = meta(kind.__name__, (added, kind), {**members, "_ringcomm_plain": kind})
+    notes_on(module).unit = unit
+    # Python looks `__call__` up in the class alone, and the module that its parents and the program hold must stay.
+    module.__class__ = _classes[added, kind]
+    unit.undo.append(partial(_take_out, module))
+
+
+def _take_out(module: nn.Module) -> None:
+    """Gives a module its plain class again."""
+    if notes_of(module).unit is not None:
+        drop_unit(module)
+        module.__class__ = plain_class(type(module))  # the reverse of `mix_in`

@@ -1,0 +1,1 @@
+"""Optimizers over shards of parameters, the norm and clipping of gradients, and the gradient scaler."""

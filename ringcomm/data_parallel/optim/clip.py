@@ -1,0 +1,151 @@
+"""Clipping gradients by their norm over all ranks, with the same bits at every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringcomm.data_parallel.buckets.bucket import Bucket
+from ringcomm.data_parallel.model.sharded_model import ShardedModel, place_of, sharded_model_of
+from ringcomm.data_parallel.optim.norm import total_norm
+from ringcomm.errors import InvalidArgumentError, RingcommError
+from ringcomm.modules.arguments import NORM, PARAMETERS
+from ringcomm.modules.shard_spec import is_primary_copy, refuse_parts, renew_parts
+from ringcomm.validation import FLAG, expects
+
+
+@expects("clip_grad_norm_", parameters=PARAMETERS, max_norm=NORM, norm_type=NORM, error_if_nonfinite=FLAG, foreach=FLAG)
+def clip_grad_norm_(
+    parameters: nn.Module | torch.optim.Optimizer | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scales the gradients of sharded parameters so that their norm over all ranks is at most ``max_norm``; a
+    collective.
+
+    torch.nn.utils.clip_grad_norm_ cannot do this because it does not see the other ranks' shards. Call this between
+    backward and step, after ``unscale_`` of a GradScaler.
+
+    Args:
+        parameters: a sharded module, its optimizer, or some of the module's parameters. For plain parameters torch's
+            function is called. Ignored parameters of `fully_shard` count once, with the first rank's gradient: average
+            their gradients before.
+        foreach: accepted; it has no effect on sharded parameters.
+    Order:   the sum of powers is exact to about 2**-50 in any order, so its bits depend on the gradients alone.
+    Cost:    one pass over this rank's gradients (at stage 0 over its share of them); two messages of a few bytes.
+    Returns: the norm before clipping, the same on every rank.
+    Raises:  RingcommError: on every rank, if the norm is not finite and ``error_if_nonfinite`` is set.
+             InvalidArgumentError: parameters of a pipeline stage or of tensor parallel layers that were not sharded
+             over a mesh, because without the mesh the ranks that hold the other parameters are unknown.
+    """
+    chosen, flat = _chosen(parameters)
+    if flat is None or flat.ranks.mesh is None:
+        everything = []
+        if isinstance(parameters, nn.Module):
+            renew_parts(parameters.modules())
+            everything += parameters.parameters()  # also of a frozen stage
+        refuse_parts([*chosen, *everything], "clip_grad_norm_", "their norm")
+    if flat is None:
+        return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
+    picked: dict[Bucket, set[int]] = {}
+    beside = [p for p in chosen if not _is_trained(p)]
+    for place in (place_of(p) for p in chosen if _is_trained(p)):
+        assert place is not None
+        picked.setdefault(place.bucket, set()).add(place.index)
+    which = sorted((bucket.number, i) for bucket, some in picked.items() for i in some)
+    flat.ranks.announce("clip", more=(which, (max_norm, norm_type, error_if_nonfinite)))
+    for bucket in flat.order:
+        bucket.gradient.adopt_user_grads("clip_grad_norm_")
+    count = sum(bucket.layout.segments[i].numel for bucket, some in picked.items() for i in some)
+    count += sum(p.numel() for p in beside)
+    parts = [part for bucket in flat.order for part in _share(bucket, picked.get(bucket, set()))]
+    plain = [p.grad for p in beside if p.grad is not None]
+    mesh = flat.ranks.mesh
+    if flat.ranks.rank == flat.ranks.root:
+        parts += [p.grad for p in beside if p.grad is not None and (mesh is None or is_primary_copy(p, mesh))]
+    if mesh is not None:  # other ranks have other parts of the model
+        alone = flat.ranks.replicas is None or flat.ranks.replicas.rank == 0
+        norm = total_norm(parts if alone else [], norm_type, mesh.comm, count, device=flat.device)
+    else:
+        wide = any(bucket.gradient.dtype == torch.float64 for bucket in picked)
+        dtype = torch.float64 if wide else torch.float32
+        norm = total_norm(parts, norm_type, flat.ranks.comm, count, dtype=dtype, device=flat.device)
+    if beside and flat.ranks.replicas is not None and mesh is None:  # each replica checked only its own gradients
+        flat.ranks.broadcast(norm)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RingcommError(
+            f"clip_grad_norm_: rank {flat.ranks.rank} got a norm of {float(norm)}, expected a finite one; skip the "
+            "step, or pass error_if_nonfinite=False"
+        )
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for host in flat.optimizers.hosts:
+        host.refresh()
+    for bucket, some in picked.items():
+        _scale(flat, bucket, some, factor)
+    for grad in plain:
+        grad.mul_(factor.to(grad.device, grad.dtype))
+    return norm
+
+
+def _chosen(parameters: Any) -> tuple[list[torch.Tensor], ShardedModel | None]:
+    """Returns the selected parameters, each once, and the sharded model that they belong to."""
+    own = None  # set for a module, even if its stage is frozen
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    elif isinstance(parameters, nn.Module):
+        own = sharded_model_of(parameters)
+        parameters = [p for p in parameters.parameters() if p.requires_grad]
+    elif isinstance(parameters, torch.optim.Optimizer):
+        parameters = [p for group in parameters.param_groups for p in group["params"]]
+    found = list({id(p): p for p in parameters if p.requires_grad or p.grad is not None}.values())
+    homes = {id(place.flat): place.flat for p in found if _is_trained(p) and (place := place_of(p)) is not None}
+    if not homes:
+        return found, own
+    if len(homes) > 1 or not all(_is_trained(p) or next(iter(homes.values())).config.composed for p in found):
+        raise InvalidArgumentError(
+            "clip_grad_norm_: got parameters of several wrapped modules, or wrapped ones beside others, expected those "
+            "of one; clip them one by one"
+        )
+    return found, next(iter(homes.values()))
+
+
+def _is_trained(p: torch.Tensor) -> bool:
+    """Whether a parameter is in a bucket that has gradients."""
+    place = place_of(p)
+    return place is not None and place.bucket.trainable
+
+
+def _ranges(bucket: Bucket, some: set[int], start: int, end: int) -> list[tuple[int, int]]:
+    """Returns the parts of the given segments, if they have a gradient, inside a range of the buffer."""
+    gradient = bucket.gradient
+    if not gradient.has_reduced:
+        return []
+    here = bucket.layout.fragments(start, end)
+    return [
+        (start + f.offset, start + f.offset + f.numel) for f in here if f.segment in some and f.segment in gradient.has
+    ]
+
+
+def _share(bucket: Bucket, some: set[int]) -> list[torch.Tensor]:
+    """Returns the gradients that this rank adds to the norm: its shard, even at stage 0 where it has all gradients,
+    without parameters that another rank of the mesh also has and counts."""
+    gradient = bucket.gradient
+    some = {i for i in some if bucket.is_primary_copy(i)}
+    found = _ranges(bucket, some, *bucket.layout.shard_range(bucket.ranks.rank))
+    return [gradient.reduced[first - bucket.start : last - bucket.start] for first, last in found]
+
+
+def _scale(flat: ShardedModel, bucket: Bucket, some: set[int], factor: torch.Tensor) -> None:
+    gradient = bucket.gradient
+    gradient.changed()
+    copies = [host.of(bucket) for host in flat.optimizers.hosts]
+    for first, last in _ranges(bucket, some, bucket.start, bucket.end):
+        for held in [gradient.reduced, *(copy for copy in copies if copy is not None)]:
+            held[first - bucket.start : last - bucket.start].mul_(factor.to(held.device, held.dtype))
+    for host in flat.optimizers.hosts:
+        host.note(bucket)

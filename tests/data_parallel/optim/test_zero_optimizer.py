@@ -1,0 +1,292 @@
+"""ZeroRedundancyOptimizer: the bits of the plain optimizer, with a share of its state on each rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ringcomm
+from ringcomm.data_parallel.optim.zero_optimizer import ZeroRedundancyOptimizer
+from tests.support import torch_ranks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+WORLD = 3
+
+
+class Net(nn.Module):
+    """A tied weight, a frozen one, one that is used late, a number, and one in double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 33)
+        self.middle = nn.Linear(33, 33, bias=False)
+        self.again = nn.Linear(33, 33)
+        self.again.weight = self.middle.weight
+        self.frozen = nn.Linear(33, 33).requires_grad_(False)
+        self.late = nn.Linear(33, 33)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.wide = nn.Parameter(torch.ones(5, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor, late: bool) -> torch.Tensor:
+        h = self.frozen(torch.tanh(self.again(torch.tanh(self.middle(torch.tanh(self.first(x)))))))
+        return (self.late(h) if late else h) * self.scale + self.wide.sum().float()
+
+
+def make() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    params = list(model.parameters())
+    return [{"params": [p for p in params if p.ndim > 1], "lr": 0.02}, {"params": [p for p in params if p.ndim < 2]}]
+
+
+def backward(model: nn.Module, step: int) -> torch.Tensor:
+    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(step))
+    loss = model(x, step > 1).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, start: int = 0, steps: int = 5) -> list[torch.Tensor]:
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+        scheduler.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def assert_same_state(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert a["param_groups"] == b["param_groups"]
+    assert a["state"].keys() == b["state"].keys()
+    for i, state in a["state"].items():
+        assert state.keys() == b["state"][i].keys()
+        for key, value in state.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(b["state"][i][key])), (i, key)
+            assert torch.as_tensor(value).dtype == torch.as_tensor(b["state"][i][key]).dtype
+
+
+def on_ranks(fn: Callable[[Any, Any], Any], world: int = WORLD) -> list[Any]:
+    models = [make() for _ in range(world)]
+    return ringcomm.run_ranks(lambda comm: fn(comm, models[comm.rank]), world, ranks="threads", timeout=30)
+
+
+KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "amsgrad": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True, "foreach": False}),
+    "momentum": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.01, "initial_accumulator_value": 0.5}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
+}
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["plain", "views"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bits_are_those_of_the_plain_optimizer(kind: str, views: bool) -> None:
+    optimizer_class, options = KINDS[kind]
+    reference = make()
+    plain = optimizer_class(groups_of(reference), **options)
+    expected = train(reference, plain)
+
+    def rank(comm: Any, model: Any) -> None:
+        addresses = [p.data_ptr() for p in model.parameters()]
+        optimizer = ZeroRedundancyOptimizer(
+            groups_of(model), optimizer_class, comm=comm, parameters_as_bucket_view=views, **options
+        )
+        assert (addresses == [p.data_ptr() for p in model.parameters()]) is not views
+        found = train(model, optimizer)
+        assert [i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if not torch.equal(a, b)] == []
+        optimizer.consolidate_state_dict(to=None)
+        assert_same_state(plain.state_dict(), optimizer.state_dict())
+
+    on_ranks(rank)
+
+
+def test_each_rank_keeps_a_share_of_the_state() -> None:
+    def rank(comm: Any, model: Any) -> int:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, comm=comm)
+        train(model, optimizer)
+        return sum(state["exp_avg"].numel() for state in optimizer.optim.state.values())
+
+    counts = on_ranks(rank)
+    trained = sum(p.numel() for p in make().parameters() if p.requires_grad)
+    assert sum(counts) == trained
+    assert max(counts) < 0.5 * trained
+
+
+def test_state_goes_to_one_rank_and_comes_back() -> None:
+    reference = make()
+    plain = torch.optim.AdamW(groups_of(reference), lr=0.01)
+    train(reference, plain, steps=3)
+    half_way = copy.deepcopy(plain.state_dict())
+    weights = {k: v.clone() for k, v in reference.state_dict().items()}
+    expected = train(reference, plain, start=3)
+
+    def rank(comm: Any, model: Any) -> None:
+        optimizer = ZeroRedundancyOptimizer(groups_of(model), torch.optim.AdamW, comm=comm, lr=0.5)
+        with pytest.raises(ringcomm.InvalidArgumentError, match="none that was collected since the last step"):
+            optimizer.state_dict()
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(half_way)
+        optimizer.consolidate_state_dict(to=1)
+        if comm.rank == 1:
+            assert_same_state(half_way, optimizer.state_dict())
+        else:
+            with pytest.raises(ringcomm.InvalidArgumentError, match="got rank 1's, expected its own"):
+                optimizer.state_dict()
+        found = train(model, optimizer, start=3)
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        with pytest.raises(ringcomm.InvalidArgumentError, match=r"groups of \[1\] parameters, expected \[4, 6\]"):
+            optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0]}]})
+        before = [value for state in optimizer.optim.state.values() for value in state.values()]
+        wrong = copy.deepcopy(half_way)
+        wrong["state"][1]["exp_avg"] = torch.zeros(3, 2)
+        with pytest.raises(ringcomm.ShapeError, match=r"got exp_avg of parameter 1 of shape \(3, 2\), expected"):
+            optimizer.load_state_dict(wrong)
+        after = [value for state in optimizer.optim.state.values() for value in state.values()]
+        assert all(a is b for a, b in zip(before, after, strict=True))
+
+    on_ranks(rank)
+
+
+def test_groups_that_come_later_and_closures() -> None:
+    def steps(model: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        optimizer.add_param_group({"params": list(model.late.parameters()), "lr": 0.3})
+        losses = [optimizer.step(partial(backward, model, step)) for step in range(4)]
+        return losses + [p.detach().clone() for p in model.parameters()]
+
+    def first(model: Any) -> list[nn.Parameter]:
+        return [p for name, p in model.named_parameters() if not name.startswith("late")]
+
+    reference = make()
+    expected = steps(reference, torch.optim.Adam(first(reference), lr=0.01))
+
+    def rank(comm: Any, model: Any) -> None:
+        found = steps(model, ZeroRedundancyOptimizer(first(model), torch.optim.Adam, comm=comm, lr=0.01))
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+    on_ranks(rank)
+
+
+def test_parameters_with_names() -> None:
+    def rank(comm: Any, model: Any) -> None:
+        plain = torch.optim.SGD(model.named_parameters(), lr=0.1)
+        optimizer = ZeroRedundancyOptimizer(model.named_parameters(), torch.optim.SGD, comm=comm, lr=0.1)
+        optimizer.consolidate_state_dict(to=None)
+        assert optimizer.state_dict() == plain.state_dict()
+        backward(model, 0)
+        optimizer.step()
+
+    on_ranks(rank)
+
+
+def _strided(comm: Any, model: Any) -> Any:
+    p = nn.Parameter(torch.ones(3, 4).t())
+    return ZeroRedundancyOptimizer([p], torch.optim.SGD, comm=comm)
+
+
+def _moved(comm: Any, model: Any) -> None:
+    optimizer = ZeroRedundancyOptimizer(
+        model.first.parameters(), torch.optim.SGD, comm=comm, parameters_as_bucket_view=True
+    )
+    model.first.bias.data = model.first.bias.data.clone()  # which the last rank updates alone
+    optimizer.step()
+
+
+def _other(comm: Any, model: Any) -> Any:
+    params = [nn.Parameter(torch.ones(3 + comm.rank))]
+    return ZeroRedundancyOptimizer(params, torch.optim.SGD, comm=comm)
+
+
+def _sharded(comm: Any, model: Any) -> Any:
+    ringcomm.shard(model.first, None, 2, comm)
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, comm=comm)
+
+
+def _master(comm: Any, model: Any) -> Any:
+    half = ringcomm.MixedPrecision(torch.bfloat16)
+    wrapped = ringcomm.DistributedDataParallel(model.first, comm, mixed_precision=half)
+    return ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.SGD, comm=comm)
+
+
+def _twice(comm: Any, model: Any) -> Any:
+    optimizer = ZeroRedundancyOptimizer(model.first.parameters(), torch.optim.SGD, comm=comm)
+    return ringcomm.shard(model.first, optimizer, 0, comm)
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "strided": (_strided, "got a parameter of shape \\(4, 3\\) and strides"),
+    "moved": (_moved, "in other memory"),
+    "other": (_other, r"a parameter of shape \(\d,\)"),
+    "sharded": (_sharded, "in flat buffers already, at stage 2"),
+    "master": (_master, "in flat buffers already, at stage 0"),
+    "twice": (_twice, "shard: rank . got ZeroRedundancyOptimizer, which deals the parameters out by itself"),
+    "overlap": (
+        lambda c, m: ZeroRedundancyOptimizer(m.parameters(), torch.optim.SGD, overlap_with_ddp=True, comm=c),
+        "overlap_with_ddp=True",
+    ),
+    "lbfgs": (lambda c, m: ZeroRedundancyOptimizer(m.parameters(), torch.optim.LBFGS, comm=c), "got LBFGS"),
+    "both": (
+        lambda c, m: ZeroRedundancyOptimizer(m.parameters(), torch.optim.SGD, process_group=1, comm=c),
+        "both comm and process_group",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str) -> None:
+    call, message = REFUSED[case]
+    errors = (ringcomm.InvalidArgumentError, ringcomm.UnsupportedError, ringcomm.MismatchError)
+
+    def rank(comm: Any, model: Any) -> None:
+        with pytest.raises(errors, match=message):
+            call(comm, model)
+
+    on_ranks(rank, world=2)
+
+
+def _with_torchs_ddp() -> None:
+    import torch.distributed as dist
+
+    models = [make(), make()]
+    options = {"lr": 0.01, "weight_decay": 0.1}
+    for model in models:
+        model.wide.requires_grad_(False)
+    wrapped = [nn.parallel.DistributedDataParallel(m, find_unused_parameters=True) for m in models]
+    plain = torch.optim.AdamW(wrapped[0].parameters(), **options)
+    ours = ZeroRedundancyOptimizer(wrapped[1].parameters(), torch.optim.AdamW, **options)
+    start = 10 * dist.get_rank()
+    expected, found = (train(m, o, start) for m, o in zip(wrapped, (plain, ours), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    ours.consolidate_state_dict(to=0)
+    if dist.get_rank() == 0:
+        assert_same_state(plain.state_dict(), ours.state_dict())
+
+
+@pytest.mark.parametrize("backend", ["ringcomm", "gloo"])
+def test_beside_torchs_ddp(backend: str) -> None:
+    torch_ranks.run(_with_torchs_ddp, backend=backend)
+
+
+def test_beside_our_ddp() -> None:
+    from ringcomm import shard
+
+    def steps(comm: Any, model: Any, zero: bool) -> list[torch.Tensor]:
+        shard(model, None, 0, comm)
+        params = [p for p in model.parameters() if p.requires_grad]
+        options: dict[str, Any] = {"lr": 0.01}
+        made = ZeroRedundancyOptimizer(params, torch.optim.Adam, comm=comm, **options) if zero else None
+        return train(model, made or torch.optim.Adam(params, **options), start=10 * comm.rank)
+
+    expected = on_ranks(lambda comm, model: steps(comm, model, False))
+    for a, b in zip(expected, on_ranks(lambda comm, model: steps(comm, model, True)), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
