@@ -10,8 +10,8 @@ time over the turns (min-max). One ratio is the median over the turns of the old
 the new tree is faster. A cell is slower if both are below --least; then the exit status is 1.
 
 Levels: dist and comm are those of `ringcomm bench`, without a peer; engine is build/bench/engine_bench (cmake -B
-build/bench -DRINGCOMM_BUILD_BENCHMARKS=ON && cmake --build build/bench); train is benchmarks/train.py. Times are
-microseconds per call; those of train are multiples of a step without communication.
+build/bench -DRINGCOMM_BUILD_BENCHMARKS=ON && cmake --build build/bench); train is benchmarks/training/step.py. Times
+are microseconds per call; those of train are multiples of a step without communication.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ COMMANDS = {  # {out} is a file without its suffix
     "dist": f"{PYTHON} -m ringcomm bench {COLLECTIVES} -g {{ranks}} -b 1K -e 16M -f 8 --level dist -J {{out}}.json",
     "comm": f"{PYTHON} -m ringcomm bench {COLLECTIVES} -g {{ranks}} -b 1K -e 16M -f 8 -J {{out}}.json",
     "engine": f"build/bench/engine_bench new {{ranks}} 5 1024 16777216 {COLLECTIVES.replace(' ', ',')}",
-    "train": f"{PYTHON} -m benchmarks.train --world {{ranks}} --batch 1 --turns 8 --out {{out}}.md",
+    "train": f"{PYTHON} -m benchmarks.training.step --world {{ranks}} --batch 1 --turns 8 --out {{out}}.md",
 }
 ALONE = "no communication"
-"""The contestant of train.py that all others are compared with."""
+"""The contestant of training/step.py that all others are compared with."""
 Cells = dict[str, float]
 """Times by the name of what was measured."""
 LIMIT_S = 600
@@ -63,8 +63,8 @@ def from_engine_bench(text: str) -> Cells:
 
 
 def from_train(text: str) -> Cells:
-    """Returns from the JSON of train.py what our stages' steps take, as multiples of a step without communication: both
-    alternate in one process, so that other load on the machine cancels out."""
+    """Returns from the JSON of training/step.py what our stages' steps take, as multiples of one without communication:
+    both alternate in one process, so that other load on the machine cancels out."""
     steps = {name: each["seconds"] for name, each in json.loads(text)[-1]["steps"].items()}
     ours = {name: seconds for name, seconds in steps.items() if name.startswith("stage")}
     return {f"step, {name}": statistics.median(ratios(seconds, steps[ALONE])) for name, seconds in ours.items()}

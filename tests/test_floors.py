@@ -193,7 +193,7 @@ def test_arguments_are_typed(path: Path) -> None:
         assert not untyped, f"{path.name}: {node.name} leaves {untyped} without a type"
 
 
-OTHERS_TESTS = ROOT / "benchmarks" / "conformance_run.py"
+OTHERS_TESTS = ROOT / "benchmarks" / "collectives" / "conformance_run.py"
 """It runs test files of torch, which import their neighbours by name."""
 
 

@@ -1,4 +1,4 @@
-"""Some of torch's own tests for distributed backends, by the runner of all of them (benchmarks/conformance.py)."""
+"""Some of torch's own tests for distributed backends, run by benchmarks/collectives/conformance.py, as all of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_torchs_own_tests_pass(tmp_path: Path) -> None:
     pytest.importorskip("expecttest", reason="torch's own tests need expecttest: pip install expecttest")
     log = tmp_path / "log.jsonl"
     words = ["--suite", "distributed_test", "--ranks", "2", "--backend", "ringcomm", "--limit-s", "60"]
-    runner = [sys.executable, "-m", "benchmarks.conformance", "--log", str(log), *words]
+    runner = [sys.executable, "-m", "benchmarks.collectives.conformance", "--log", str(log), *words]
     command = [*runner, "-k", rf"\.({'|'.join(NAMES)})$"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.endurance import Held, endure, growth
+from benchmarks.collectives.endurance import Held, endure, growth
 from tests.support.choice import slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")

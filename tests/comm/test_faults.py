@@ -1,5 +1,5 @@
 """A short fault campaign: two trials of each kind of fault with processes, and two with threads. Many more:
-`python -m benchmarks.faults`."""
+`python -m benchmarks.collectives.faults`."""
 
 from __future__ import annotations
 

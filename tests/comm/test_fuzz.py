@@ -1,6 +1,6 @@
 """Random programs of collectives on a few ranks, against one process; and that a wrong result is found and made small.
 
-`benchmarks/fuzz.py` is the long form.
+`benchmarks/collectives/fuzz.py` is the long form.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Random models on random meshes against one process, and that planted faults are found and made small.
 
-`benchmarks/mesh_fuzz.py` is the long form.
+`benchmarks/training/mesh_fuzz.py` is the long form.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The table of architectures, for a few families: what it says, and that it would see wrong values.
 
-`benchmarks/architectures.py` is the long form.
+`benchmarks/training/architectures.py` is the long form.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REFUSED = {("m2m_100", "cp"): "an embedding of positions"}
 @pytest.mark.parametrize("families", [["mixtral", "m2m_100"], slow([*WORKS])], ids=" ".join)  # of each kind one
 def test_some_families(families: list[str], tmp_path: Path) -> None:
     path = tmp_path / "cells.json"
-    command = [sys.executable, "-m", "benchmarks.architectures", "--only", *families, "--json", str(path)]
+    command = [sys.executable, "-m", "benchmarks.training.architectures", "--only", *families, "--json", str(path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -44,7 +44,7 @@ def test_some_families(families: list[str], tmp_path: Path) -> None:
 
 
 def test_wrong_values_are_seen() -> None:
-    from benchmarks import architectures as table
+    from benchmarks.training import architectures as table
 
     family = table.Family("llama", "causal")
     expected = family.trained(table.own_loss, 1)

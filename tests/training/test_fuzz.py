@@ -1,6 +1,6 @@
 """Random training programs in every placement, bit by bit; and that planted faults are found and made small.
 
-`benchmarks/training_fuzz.py` is the long form.
+`benchmarks/training/fuzz.py` is the long form.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measures what tracing costs an all_reduce of 2 ranks: switched off, switched on, and compared with a build without
 it.
 
-    python -m benchmarks.trace_cost --base FOLDER --out benchmarks/results/trace.md
+    python -m benchmarks.overhead.trace_cost --base FOLDER --out benchmarks/results/trace.md
 
 FOLDER contains another build of the package `ringcomm`. The table shows the median and, after the slash, the fastest
 tenth; ratios are taken within a turn, as median [quartiles].
@@ -13,7 +13,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from benchmarks.builds import ROOT, Build, end, in_turns, machine, ratio, times
+from benchmarks.overhead.builds import ROOT, Build, end, in_turns, machine, ratio, times
 
 # Bytes: calls per turn, few, because on a shared machine some turns are then undisturbed.
 SIZES = {8: 100, 1024: 100, 1 << 20: 10}
@@ -48,7 +48,7 @@ def main() -> None:
         a.out.write_text(
             "# What the timeline costs\n\nall_reduce of 2 ranks, float32; median of "
             f"{a.turns} turns / their fastest tenth, and ratios within a turn with their quartiles. {machine()}\n\n"
-            f"`python -m benchmarks.trace_cost --base FOLDER --turns {a.turns}`\n\n" + "\n".join(lines) + "\n"
+            f"`python -m benchmarks.overhead.trace_cost --base FOLDER --turns {a.turns}`\n\n" + "\n".join(lines) + "\n"
         )
 
 

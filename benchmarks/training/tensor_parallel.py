@@ -1,7 +1,7 @@
 """Tensor and sequence parallel layers: shows when splitting messages along the ring pays off, and compares with the
 same block under torch's own tensor parallelism (DTensor over Gloo).
 
-    python -m benchmarks.tensor_parallel --out benchmarks/results/tensor_parallel.md
+    python -m benchmarks.training.tensor_parallel --out benchmarks/results/tensor_parallel.md
 
 Two processes, one thread each. Variants take turns in one run; figures are medians of the turns, with minimum and
 maximum. A turn is the forward and backward of one block; its time is that of the slower rank.
@@ -212,7 +212,7 @@ def main() -> None:
         context = mp.spawn(rank_main, (folder, args.seconds, queue), nprocs=WORLD, join=False)
         overlap, block = queue.get()
         context.join()
-    command = "python -m benchmarks.tensor_parallel" + (f" --out {args.out}" if args.out else "")
+    command = "python -m benchmarks.training.tensor_parallel" + (f" --out {args.out}" if args.out else "")
     text = report(overlap, block, command)
     print(text)
     if args.out:

@@ -1,6 +1,6 @@
 """Compares random models on random meshes with one process, for any length of time.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.mesh_fuzz --programs 5000 --workers 2 --write
+    OMP_NUM_THREADS=1 python -m benchmarks.training.mesh_fuzz --programs 5000 --workers 2 --write
 
 tests/support/mesh_programs.py defines the programs, tests/mesh/test_fuzz.py is the short form. Program k of a seed is
 always the same. A program that fails is reduced and printed; the run then continues. Ctrl-C ends it with the report so
@@ -27,7 +27,7 @@ import torch
 from tests.support.mesh_programs import generate
 from tests.support.mesh_runner import CALL_LIMIT_S, PROGRAM_LIMIT_S, Runner
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "mesh_fuzz.md"
 CHUNK = 10
 POOL = 1000
@@ -100,7 +100,7 @@ def page(counts: Counts, seconds: float, asked: int) -> str:
     rows = [
         "# Random models on random meshes",
         "",
-        f"`python -m benchmarks.mesh_fuzz {' '.join(sys.argv[1:])}`",
+        f"`python -m benchmarks.training.mesh_fuzz {' '.join(sys.argv[1:])}`",
         "",
         f"{counts.programs} of {asked} programs in {seconds:.0f} s: {compared} had the losses, gradients' norms and",
         "final weights of one process that runs the plain model on the whole batch (float64, rtol 1e-9),",

@@ -1,6 +1,6 @@
 """Runs a million mixed collectives in one process, and checks that nothing grows.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.endurance --calls 1000000 --write
+    OMP_NUM_THREADS=1 python -m benchmarks.collectives.endurance --calls 1000000 --write
 
 Ranks are threads, in worlds of 2, 3 and 4 that take turns and stay alive. Besides plain calls of all sizes there are
 asynchronous calls, coalesced groups, messages, lent memory that is allocated and freed (``comm.empty``), and
@@ -29,7 +29,7 @@ import torch
 import ringcomm
 from ringcomm import Communicator
 
-RESULTS = Path(__file__).resolve().parent / "results" / "endurance.txt"
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "endurance.txt"
 WORLD_SIZES = (2, 3, 4)
 LENGTHS = (1, 3, 64, 500, 4096, 40_000)
 LIMIT_S = 60.0
@@ -245,7 +245,7 @@ def main() -> None:
     a = p.parse_args()
     torch.set_num_threads(1)
     began = time.monotonic()
-    lines = [f"$ python -m benchmarks.endurance {' '.join(sys.argv[1:])}", f"{'calls':>10} {HEAD}"]
+    lines = [f"$ python -m benchmarks.collectives.endurance {' '.join(sys.argv[1:])}", f"{'calls':>10} {HEAD}"]
     print("\n".join(lines), flush=True)
     samples = []
     for done, held, warm in endure(a.calls, a.calls // a.samples, a.seed):

@@ -1,7 +1,7 @@
 """Times steps of torch's CPU optimizers on one flat shard, as one parameter and in cache blocks, against a copy of the
 same bytes.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.optimizer                   # results/optimizer.txt
+    OMP_NUM_THREADS=1 python -m benchmarks.training.optimizer          # results/optimizer.txt
 
 A step of Adam reads the parameter, the gradient and two moments, and writes three of them: 28 bytes per float32
 element. The copy moves as many bytes with memcpy, so its rate is the limit. Kinds take turns; the table shows median

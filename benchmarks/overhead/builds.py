@@ -18,7 +18,7 @@ import numpy as np
 
 import ringcomm
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ENDED = 0
 WARM_UP = 2  # turns
 

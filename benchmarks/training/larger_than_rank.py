@@ -1,6 +1,6 @@
 """Trains a model of 1.5 times the memory allowed per rank: built on meta, split, saved, and resumed on another mesh.
 
-    python -m benchmarks.larger_than_rank --write           # results/larger_than_rank.txt, some minutes on 2 cores
+    python -m benchmarks.training.larger_than_rank --write     # results/larger_than_rank.txt, some minutes on 2 cores
 
 The model is a GPT with AdamW: parameters, gradients and two moments, 16 bytes per parameter. A rank may use two thirds
 of that in addition to the program's own memory, including activations, messages and units that are temporarily
@@ -52,7 +52,7 @@ MESHES: dict[str, tuple[dict[str, int], int, str]] = {  # axes, stage, and the m
     "pp 4": ({"pp": 4}, 3, "tp 2 x dp 2"),
     "tp 2 x dp 2": ({"dp": 2, "tp": 2}, 3, "pp 2"),
 }
-RESULTS = Path(__file__).resolve().parent / "results" / "larger_than_rank.txt"
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "larger_than_rank.txt"
 
 
 class Block(nn.Module):
@@ -259,7 +259,7 @@ def main() -> None:
         lines.append(text)
 
     mib = float(1 << 20)
-    say("# python -m benchmarks.larger_than_rank" + (f" --steps {a.steps}" if a.steps != 20 else ""))
+    say("# python -m benchmarks.training.larger_than_rank" + (f" --steps {a.steps}" if a.steps != 20 else ""))
     say(f"# {platform.machine()}, torch {torch.__version__}, AdamW, {a.steps} steps, half before a resume")
     say(f"# the model in training: {state_nbytes() / mib:.0f} MiB; a rank may have {limit_nbytes() / mib:.0f} MiB")
     say(f"one process under the limit   {ringcomm.run_ranks(fails, 1, ranks='processes', timeout=300)[0]}")

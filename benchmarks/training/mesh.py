@@ -1,8 +1,8 @@
 """
 Runs the example on one mesh after another, and compares loss, bits, memory per rank and speed.
 
-    python -m benchmarks.mesh                    # into results/mesh.txt, a few minutes on 2 cores
-    python -m benchmarks.mesh --steps 20 --only dp
+    python -m benchmarks.training.mesh                    # into results/mesh.txt, a few minutes on 2 cores
+    python -m benchmarks.training.mesh --steps 20 --only dp
 
 Every mesh has the same windows, with four micro-batches per step. If there are more ranks than cores, they share the
 cores; their tokens/s then show the cost of composing, not its gain. A mesh's checksum of all parameters is compared
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+BENCHMARKS = Path(__file__).resolve().parents[1]
 MODEL = "--batch 2 --context 64 --layers 4 --dim 64 --heads 4 --clip 1 --sample 0"
 RUNS = {  # name: ranks, and the flags of the mesh, four micro-batches in total
     "one process": (1, "--micro-batches 4"),
@@ -55,7 +55,7 @@ def run(ranks: int, words: Sequence[str]) -> dict[str, Any]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         subprocess.run(
             [*command, "examples/train_gpt.py", *MODEL.split(), *words, "--json", str(file)],
-            cwd=HERE.parent,
+            cwd=BENCHMARKS.parent,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             check=True,
@@ -84,7 +84,7 @@ def main() -> None:
     steps = ["--steps", str(a.steps)]
     titles = f"{'final loss':>10s}  {'parameters':18s}{'bits':20s}{'kept':>6s}{'peak':>7s}{'tokens/s':>11s}"
     lines = [
-        f"$ python -m benchmarks.mesh --steps {a.steps}",
+        f"$ python -m benchmarks.training.mesh --steps {a.steps}",
         f"{platform.machine()}, {os.cpu_count()} cores, one thread a rank; each run: torchrun ... "
         f"examples/train_gpt.py {MODEL} --steps {a.steps}",
         "",
@@ -116,7 +116,7 @@ def main() -> None:
         "(min-max) of the slowest rank; runs one after the other, so what else the machine does is in them.",
     ]
     print("\n".join(lines[-5:]))
-    out = Path(a.out) if a.out else HERE / "results" / "mesh.txt"
+    out = Path(a.out) if a.out else BENCHMARKS / "results" / "mesh.txt"
     if a.out or not a.only:
         out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

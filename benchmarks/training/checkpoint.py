@@ -1,9 +1,10 @@
 """Times saving and loading a model with AdamW beside torch.distributed.checkpoint (DCP), in turns.
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=2 -m benchmarks.checkpoint    # results/checkpoint.txt
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=2 -m benchmarks.training.checkpoint
 
-DCP saves and loads the same model under FSDP2, and under torch's DDP, through get_state_dict and set_state_dict. Both
-write to the same file system, with fsync. ringcomm alone has checksums, and compares them when it loads.
+results/checkpoint.txt has its output. DCP saves and loads the same model under FSDP2, and under torch's DDP, through
+get_state_dict and set_state_dict. Both write to the same file system, with fsync. ringcomm alone has checksums, and
+compares them when it loads.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Measures asynchronous data parallel training: the pace beside a slow rank, convergence, and what the end of a rank
 does.
 
-    python -m benchmarks.asynchronous --out benchmarks/results/async.md
-    python -m benchmarks.asynchronous --parts pace
+    python -m benchmarks.training.asynchronous --out benchmarks/results/async.md
+    python -m benchmarks.training.asynchronous --parts pace
 
 Four ranks are processes of this machine. For the pace, a step's computation is a sleep, so that four ranks need no four
 cores: what is measured is how long ranks wait. For convergence, they train the GPT of `examples/` on its text.
@@ -275,8 +275,9 @@ def main() -> None:
     a = p.parse_args()
     parameters = sum(x.numel() for x in small_gpt().parameters())
     lines = [
-        f"`{' '.join(['python -m benchmarks.asynchronous', *sys.argv[1:]])}`: {RANKS} processes on {os.cpu_count()} "
-        f"cores, whose load was {os.getloadavg()[0]:.0f} at the beginning; a GPT of {parameters:,} parameters.", "",
+        f"`{' '.join(['python -m benchmarks.training.asynchronous', *sys.argv[1:]])}`: {RANKS} processes on "
+        f"{os.cpu_count()} cores, whose load was {os.getloadavg()[0]:.0f} at the beginning; "
+        f"a GPT of {parameters:,} parameters.", "",
     ]  # fmt: skip
     for part in a.parts:
         title, what, measure = PARTS[part]

@@ -1,8 +1,8 @@
 """Compares every visible bit of random training programs in every placement, for any length of time.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.training_fuzz --programs 20000 --workers 2 --write
-    OMP_NUM_THREADS=1 python -m benchmarks.training_fuzz --programs 500 --processes
-    OMP_NUM_THREADS=1 python -m benchmarks.training_fuzz --programs 500 --without checkpoint.reentrant mixed_precision
+    OMP_NUM_THREADS=1 python -m benchmarks.training.fuzz --programs 20000 --workers 2 --write
+    OMP_NUM_THREADS=1 python -m benchmarks.training.fuzz --programs 500 --processes
+    OMP_NUM_THREADS=1 python -m benchmarks.training.fuzz --programs 500 --without checkpoint.reentrant mixed_precision
 
 tests/support/training_programs.py defines the programs, tests/training/test_fuzz.py is the short form. Program k of a
 seed is always the same. A program that fails is reduced and printed; the run then continues. Ctrl-C ends it with the
@@ -27,7 +27,7 @@ import torch
 from tests.support.training_programs import FEATURES, generate
 from tests.support.training_runner import Failure, Runner
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "training_fuzz.txt"
 CHUNK = 20
 POOL = 2000
@@ -145,7 +145,7 @@ def main() -> int:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
                 pool.shutdown(cancel_futures=True)
                 break
-    text = "\n".join([f"$ python -m benchmarks.training_fuzz {' '.join(sys.argv[1:])}", *report.rows()])
+    text = "\n".join([f"$ python -m benchmarks.training.fuzz {' '.join(sys.argv[1:])}", *report.rows()])
     print(text)
     if a.write:
         RESULTS.write_text(text + "\n")

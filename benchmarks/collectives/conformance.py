@@ -1,9 +1,12 @@
 """Runs torch's own distributed test suites with Gloo and with ringcomm, and lists the tests that pass only with one.
 
-    python -m benchmarks.conformance --log FILE                        # the suite in torch's wheel, on 2 to 8 ranks
-    python -m benchmarks.conformance --log FILE --torch-tests FOLDER   # and files of torch's test/distributed there
-    python -m benchmarks.conformance --log FILE --suite distributed_test -k test_all_gather --backend ringcomm
-    python -m benchmarks.conformance --log FILE --report --write       # results/conformance.md from what is in the log
+    python -m benchmarks.collectives.conformance --log FILE
+    python -m benchmarks.collectives.conformance --log FILE --torch-tests FOLDER
+    python -m benchmarks.collectives.conformance --log FILE --suite distributed_test -k all_gather --backend ringcomm
+    python -m benchmarks.collectives.conformance --log FILE --report --write
+
+The first command runs the suite in torch's wheel on 2 to 8 ranks, the second also files of torch's test/distributed in
+FOLDER, and the last writes results/conformance.md from what is in the log.
 
 FILE gets a line for every completed test. Completed tests are not run again, so an interrupted run can be continued.
 FOLDER is a checkout of test/distributed, preferably of the installed torch version. Exit status 1 if a test passes with
@@ -21,9 +24,9 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.conformance_run import DISTRIBUTED_TEST, GLOO, IMPORT, Job, Record, serve
+from benchmarks.collectives.conformance_run import DISTRIBUTED_TEST, GLOO, IMPORT, Job, Record, serve
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 OURS = "ringcomm"
 WORLDS = (2, 3, 4, 8)
 FILES = (  # those files of test/distributed in which some tests run processes on CPUs
@@ -118,7 +121,7 @@ def report(records: list[Record], note: str) -> str:
     lines = [
         "# torch's own tests, with Gloo and with ringcomm",
         "",
-        f"`python -m benchmarks.conformance --log FILE{files}`, torch {version('torch')}. {note}".rstrip(),
+        f"`python -m benchmarks.collectives.conformance --log FILE{files}`, torch {version('torch')}. {note}".rstrip(),
         "",
         "Passed / failed / skipped. *In groups*: those that pass with ringcomm and make a process group of it; the "
         "rest test no communication. *Lost*: those that pass with Gloo and not with ringcomm.",

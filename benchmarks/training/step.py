@@ -1,7 +1,7 @@
 """
 Times a training step of a small GPT on the CPU: our stages and torch's data parallelism over Gloo.
 
-    python -m benchmarks.train --world 2 --out benchmarks/results/train-2.md
+    python -m benchmarks.training.step --world 2 --out benchmarks/results/train-2.md
 
 Every contestant has its own copy of the model in the same processes. In a turn each of them runs one step on the same
 batch, from a barrier to a barrier; the order is reversed in every second turn. The table shows the median step
@@ -282,7 +282,7 @@ def main() -> None:
     hidden = ("stages", "append", "out")
     words = [f"--{k.replace('_', '-')} {v}" for k, v in vars(a).items() if k not in hidden and v is not None]
     words += [] if a.stages == [0, 1, 2, 3] else ["--stages " + "".join(map(str, a.stages))]
-    a.command = "python -m benchmarks.train " + " ".join(words)
+    a.command = "python -m benchmarks.training.step " + " ".join(words)
     os.environ.update(KEEP_MEMORY, OMP_NUM_THREADS="1")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -1,8 +1,8 @@
 """The fault campaign: at a random moment of random calls, ranks die, stall, raise, make a different call or leave; it
 checks the errors of the other ranks.
 
-    python -m benchmarks.faults --trials 1000 --write
-    python -m benchmarks.faults --seed 0 --trial 17      # one of them again
+    python -m benchmarks.collectives.faults --trials 1000 --write
+    python -m benchmarks.collectives.faults --seed 0 --trial 17      # one of them again
 
 Every survivor must raise the right error in time, and the error must name the rank. Nothing may hang, no call may
 return a wrong value, and nothing may be left behind.
@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.support import fault_plan, fault_trials
 from tests.support.fault_trials import PROBLEMS, Verdict
 
-RESULTS = Path(__file__).parent / "results" / "faults.txt"
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "faults.txt"
 
 
 def numbers(a: argparse.Namespace) -> Iterator[int]:
@@ -84,7 +84,8 @@ def main() -> None:
         verdicts.append(verdict)
         if verdict.problems or a.trial is not None:
             print(f"{verdict.trial}", *(f"    {kind}: {text}" for kind, text in verdict.problems), sep="\n", flush=True)
-    lines = [f"$ python -m benchmarks.faults {' '.join(sys.argv[1:])}", "", *table(verdicts), "", *latencies(verdicts)]
+    command = f"$ python -m benchmarks.collectives.faults {' '.join(sys.argv[1:])}"
+    lines = [command, "", *table(verdicts), "", *latencies(verdicts)]
     print(*lines, sep="\n")
     if a.write:
         RESULTS.write_text("\n".join(lines) + "\n")

@@ -1,7 +1,7 @@
 """Measures what signatures, call sites and records of calls cost in the smallest all_reduces of 2 processes, called
 from Python.
 
-    python -m benchmarks.signatures [--turns 81] [--rounds 8] [--write]
+    python -m benchmarks.overhead.signatures [--turns 81] [--rounds 8] [--write]
 
 Builds of this source take turns: one without the lines of csrc/cpu/collectives/slot_stream.cpp that send, compare and
 log signatures (their contents are still prepared), one with them, one that also looks up each call's place in the
@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.builds import ROOT, Build, end, in_turns, machine, ratio, times
+from benchmarks.overhead.builds import ROOT, Build, end, in_turns, machine, ratio, times
 
 RESULT = ROOT / "benchmarks" / "results" / "signatures.md"
 SIZES = {8: 200, 1024: 200}  # bytes: calls per turn
@@ -130,7 +130,7 @@ def main() -> None:
             "all_reduce of 2 processes, float32, called from Python: microseconds of a call, median of "
             f"{a.rounds} x {a.turns} turns / their fastest tenth, and within a turn the ratio to that without "
             f"signatures, median [quartiles]. {machine()}\n",
-            f"`python -m benchmarks.signatures --turns {a.turns} --rounds {a.rounds}`\n",
+            f"`python -m benchmarks.overhead.signatures --turns {a.turns} --rounds {a.rounds}`\n",
             "| bytes | | µs | ratio |\n|---|---|---|---|",
             *table,
             "",

@@ -1,7 +1,7 @@
 """Kills and restarts one of several hosts during a job, and checks that the job ends with the bits of an undisturbed
 one.
 
-    python -m benchmarks.elastic --out benchmarks/results/elastic.txt
+    python -m benchmarks.training.elastic --out benchmarks/results/elastic.txt
 
 Hosts are network namespaces joined by links of a given bandwidth and delay (tests/support/namespaces.py; needs root).
 Each runs a torchrun agent with --rdzv-backend c10d. When a checkpoint exists, all processes of the last host are killed
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tests.support.namespaces import Cluster, address, why_not
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PORT = 29400
 
 
@@ -123,7 +123,7 @@ def main() -> None:
     a = p.parse_args()
     if reason := why_not():
         raise SystemExit(f"elastic: {reason}")
-    lines = [f"$ python -m benchmarks.elastic {' '.join(sys.argv[1:])}"]
+    lines = [f"$ python -m benchmarks.training.elastic {' '.join(sys.argv[1:])}"]
     lines.append(f"{a.hosts} hosts x {a.ranks} ranks, {a.gbps:g} Gbit/s, {a.delay_ms:g} ms, stage {a.stage}")
     sums = []
     for title, kill_at in (("without a failure", 0), ("with one", a.kill_at)):

@@ -1,6 +1,6 @@
 """Measures the training layer's cost in small models, where Python determines the time of a step, and its memory.
 
-    python -m benchmarks.training_overhead --out benchmarks/results/training_overhead.md
+    python -m benchmarks.overhead.training --out benchmarks/results/training_overhead.md
 
 Time: every contestant has its own copy of the model in the same two processes and runs one step in each turn, on the
 same batch; the order is reversed in every second turn. A ratio is taken within a turn. Memory: two new processes for
@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import ringcomm
-from benchmarks.train import KEEP_MEMORY, Contestant, adam, model_of, quartiles, ratios, spread
+from benchmarks.training.step import KEEP_MEMORY, Contestant, adam, model_of, quartiles, ratios, spread
 
 OVER_US, OVER_GLOO, OURS = "torch DDP, ringcomm", "torch DDP, Gloo", "ringcomm DDP"
 SIZES = {  # blocks, width, vocabulary, tokens in a window
@@ -36,7 +36,7 @@ SETTING, THRESHOLD = "MALLOC_MMAP_THRESHOLD_", 4 << 20
 
 
 def options(size: str) -> argparse.Namespace:
-    """Returns the options from which `train.py` makes a model and its optimizer."""
+    """Returns the options from which `training/step.py` makes a model and its optimizer."""
     layers, dim, vocab, seq = SIZES[size]
     return argparse.Namespace(layers=layers, dim=dim, vocab=vocab, seq=seq, batch=1, adam="fused")
 
@@ -234,9 +234,9 @@ def main() -> None:
         Path(a.out).write_text(text)
 
 
-NOTE = f"""`python -m benchmarks.training_overhead`, torch {torch.__version__}, {os.cpu_count()} cores, one thread a
+NOTE = f"""`python -m benchmarks.overhead.training`, torch {torch.__version__}, {os.cpu_count()} cores, one thread a
 rank. A step is forward, backward, AdamW and zero_grad, from a barrier to a barrier. On a shared machine read ratios
-with their quartiles. For the tables of time glibc keeps freed memory, for all contestants alike (see train.py)."""
+with their quartiles. For the tables of time glibc keeps freed memory, for all alike (see training/step.py)."""
 
 if __name__ == "__main__":
     main()

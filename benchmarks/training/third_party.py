@@ -1,7 +1,7 @@
 """Checks that third-party models and training loops, unmodified and randomly configured, give the same bits at every
 stage.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.third_party --seeds 20 --write     # results/third_party.md
+    OMP_NUM_THREADS=1 python -m benchmarks.training.third_party --seeds 20 --write     # results/third_party.md
 
 A configuration is a seed: the model's sizes, dropout, accumulation, clipping, activation checkpointing, autocast and
 the optimizer are drawn from it. Three processes train each configuration with torch's DDP over the backend "ringcomm"
@@ -21,9 +21,8 @@ from pathlib import Path
 
 from tests.support.third_party import DDP, PROGRAMS, WAYS, verdicts
 
-HERE = Path(__file__).resolve().parent
 STAGES = [way for way in WAYS if way != DDP]
-RESULT = HERE / "results" / "third_party.md"
+RESULT = Path(__file__).resolve().parents[1] / "results" / "third_party.md"
 
 
 @dataclass
@@ -66,7 +65,7 @@ def table(rows: list[Row]) -> str:
         "# Third-party models and loops: the same bits as torch's DDP?",
         "",
         "Three ranks, random small configurations; all losses and the final state, compared bit by bit with",
-        'torch\'s `DistributedDataParallel` over the backend "ringcomm". Made by `benchmarks/third_party.py`.',
+        'torch\'s `DistributedDataParallel` over the backend "ringcomm". Made by `benchmarks/training/third_party.py`.',
         "",
         f"| model or loop | package | configurations | {stages} |",
         f"|---|---|--:|{'---|' * len(STAGES)}",

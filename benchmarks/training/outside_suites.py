@@ -1,6 +1,6 @@
 """Runs the tests of other projects, unmodified, with ringcomm in place of the library that they were written for.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.outside_suites accelerate torch-ddp cs336=CHECKOUT torch-fsdp=CHECKOUT
+    OMP_NUM_THREADS=1 python -m benchmarks.training.outside_suites accelerate torch-ddp cs336=FOLDER torch-fsdp=FOLDER
 
 A suite is a name, or a name and the checkout that contains its tests. No test is copied: every process of a suite
 starts with `adapt`, which replaces names in torch's modules. Each suite runs in one or two ways:
@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-RESULT = HERE / "results" / "outside_suites.md"
+RESULT = HERE.parent / "results" / "outside_suites.md"
 WAY, REPORT, GPUS = (
     "OUTSIDE_SUITES_WAY",
     "OUTSIDE_SUITES_REPORT",
@@ -478,7 +478,7 @@ def outcomes(name: str, checkout: Path, way: str, limit_s: float) -> list[Outcom
     found = []
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "sitecustomize.py").write_text(START)
-        path = os.pathsep.join([folder, str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([folder, str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
         env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", WAY: way}
         for test, verdict, told in SUITES[name].run(checkout, env, limit_s):
             found.append(Outcome(name, way, test, verdict, told[-6000:]))
@@ -694,8 +694,8 @@ def _cause(told: str) -> str:
 HEAD = [
     "# Other projects' tests over ringcomm",
     "",
-    "Unmodified tests, on CPUs, 2 ranks; made by `benchmarks/outside_suites.py`, which says what it replaces. In the",
-    'way `backend` torch\'s own classes run over the backend "ringcomm"; in the way `api`',
+    "Unmodified tests, on CPUs, 2 ranks; made by `benchmarks/training/outside_suites.py`, which says what it replaces.",
+    'In the way `backend` torch\'s own classes run over the backend "ringcomm"; in the way `api`',
     "ringcomm.DistributedDataParallel and ringcomm.fully_shard also stand in the place of torch's.",
     "",
     "Not run: tests in torch's repository that its package does not hold (the tests of FSDP2 are those that",

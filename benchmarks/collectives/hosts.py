@@ -1,6 +1,6 @@
 """Compares all_reduce over several hosts with Gloo's over the same ranks, in one interleaved run.
 
-    python -m benchmarks.hosts --hosts 2 2 --gbps 1 --delay-ms 1
+    python -m benchmarks.collectives.hosts --hosts 2 2 --gbps 1 --delay-ms 1
 
 Hosts are network namespaces with links of that bandwidth and delay (tests/support/namespaces.py; needs root). For every
 size, calls of ringcomm and Gloo are timed alternately. --out appends the table to a file. RINGCOMM_WIRE_DTYPE=bfloat16
@@ -88,7 +88,7 @@ def main() -> None:
     words = [__file__, "--rank", "--turns", str(given.turns), "--sizes", *map(str, given.sizes)]
     with Cluster(len(given.hosts), given.gbps, given.delay_ms) as cluster:
         (rows, *_) = cluster.run(given.hosts, words, timeout_s=570)
-    command = " ".join(["python -m benchmarks.hosts", *sys.argv[1:]])
+    command = " ".join(["python -m benchmarks.collectives.hosts", *sys.argv[1:]])
     wire = os.environ.get("RINGCOMM_WIRE_DTYPE")
     command = f"RINGCOMM_WIRE_DTYPE={wire} {command}" if wire else command
     sent_as = f" (sent as {wire} by ringcomm)" if wire else ""

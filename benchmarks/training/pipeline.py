@@ -2,7 +2,7 @@
 Measures pipelines: the idle share of every schedule against its formula, and tokens per second against torch's
 pipelining.
 
-    python -m benchmarks.pipeline --out benchmarks/results/pipeline.md
+    python -m benchmarks.training.pipeline --out benchmarks/results/pipeline.md
 
 In the first part stages wait for a known time in place of computing, so that ranks need no cores of their own; all idle
 time then comes from the schedule or the runner. The second part trains a small GPT, untied, on ranks that are
@@ -346,7 +346,7 @@ def main() -> None:
     a = parse()
     os.environ["OMP_NUM_THREADS"] = "1"
     out = None if a.out is None else Path(a.out)
-    lines = ["# Pipelines", "", "    python -m benchmarks.pipeline " + " ".join(sys.argv[1:]), ""]
+    lines = ["# Pipelines", "", "    python -m benchmarks.training.pipeline " + " ".join(sys.argv[1:]), ""]
     load = os.getloadavg()[0]
     lines += bubbles(a, None if out is None else out.parent)
     with socket.socket() as s:

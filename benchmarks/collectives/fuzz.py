@@ -1,9 +1,9 @@
 """Compares random programs of collectives with one process, for any length of time: every bit of every result is
 checked.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.fuzz --programs 100000 --write          # ranks are threads
-    OMP_NUM_THREADS=1 python -m benchmarks.fuzz --processes --programs 10000       # ranks are processes
-    OMP_NUM_THREADS=1 python -m benchmarks.fuzz --backend --programs 10000         # over torch.distributed's "ringcomm"
+    OMP_NUM_THREADS=1 python -m benchmarks.collectives.fuzz --programs 100000 --write     # ranks are threads
+    OMP_NUM_THREADS=1 python -m benchmarks.collectives.fuzz --processes --programs 10000  # ranks are processes
+    OMP_NUM_THREADS=1 python -m benchmarks.collectives.fuzz --backend --programs 10000    # over torch.distributed
 
 tests/support/programs.py defines the programs, tests/comm/test_fuzz.py is the short form. Program k of a seed is always
 the same. A program that fails is reduced and printed as calls; the run then continues. Exit status 1 if any failed.
@@ -26,7 +26,7 @@ from tests.support.program_processes import BackendRanks, ProcessRanks, for_the_
 from tests.support.program_ranks import Pool, Ranks
 from tests.support.programs import WORLD_SIZES, Program, random_program, shrunk
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "fuzz.txt"
 MOST_FAILURES = 5
 
@@ -85,7 +85,7 @@ def main() -> None:
             if time.monotonic() > said + a.every:
                 said = time.monotonic()
                 print(fuzz.report().splitlines()[0], f"{fuzz.failures} fail", sep="; ", flush=True)
-    report = f"$ python -m benchmarks.fuzz {' '.join(sys.argv[1:])}\n{fuzz.report()}\n"
+    report = f"$ python -m benchmarks.collectives.fuzz {' '.join(sys.argv[1:])}\n{fuzz.report()}\n"
     print(report)
     if a.write:
         before = RESULTS.read_text() + "\n" if RESULTS.exists() else ""

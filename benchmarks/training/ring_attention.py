@@ -1,7 +1,7 @@
 """
 Time and peak memory of causal attention over a split sequence on the CPU: the ring and its two alternatives.
 
-    python -m benchmarks.ring_attention --out benchmarks/results/ring_attention.md
+    python -m benchmarks.training.ring_attention --out benchmarks/results/ring_attention.md
 
 "one rank" is torch's attention over the whole sequence on rank 0, while the other ranks wait. "gather first" gathers
 the keys and values of all ranks, computes the same blocks with the same kernels, and reduces and scatters their

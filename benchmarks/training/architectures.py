@@ -1,8 +1,8 @@
 """Which transformers models can be split in which way: tests every text family of the installed version, small, with
 random values.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.architectures --write        # results/architectures.md
-    OMP_NUM_THREADS=1 python -m benchmarks.architectures --only llama t5
+    OMP_NUM_THREADS=1 python -m benchmarks.training.architectures --write        # results/architectures.md
+    OMP_NUM_THREADS=1 python -m benchmarks.training.architectures --only llama t5
 
 Each family is built once (architecture_models.py) and trained for two steps by one process, in float64 if its code
 supports it, and then by ranks that are threads. A cell says
@@ -41,14 +41,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringcomm
-from benchmarks import architecture_models as models
+from benchmarks.training import architecture_models as models
 from ringcomm.context import context_parallel, shard_sequence
 from ringcomm.errors import AbortedError, RingcommError
 from ringcomm.modules.shard_spec import part_of, take
 
 COLUMNS = ("tp, its plan", "tp, our plan", "pp, middle", "pp, elsewhere", "cp", "together", "generate")
 ROWS, LENGTH, STEPS, RATE = 4, 16, 2, 0.05
-RESULTS = Path(__file__).resolve().parent / "results" / "architectures.md"
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "architectures.md"
 
 
 # ---- one process ---------------------------------------------------------------------------------------------------
@@ -623,7 +623,7 @@ def main() -> None:
         print("\n".join(lines))
     if a.write:
         only = f" --only {' '.join(a.only)}" if a.only else ""
-        command = f"OMP_NUM_THREADS=1 python -m benchmarks.architectures{only} --write"
+        command = f"OMP_NUM_THREADS=1 python -m benchmarks.training.architectures{only} --write"
         RESULTS.write_text("\n".join([*head_of(done, command), *lines]) + "\n")
     states = [cells[c][0] for cells in done.values() for c in COLUMNS if c in cells]
     print(f"{time.monotonic() - began:.0f} s;", *(f"{states.count(state)} {state}" for state in STATES))
