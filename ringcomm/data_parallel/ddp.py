@@ -37,6 +37,7 @@ from ringcomm.data_parallel.model.partition import (
     named_parameters,
 )
 from ringcomm.data_parallel.model.sharded_model import Config, ShardedModel, sharded_model_of
+from ringcomm.data_parallel.model.unit_module import is_asked_to_wrap
 from ringcomm.data_parallel.optim.optimizer import unwrap_model
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.mesh import refuse_no_mesh
@@ -192,6 +193,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
         """The names that torch's DistributedDataParallel reads from a module that it wraps."""
+        if not is_asked_to_wrap():
+            raise AttributeError("_ddp_params_and_buffers_to_ignore")
         raise InvalidArgumentError(
             f"DistributedDataParallel: got a module that ringcomm.{CALL} has wrapped, expected a plain one: gradients "
             "would be averaged twice; wrap it once (of a Trainer or accelerate, pass the module itself)"

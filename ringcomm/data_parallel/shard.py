@@ -14,6 +14,7 @@ from typing_extensions import TypeVar
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import communicator_of
+from ringcomm.data_parallel.buckets.bucket import adopt_writes
 from ringcomm.data_parallel.buckets.group import DataParallelGroup, ranks_of_mesh, refuse_several
 from ringcomm.data_parallel.buckets.layout import Atom
 from ringcomm.data_parallel.build import build
@@ -381,8 +382,6 @@ def whole(module: nn.Module) -> Iterator[None]:
         with torch.no_grad(), flat.holding():
             yield
     finally:
-        for bucket in [bucket for unit in units for bucket in unit.buckets]:
-            if bucket.is_unsharded:
-                bucket.adopt_writes("whole")
+        adopt_writes([bucket for unit in units for bucket in unit.buckets if bucket.is_unsharded], "whole")
         for unit in sharded if not flat.gathered.graph_needs else ():
             unit.release()

@@ -839,13 +839,13 @@ def test_a_model_that_is_wrapped_is_not_wrapped_again() -> None:
             for again in (
                 lambda model=model: ringcomm.shard(nn.Sequential(model, nn.Linear(2, 2)), None, 1, comm),
                 lambda model=model: ringcomm.DistributedDataParallel(model, comm),
-                lambda model=model: hasattr(model, "_ddp_params_and_buffers_to_ignore"),  # as torch's asks
+                lambda model=model: nn.parallel.DistributedDataParallel(model, process_group=object()),
             ):
                 with pytest.raises(ringcomm.InvalidArgumentError, match="wrapped"):
                     again()
         ours = ringcomm.DistributedDataParallel(made(CrossAttention), comm)
         with pytest.raises(ringcomm.InvalidArgumentError, match="averaged twice"):
-            hasattr(ours, "_ddp_params_and_buffers_to_ignore")
+            nn.parallel.DistributedDataParallel(ours, process_group=object())
 
     ringcomm.run_ranks(rank, 1, timeout=30)
 

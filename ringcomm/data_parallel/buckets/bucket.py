@@ -205,6 +205,7 @@ class Bucket:
         number: index among the model's buckets.
         gathered: the model's.
         shared: at stage 3, by parameter, what its views share that were made since `p.data = other`.
+        replaced: parameters that were found with other data, and may have another autograd node.
     """
 
     def __init__(
@@ -226,6 +227,7 @@ class Bucket:
         self.number = 0
         self.gathered = Gathered()
         self.shared: dict[int, ViewData] = {}
+        self.replaced: set[int] = set()
         self.memory = ParamMemory(self.params, sharded_class)
         self._gradient: GradBuffer | None = None
         if device is not None:
@@ -507,6 +509,7 @@ class Bucket:
                     "is wrapped, or take it out with ringcomm.unshard, change it and wrap it again"
                 )
             found.append(i)
+        self.replaced.update(found)
         return found
 
     def adopt_writes(self, call: str) -> None:
@@ -572,3 +575,16 @@ class Bucket:
             "master": self.master.nbytes if self.separate else 0,
             "gradients": self.gradient.buffer.nbytes if self.trainable else 0,
         }
+
+
+def adopt_writes(buckets: Collection[Bucket], call: str) -> None:
+    """`Bucket.adopt_writes` for several buckets. Users may have exchanged their parameters' data, as in
+    ``a.data, b.data = b.data, a.data``; such data is copied before its bucket takes other values."""
+    moved = [bucket.params[i] for bucket in buckets if bucket.is_unsharded for i in bucket.rebound(call)]
+    if len(moved) > 1:
+        homes = {bucket.unsharded.untyped_storage()._cdata for bucket in buckets}
+        for p in moved:
+            if p.untyped_storage()._cdata in homes:
+                p.data = p.detach().clone()
+    for bucket in buckets:
+        bucket.adopt_writes(call)

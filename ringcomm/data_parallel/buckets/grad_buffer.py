@@ -249,11 +249,20 @@ class GradBuffer:
         self.buffer = buffer
         start, end = self.layout.owned_range(self.ranks.rank, self.stage)
         self.reduced = self.buffer[start:end] if self.stage < 2 else self.buffer
-        self.buffer.own = OwnMemory(uses(self.buffer))
+        self.buffer.own = OwnMemory(uses(self.buffer), address=buffer.data_ptr())
+
+    def _follow_buffer(self) -> None:
+        """Corrects the means' addresses after `share_memory_` of a mean, or sending it to another process, has moved
+        the whole buffer."""
+        distance = self.buffer.data_ptr() - self.buffer.own.address
+        if distance:
+            self.buffer.own.address += distance
+            self.means[1][:] = [address and address + distance for address in self.means[1]]
 
     def _leave_buffer(self) -> None:
         """Switches to new memory if users still see the old one through slices of gradients or through what autograd
         saved."""
+        self._follow_buffer()
         means, addresses = self.means
         own = [*map(operator.eq, map(torch.Tensor.data_ptr, means), addresses)]
         if uses(self.buffer) > self.buffer.own.uses + sum(own):
@@ -502,6 +511,7 @@ class GradBuffer:
             return False
         if self.uses_placeholders or not self.has_reduced:
             return True
+        self._follow_buffer()
         if len(self.has) < len(grads):
             return all(map(self._is_shown, range(len(grads)), grads))
         return [*map(torch.Tensor.data_ptr, grads)] == self.means[1]
@@ -734,6 +744,20 @@ class GradBuffer:
 # ---- a gradient that is sharded --------------------------------------------------------------------------------------
 
 
+def adopt_user_grads(gradients: Collection[GradBuffer], call: str) -> None:
+    """`GradBuffer.adopt_user_grads` for several buckets. Users may have exchanged gradients between them, as in
+    ``a.grad, b.grad = b.grad, a.grad``; such a gradient is copied before its bucket takes other values."""
+    with torch._C.DisableTorchFunctionSubclass():
+        changed = [each for each in gradients if not each._unchanged([*map(_grad_of, each.params)])]
+        homes = {id(x): (each, i) for each in changed for i, x in enumerate(each.shown) if x is not None}
+        for each in changed if len(changed) > 1 else ():
+            for i, p in enumerate(each.params):
+                if p.grad is not None and homes.get(id(p.grad), (each, i)) != (each, i):
+                    p.grad = p.grad.clone()
+    for each in gradients:
+        each.adopt_user_grads(call)
+
+
 class ShardedGradient(torch.Tensor):
     """A tensor subclass that represents the gradient of a parameter and can be used as that gradient.
 
@@ -770,6 +794,13 @@ class ShardedGradient(torch.Tensor):
         made = torch.Tensor._make_wrapper_subclass(ShardedGradient, shape, strides=stride, dtype=dtype, device=device)
         made._name, made._owner, made._index, made._views = what
         return made
+
+    def share_memory_(self) -> ShardedGradient:
+        """Raises: this rank has only a part of the values."""
+        raise InvalidArgumentError(
+            f"share_memory_: got the gradient of {self._name}, whose values are in the ranks' shards, expected a "
+            "tensor with memory of its own; set gradients to None before module.share_memory(), or share grad.clone()"
+        )
 
     @property
     def _home(self) -> GradBuffer:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ringcomm import _C
-from ringcomm.data_parallel.buckets.bucket import Bucket
+from ringcomm.data_parallel.buckets.bucket import Bucket, adopt_writes
 from ringcomm.data_parallel.buckets.group import DataParallelGroup
 from ringcomm.data_parallel.model.deferred_init import Unmade
 
@@ -72,7 +72,6 @@ class ModuleContents:
     def check_made(self, call: str, buckets: Collection[Bucket], ranks: DataParallelGroup) -> None:
         """Raises if a value is missing that was to be loaded; a collective the first time."""
         if self.unmade is not None:
-            for bucket in buckets:
-                bucket.adopt_writes(call)
+            adopt_writes(buckets, call)
             self.unmade.check(ranks, self.module, call)
             self.unmade = None

@@ -31,7 +31,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
@@ -186,6 +186,11 @@ class Unit:
     @eager
     def _begin(self, module: nn.Module) -> bool:
         """Begins a call. Returns False inside a pipeline step, where parameters stay unsharded."""
+        if self.flat.stage == LAST_STAGE and torch._C._get_tracing_state() is not None:
+            raise UnsupportedError(
+                f"torch.jit.trace: rank {self.flat.ranks.rank} got a module of stage 3, whose parameters are in the "
+                "ranks' shards, expected whole ones; load its state_dict() into a new module and trace that"
+            )
         if self.flat.sync.microbatches is None:
             self.flat.begin_call(self, module)
             return True
@@ -479,11 +484,18 @@ class GradArrivals:
 
     def watch(self, bucket: Bucket, prepare: Callable[[int], None]) -> None:
         """Installs the hooks of a bucket; ``prepare`` is called before an unexpected gradient is added."""
-        self.nodes[bucket] = [*map(_accumulator_of, bucket.params)]
-        noted = bucket.gradient.local.noted
-        for i, node in enumerate(self.nodes[bucket]):
-            hook = self.native.hook(bucket.number, len(bucket.params), i, noted, prepare)
-            self._handles.append(node.register_prehook(hook))
+        self.nodes[bucket] = [None] * len(bucket.params)
+        self.renew(bucket, range(len(bucket.params)), prepare)
+
+    def renew(self, bucket: Bucket, which: Iterable[int], prepare: Callable[[int], None]) -> None:
+        """Installs the hooks of those parameters that have other nodes now: `p.set_` gives a parameter a new one."""
+        nodes, noted = self.nodes[bucket], bucket.gradient.local.noted
+        for i in which:
+            node = _accumulator_of(bucket.params[i])
+            if node is not nodes[i]:
+                nodes[i] = node
+                hook = self.native.hook(bucket.number, len(bucket.params), i, noted, prepare)
+                self._handles.append(node.register_prehook(hook))
 
     def stop(self) -> None:
         """Removes the hooks."""
@@ -607,7 +619,10 @@ class ShardedModel:
 
     def _watch(self, bucket: Bucket) -> None:
         """Installs the hooks that notice the arrival of gradients."""
-        self.arrivals.watch(bucket, partial(_prepare, weakref.ref(self), weakref.ref(bucket)))
+        self.arrivals.watch(bucket, self._prepares(bucket))
+
+    def _prepares(self, bucket: Bucket) -> Callable[[int], None]:
+        return partial(_prepare, weakref.ref(self), weakref.ref(bucket))
 
     def timed(self, call: Callable[..., _T], *args: Any) -> _T:
         """Calls ``call(*args)`` and counts its time as communication."""
@@ -919,7 +934,8 @@ class ShardedModel:
             self.arrivals.nested = self.unit_of[bucket].came_twice = True
             raise InvalidArgumentError(
                 f"backward: rank {self.ranks.rank} got a gradient of {bucket.names[i]} after its unit's had been "
-                "reduced, expected one in each backward pass; use non-reentrant activation checkpointing"
+                "reduced, expected one in each backward pass; use non-reentrant activation checkpointing, or another "
+                "stage if a Function's own backward() calls backward"
             )
         if not bucket.gradient.opened:
             try:
@@ -1215,6 +1231,9 @@ class ShardedModel:
         for bucket in self.buckets:
             if bucket.stage < LAST_STAGE:
                 bucket.rebound("forward")
+            if bucket.replaced and bucket in self.arrivals.nodes:
+                self.arrivals.renew(bucket, bucket.replaced, self._prepares(bucket))
+                bucket.replaced.clear()
         self.contents.check_made("forward", self.buckets, self.ranks)
         self._unfreeze()
         self.arrivals.look_at(self.order)

@@ -87,6 +87,14 @@ class ShardedView(torch.Tensor):
             return iter(args[0].unbind(0))
         return _with_values(name, func, args, kwargs)
 
+    def set_(self, *source: Any, **kwargs: Any) -> ShardedView:
+        """Same as ``self.data = source`` for a tensor, and refused for a storage. torch calls no __torch_function__
+        here."""
+        if len(source) != 1 or kwargs or not isinstance(source[0], torch.Tensor):
+            return _with_values("set_", torch.Tensor.set_, (self, *source), kwargs)
+        _set_data(self, source[0])
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         memo[id(self)] = copied = self._copy()
         return copied

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ringcomm.data_parallel.buckets.bucket import Bucket, with_own_storage
+from ringcomm.data_parallel.buckets.bucket import Bucket, adopt_writes, with_own_storage
 from ringcomm.data_parallel.model.sharded_model import Unit
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.modules.arguments import LAST_STAGE
@@ -105,8 +105,7 @@ def _before_load(
         return
     if not fits:  # done by the outer module
         return
-    for bucket in buckets:
-        bucket.adopt_writes("load_state_dict")
+    adopt_writes(buckets, "load_state_dict")
     for name, (bucket, i) in fits.items():
         bucket.load(i, state[name])
         state[name] = bucket.params[i]

@@ -7,6 +7,7 @@ is gathered.
 
 from __future__ import annotations
 
+import sys
 import threading
 from functools import partial
 from typing import Any
@@ -22,6 +23,13 @@ from ringcomm.modules.notes import drop_unit, notes_of, notes_on, without_unit
 
 _classes: dict[tuple[type, type], type] = {}
 _lock = threading.Lock()
+_WRAPPERS = {"torch.nn.parallel.distributed", "ringcomm.data_parallel.ddp"}
+
+
+def is_asked_to_wrap() -> bool:
+    """Whether a DistributedDataParallel, torch's or ours, reads the property that calls this: it is about to wrap the
+    module. Tools that look at every attribute get an AttributeError instead."""
+    return sys._getframe(2).f_globals.get("__name__") in _WRAPPERS
 
 
 class UnitModule:
@@ -55,11 +63,18 @@ class UnitModule:
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
         """The names that DistributedDataParallel, torch's or ours, reads from a module that it wraps."""
-        if notes_of(self).unit is None:
+        if notes_of(self).unit is None or not is_asked_to_wrap():
             raise AttributeError("_ddp_params_and_buffers_to_ignore")
         raise InvalidArgumentError(
             "DistributedDataParallel: got a module that ringcomm.shard or fully_shard has wrapped, expected a plain "
             "one: gradients would be averaged twice; wrap it once"
+        )
+
+    def __prepare_scriptable__(self) -> Any:
+        """Raises: torch.jit.script would compile the calls through the unit, too."""
+        raise UnsupportedError(
+            "torch.jit.script: got a wrapped module, expected a plain one; script a submodule before the model is "
+            "wrapped, or load state_dict() into a new module and script that"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -84,6 +99,14 @@ class EqualsPlain(type):
 
     def __hash__(cls) -> int:
         return type.__hash__(plain_class(cls))
+
+    def __delattr__(cls, name: str) -> None:
+        if name not in vars(cls):  # torch's remove_parametrizations
+            raise InvalidArgumentError(
+                f"del {cls.__name__}.{name}: got the class of a wrapped module, expected a plain one; ringcomm.unshard "
+                "the module, remove its parametrizations and wrap it again"
+            )
+        super().__delattr__(name)
 
 
 def _new(kind: type[nn.Module]) -> nn.Module:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ringcomm.data_parallel.buckets.bucket import Bucket
+from ringcomm.data_parallel.buckets.grad_buffer import adopt_user_grads
 from ringcomm.data_parallel.model.sharded_model import ShardedModel, place_of, sharded_model_of
 from ringcomm.data_parallel.optim.norm import total_norm
 from ringcomm.errors import InvalidArgumentError, RingcommError
@@ -59,8 +60,7 @@ def clip_grad_norm_(
         picked.setdefault(place.bucket, set()).add(place.index)
     which = sorted((bucket.number, i) for bucket, some in picked.items() for i in some)
     flat.ranks.announce("clip", more=(which, (max_norm, norm_type, error_if_nonfinite)))
-    for bucket in flat.order:
-        bucket.gradient.adopt_user_grads("clip_grad_norm_")
+    adopt_user_grads([bucket.gradient for bucket in flat.order], "clip_grad_norm_")
     count = sum(bucket.layout.segments[i].numel for bucket, some in picked.items() for i in some)
     count += sum(p.numel() for p in beside)
     parts = [part for bucket in flat.order for part in _share(bucket, picked.get(bucket, set()))]

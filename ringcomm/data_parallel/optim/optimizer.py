@@ -33,13 +33,15 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ringcomm.data_parallel.buckets.bucket import Bucket
+from ringcomm.data_parallel.buckets.bucket import Bucket, adopt_writes
+from ringcomm.data_parallel.buckets.grad_buffer import adopt_user_grads
 from ringcomm.data_parallel.buckets.offload import HostGradients
 from ringcomm.data_parallel.model.options import SAME_OPTIONS, Options
 from ringcomm.data_parallel.model.sharded_model import Place, ShardedModel, place_of
 from ringcomm.data_parallel.optim import cache_blocks
 from ringcomm.data_parallel.optim.state import Entry, OptimizerState, State
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.modules.dynamo import eager
 
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 _REFUSED = {
@@ -256,6 +258,7 @@ def watch_optimizers() -> None:
             _watching.append(register_optimizer_step_pre_hook(_before_any_step))
 
 
+@eager
 def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Checks once whether an unattached optimizer must be attached; compares its options at every step."""
     del args, kwargs
@@ -275,6 +278,15 @@ def _flats_of(param_groups: list[dict[str, Any]]) -> list[ShardedModel]:
     """Returns the models that have some of the parameters."""
     places = (place_of(p) for group in param_groups for p in group["params"])
     return [*dict.fromkeys(place.flat for place in places if place is not None)]
+
+
+def _refuse_in_backward(flat: ShardedModel) -> None:
+    """Raises if a step is called by a hook of the model's backward pass, before gradients are reduced."""
+    if flat.backward.scheduled and torch._C._current_graph_task_id() >= 0:
+        raise InvalidArgumentError(
+            f"step: rank {flat.ranks.rank} called it inside of backward(), where gradients are this rank's own, "
+            "expected the mean over all ranks; call it after backward()"
+        )
 
 
 def _needs_shards(flat: ShardedModel) -> bool:
@@ -299,6 +311,8 @@ class SteppedOptions(Options):
     def before_step(self) -> None:
         """Registers the current options for comparison in the models' next backward pass."""
         flats = [flat for flat in (ref() for ref in self._flats) if flat is not None]
+        for flat in flats:
+            _refuse_in_backward(flat)
         if not self._warned and any(flat.optimizers.options_differ for flat in flats):
             self._warned = True
             for flat in flats:
@@ -769,13 +783,11 @@ class ShardedOptimizer:
     def _adopt_user_changes(self) -> None:
         """Takes over what users have changed since the last step."""
         self.refresh()
-        for bucket in self.parts:
-            bucket.gradient.adopt_user_grads("step")
+        adopt_user_grads([bucket.gradient for bucket in self.parts], "step")
 
     def _begin_work(self) -> None:
         self.close()
-        for bucket in self.parts:
-            bucket.adopt_writes("step")
+        adopt_writes(self.parts, "step")
         if any(0 < len(bucket.gradient.has) < len(bucket.params) for bucket in self.parts):
             self.separate(lambda bucket, i: i in bucket.gradient.has)
         self.host.refresh()
@@ -896,6 +908,7 @@ class ShardedOptimizer:
                 continue
             put = [i for i in part.segments if bucket.params[i].grad is not None]
             if put:
+                _refuse_in_backward(part.flat)
                 raise InvalidArgumentError(
                     f"step: rank {ranks.rank} got a gradient of {bucket.names[min(put)]} that was not reduced, "
                     "expected the mean over all ranks; call the last backward() before a step outside of no_sync"
@@ -1015,8 +1028,8 @@ class UnshardedStates(defaultdict[Any, Any]):
 
 def _hook(optimizer: torch.optim.Optimizer, sharded: ShardedOptimizer) -> list[Any]:
     """Connects an optimizer to its `ShardedOptimizer`, and returns the hooks' handles."""
-    before = optimizer.register_step_pre_hook(lambda _, args, kwargs: sharded.before_step(args, kwargs))
-    after = optimizer.register_step_post_hook(lambda _, args, kwargs: sharded.end_step())
+    before = optimizer.register_step_pre_hook(eager(lambda _, args, kwargs: sharded.before_step(args, kwargs)))
+    after = optimizer.register_step_post_hook(eager(lambda _, args, kwargs: sharded.end_step()))
     # Other hooks then see the model's parameters.
     optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
     handles = [

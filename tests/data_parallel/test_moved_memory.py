@@ -1,0 +1,213 @@
+"""Programs that give parameters and gradients other memory train as without ringcomm: exchanges, `p.set_`,
+`share_memory_`. All ranks have the same batch, so that plain torch in one process gives the same values."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+import torch
+import torch.multiprocessing  # its reducers
+from torch import nn
+from torch.nn.utils import parametrize
+
+import ringcomm
+from ringcomm import Communicator
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+Change = Callable[[nn.Sequential], object]
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+def model() -> nn.Sequential:
+    made = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.no_grad():
+        for i, p in enumerate(made.parameters()):
+            p.copy_(torch.linspace(-1, 1 + i, p.numel()).view(p.shape))
+    return made
+
+
+def train(comm: Communicator | None, stage: int, cap: float | None, change: Change, when: str) -> list[torch.Tensor]:
+    """Three steps with a change after the first. Returns the losses and, at the end, the parameters."""
+    trained = model()
+    optimizer = torch.optim.AdamW(trained.parameters(), 0.1)
+    if comm is not None:
+        ringcomm.shard(trained, optimizer, stage, comm, bucket_cap_mb=cap)
+    seen = []
+    for step in range(4):
+        loss = trained(torch.linspace(-1, 2, 8).view(2, 4)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 1 and when == "before step":
+            change(trained)
+        optimizer.step()
+        if step == 1 and when == "after step":
+            change(trained)
+        if step == 1 and when == "without gradients":
+            optimizer.zero_grad()
+            change(trained)
+        seen.append(loss.detach())
+    return [*seen, *(x.clone() for x in trained.state_dict().values())]
+
+
+def exchange_data(trained: nn.Sequential) -> None:
+    a, b, c = (trained[i].bias for i in (0, 2, 3))
+    a.data, b.data, c.data = b.data, c.data, a.data
+
+
+def exchange_grads(trained: nn.Sequential) -> None:
+    a, b, c = (trained[i].bias for i in (0, 2, 3))
+    a.grad, b.grad, c.grad = b.grad, c.grad, a.grad
+
+
+@torch.no_grad()
+def set_memory(trained: nn.Sequential) -> None:
+    for p in (trained[0].weight, trained[3].bias):
+        p.set_(p.detach() * 0.5)
+
+
+class Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def right_inverse(self, x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+
+def set_by_parametrization(trained: nn.Sequential) -> None:
+    parametrize.register_parametrization(trained[2], "weight", Doubled())
+    with torch.no_grad():
+        trained[2].weight = torch.eye(4)
+
+
+def share(trained: nn.Sequential) -> None:
+    trained.share_memory()
+    assert all(p.is_shared() for p in trained.parameters())
+
+
+def send(trained: nn.Sequential) -> None:
+    """As torch.multiprocessing's queues do."""
+    ForkingPickler.dumps([p.grad for p in trained.parameters()])
+    ForkingPickler.dumps(trained.state_dict())
+
+
+CHANGES = [
+    pytest.param(exchange_data, "after step", id="exchanged-data"),
+    pytest.param(exchange_grads, "before step", id="exchanged-gradients"),
+    pytest.param(set_memory, "before step", id="set-before-step"),
+    pytest.param(set_memory, "after step", id="set-after-step"),
+    pytest.param(set_by_parametrization, "after step", id="parametrization"),
+    pytest.param(send, "before step", id="sent-before-step"),
+    pytest.param(send, "after step", id="sent-after-step"),
+]
+
+
+def alike(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+
+
+@STAGES
+@pytest.mark.parametrize(("change", "when"), CHANGES)
+def test_other_memory_trains_as_without_ringcomm(stage: int, change: Change, when: str) -> None:
+    wanted = train(None, 0, None, change, when)
+    for cap in (None, 1e-6):  # one bucket; one for each parameter
+        for found in ringcomm.run_ranks(train, 2, stage, cap, change, when):
+            assert alike(found, wanted), cap
+
+
+@pytest.mark.parametrize(("stage", "when"), [(0, "before step"), *((s, "without gradients") for s in (0, 1, 2))])
+def test_a_module_in_shared_memory_trains_as_without_ringcomm(stage: int, when: str) -> None:
+    wanted = train(None, 0, None, share, when)
+    for found in ringcomm.run_ranks(train, 2, stage, None, share, when):
+        assert alike(found, wanted)
+
+
+@pytest.mark.parametrize(("stage", "named"), [(1, "the gradient of 0.weight"), (2, "the gradient of"), (3, "0.weight")])
+def test_sharded_values_cannot_be_moved_to_shared_memory(stage: int, named: str) -> None:
+    with pytest.raises(ringcomm.InvalidArgumentError, match=f"share_memory_: .*got {named}"):
+        ringcomm.run_ranks(train, 1, stage, None, share, "before step")
+
+
+def test_a_storage_is_no_value_of_a_sharded_parameter() -> None:
+    def rank(comm: Communicator) -> None:
+        trained = model()
+        ringcomm.shard(trained, None, 3, comm)
+        trained[0].weight.set_(torch.ones(16).untyped_storage(), 0, (4, 4))
+
+    with pytest.raises(ringcomm.InvalidArgumentError, match=r"set_: rank 0 got 0\.weight"):
+        ringcomm.run_ranks(rank, 1)
+
+
+@STAGES
+def test_tools_look_at_every_attribute(stage: int) -> None:
+    def rank(comm: Communicator) -> tuple[bool, bool]:
+        trained, data_parallel = model(), ringcomm.DistributedDataParallel(model(), comm)
+        ringcomm.shard(trained, None, stage, comm)
+        assert inspect.getmembers(trained)
+        name = "_ddp_params_and_buffers_to_ignore"
+        return hasattr(trained, name), hasattr(data_parallel, name)
+
+    assert ringcomm.run_ranks(rank, 1) == [(False, False)]
+
+
+@STAGES
+def test_a_trace_has_the_values_or_is_refused(stage: int) -> None:
+    x = torch.linspace(-1, 2, 8).view(2, 4)
+
+    def rank(comm: Communicator) -> torch.Tensor:
+        trained = model()
+        ringcomm.shard(trained, None, stage, comm)
+        with pytest.raises(ringcomm.UnsupportedError, match=r"jit\.script"):
+            torch.jit.script(trained)
+        return torch.jit.trace(trained, x, check_trace=False)(x)
+
+    if stage == 3:
+        with pytest.raises(ringcomm.UnsupportedError, match=r"jit\.trace: rank 0 got a module of stage 3"):
+            ringcomm.run_ranks(rank, 1)
+    else:
+        assert torch.equal(ringcomm.run_ranks(rank, 1)[0], model()(x))
+
+
+@STAGES
+def test_a_parametrization_of_a_unit_is_not_taken_out(stage: int) -> None:
+    def rank(comm: Communicator) -> None:
+        trained = model()
+        parametrize.register_parametrization(trained[2], "weight", Doubled())
+        ringcomm.shard(trained, None, stage, comm, units=[trained[2]])
+        parametrize.remove_parametrizations(trained[2], "weight")
+
+    with pytest.raises(ringcomm.InvalidArgumentError, match=r"del ParametrizedLinear\.weight: .*ringcomm\.unshard"):
+        ringcomm.run_ranks(rank, 1)
+
+
+@STAGES
+def test_a_step_inside_of_backward_is_refused(stage: int) -> None:
+    def rank(comm: Communicator) -> None:
+        trained = model()
+        ringcomm.shard(trained, None, stage, comm)
+        steps = {p: torch.optim.SGD([p], 0.1) for p in trained.parameters()}
+        for p in trained.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: steps[p].step())
+        trained(torch.ones(2, 4)).sum().backward()
+
+    with pytest.raises(ringcomm.InvalidArgumentError, match=r"step: rank \d called it inside of backward"):
+        ringcomm.run_ranks(rank, 2)
+
+
+@STAGES
+def test_a_compiled_step_is_the_step(stage: int) -> None:
+    def train(comm: Communicator | None) -> list[torch.Tensor]:
+        trained = model()
+        optimizer = torch.optim.AdamW(trained.parameters(), 0.1)
+        if comm is not None:
+            ringcomm.shard(trained, optimizer, stage, comm)
+        step = torch.compile(optimizer.step, backend="aot_eager")
+        for _ in range(3):
+            optimizer.zero_grad()
+            trained(torch.linspace(-1, 2, 8).view(2, 4)).square().mean().backward()
+            step()
+        return [x.clone() for x in trained.state_dict().values()]
+
+    assert alike(ringcomm.run_ranks(train, 1)[0], train(None))
