@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from ringcomm.data_parallel.buckets.bucket import Bucket
 from ringcomm.data_parallel.buckets.grad_buffer import adopt_user_grads
-from ringcomm.data_parallel.model.sharded_model import ShardedModel, place_of, sharded_model_of
+from ringcomm.data_parallel.model.sharded_model import Place, ShardedModel, place_of, sharded_model_of
 from ringcomm.data_parallel.optim.norm import total_norm
 from ringcomm.errors import InvalidArgumentError, RingcommError
 from ringcomm.modules.arguments import NORM, PARAMETERS
@@ -44,19 +44,25 @@ def clip_grad_norm_(
              InvalidArgumentError: parameters of a pipeline stage or of tensor parallel layers that were not sharded
              over a mesh, because without the mesh the ranks that hold the other parameters are unknown.
     """
-    chosen, flat = _chosen(parameters)
+    if isinstance(parameters, nn.Module):
+        modules = [*parameters.modules()]
+        renew_parts(modules)
+        given = [p for module in modules for p in module._parameters.values() if p is not None]
+        chosen, places, flat = _chosen([p for p in given if p.requires_grad])
+        flat = flat or sharded_model_of(parameters)  # its stage may be frozen
+    else:
+        if isinstance(parameters, torch.optim.Optimizer):
+            given = [p for group in parameters.param_groups for p in group["params"]]
+        else:
+            given = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
+        chosen, places, flat = _chosen(given)
     if flat is None or flat.ranks.mesh is None:
-        everything = []
-        if isinstance(parameters, nn.Module):
-            renew_parts(parameters.modules())
-            everything += parameters.parameters()  # also of a frozen stage
-        refuse_parts([*chosen, *everything], "clip_grad_norm_", "their norm")
+        refuse_parts(given, "clip_grad_norm_", "their norm")
     if flat is None:
         return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
     picked: dict[Bucket, set[int]] = {}
-    beside = [p for p in chosen if not _is_trained(p)]
-    for place in (place_of(p) for p in chosen if _is_trained(p)):
-        assert place is not None
+    beside = [p for p, place in zip(chosen, places, strict=True) if place is None]
+    for place in filter(None, places):
         picked.setdefault(place.bucket, set()).add(place.index)
     which = sorted((bucket.number, i) for bucket, some in picked.items() for i in some)
     flat.ranks.announce("clip", more=(which, (max_norm, norm_type, error_if_nonfinite)))
@@ -85,39 +91,32 @@ def clip_grad_norm_(
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for host in flat.optimizers.hosts:
         host.refresh()
-    for bucket, some in picked.items():
-        _scale(flat, bucket, some, factor)
-    for grad in plain:
-        grad.mul_(factor.to(grad.device, grad.dtype))
+    scaled = plain + [part for bucket, some in picked.items() for part in _scaled(flat, bucket, some)]
+    groups = _group_tensors_by_device_and_dtype([scaled]) if scaled else {}
+    for (device, dtype), ([alike], _) in groups.items():
+        torch._foreach_mul_(alike, factor.to(device, dtype))
+    for host in flat.optimizers.hosts:
+        for bucket in picked:
+            host.note(bucket)
     return norm
 
 
-def _chosen(parameters: Any) -> tuple[list[torch.Tensor], ShardedModel | None]:
-    """Returns the selected parameters, each once, and the sharded model that they belong to."""
-    own = None  # set for a module, even if its stage is frozen
-    if isinstance(parameters, torch.Tensor):
-        parameters = [parameters]
-    elif isinstance(parameters, nn.Module):
-        own = sharded_model_of(parameters)
-        parameters = [p for p in parameters.parameters() if p.requires_grad]
-    elif isinstance(parameters, torch.optim.Optimizer):
-        parameters = [p for group in parameters.param_groups for p in group["params"]]
-    found = list({id(p): p for p in parameters if p.requires_grad or p.grad is not None}.values())
-    homes = {id(place.flat): place.flat for p in found if _is_trained(p) and (place := place_of(p)) is not None}
+def _chosen(
+    given: Sequence[torch.Tensor],
+) -> tuple[list[torch.Tensor], list[Place | None], ShardedModel | None]:
+    """Returns the parameters to clip, each once, the places of those that are in a bucket with gradients, and the
+    sharded model that they belong to."""
+    found = list({id(p): p for p in given if p.requires_grad or p.grad is not None}.values())
+    places = [place if place is not None and place.bucket.trainable else None for place in map(place_of, found)]
+    homes = list({id(place.flat): place.flat for place in places if place is not None}.values())
     if not homes:
-        return found, own
-    if len(homes) > 1 or not all(_is_trained(p) or next(iter(homes.values())).config.composed for p in found):
+        return found, places, None
+    if len(homes) > 1 or (None in places and not homes[0].config.composed):
         raise InvalidArgumentError(
             "clip_grad_norm_: got parameters of several wrapped modules, or wrapped ones beside others, expected those "
             "of one; clip them one by one"
         )
-    return found, next(iter(homes.values()))
-
-
-def _is_trained(p: torch.Tensor) -> bool:
-    """Whether a parameter is in a bucket that has gradients."""
-    place = place_of(p)
-    return place is not None and place.bucket.trainable
+    return found, places, homes[0]
 
 
 def _ranges(bucket: Bucket, some: set[int], start: int, end: int) -> list[tuple[int, int]]:
@@ -140,12 +139,10 @@ def _share(bucket: Bucket, some: set[int]) -> list[torch.Tensor]:
     return [gradient.reduced[first - bucket.start : last - bucket.start] for first, last in found]
 
 
-def _scale(flat: ShardedModel, bucket: Bucket, some: set[int], factor: torch.Tensor) -> None:
-    gradient = bucket.gradient
-    gradient.changed()
+def _scaled(flat: ShardedModel, bucket: Bucket, some: set[int]) -> list[torch.Tensor]:
+    """Returns what is to be scaled: this rank's gradients of the segments, and their copies in host memory."""
+    bucket.gradient.changed()
     copies = [host.of(bucket) for host in flat.optimizers.hosts]
-    for first, last in _ranges(bucket, some, bucket.start, bucket.end):
-        for held in [gradient.reduced, *(copy for copy in copies if copy is not None)]:
-            held[first - bucket.start : last - bucket.start].mul_(factor.to(held.device, held.dtype))
-    for host in flat.optimizers.hosts:
-        host.note(bucket)
+    held = [bucket.gradient.reduced, *(copy for copy in copies if copy is not None)]
+    ranges = _ranges(bucket, some, bucket.start, bucket.end)
+    return [each[first - bucket.start : last - bucket.start] for first, last in ranges for each in held]

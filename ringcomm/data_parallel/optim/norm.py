@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -141,20 +141,22 @@ def _native(x: torch.Tensor) -> bool:
     return x.is_cpu and x.is_contiguous()
 
 
-def _spans(x: torch.Tensor) -> tuple[list[tuple[int, int]], int]:
-    return [(x.data_ptr(), x.numel())], _C.DTYPES[_WIRE[x.dtype]]
+def _spans(parts: Iterable[torch.Tensor]) -> dict[int, list[tuple[int, int]]]:
+    """Returns the addresses and lengths of contiguous tensors on the CPU, by the number of their type."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for x in parts:
+        found.setdefault(_C.DTYPES[_WIRE[x.dtype]], []).append((x.data_ptr(), x.numel()))
+    return found
 
 
 # ---- the largest magnitude -------------------------------------------------------------------------------------------
 
 
-def _largest(parts: Iterable[torch.Tensor], place: torch.device) -> torch.Tensor:
+def _largest(parts: Sequence[torch.Tensor], place: torch.device) -> torch.Tensor:
     """Returns this rank's largest magnitude, float64, shape (); NaN if there is one."""
-    each = [torch.zeros((), dtype=torch.float64, device=place)]
-    for x in parts:
-        here = _C.abs_max(*_spans(x)) if _native(x) else torch.linalg.vector_norm(x, math.inf)
-        each.append(torch.as_tensor(here, dtype=torch.float64, device=place))
-    return torch.stack(each).amax()
+    each: list[Any] = [0.0, *(_C.abs_max(spans, dtype) for dtype, spans in _spans(filter(_native, parts)).items())]
+    each += [torch.linalg.vector_norm(x, math.inf) for x in parts if not _native(x)]
+    return torch.stack([torch.as_tensor(x, dtype=torch.float64, device=place) for x in each]).amax()
 
 
 # ---- what every element adds to the sum ------------------------------------------------------------------------------
@@ -162,20 +164,22 @@ def _largest(parts: Iterable[torch.Tensor], place: torch.device) -> torch.Tensor
 
 def _fold(parts: Sequence[torch.Tensor], p: float, top: torch.Tensor) -> torch.Tensor:
     """Returns this rank's four limbs, int64: high and low of the first integers, high and low of the second."""
-    limbs = torch.zeros(4, dtype=torch.int64, device=top.device)
+    native = [x for x in parts if p == 2 and _native(x)]
+    limbs = fold_native(native, float(top) if native else 0.0).to(top.device)
     for x in parts:
-        here = fold_native(x, float(top)) if p == 2 and _native(x) else fold_torch(x, p, top.to(x.device))
-        limbs += here.to(top.device)
+        if p != 2 or not _native(x):
+            limbs += fold_torch(x, p, top.to(x.device)).to(top.device)
     return limbs
 
 
-def fold_native(x: torch.Tensor, top: float) -> torch.Tensor:
-    """Returns the limbs of a contiguous tensor on the CPU, p = 2. If top is inf or NaN it decides the norm alone,
-    and the limbs are zeros."""
-    if not math.isfinite(top):
-        return torch.zeros(4, dtype=torch.int64)
-    spans, dtype = _spans(x)
-    return torch.tensor(_C.fold_sums(spans, dtype, math.frexp(top)[1]), dtype=torch.int64)
+def fold_native(parts: Sequence[torch.Tensor], top: float) -> torch.Tensor:
+    """Returns the limbs of contiguous tensors on the CPU, p = 2. If top is inf or NaN it decides the norm alone, and
+    the limbs are zeros."""
+    limbs = torch.zeros(4, dtype=torch.int64)
+    if math.isfinite(top):
+        for dtype, spans in _spans(parts).items():
+            limbs += torch.tensor(_C.fold_sums(spans, dtype, math.frexp(top)[1]), dtype=torch.int64)
+    return limbs
 
 
 def fold_torch(x: torch.Tensor, p: float, top: torch.Tensor) -> torch.Tensor:

@@ -121,7 +121,7 @@ def test_the_two_forms_find_the_same_integers(dtype: torch.dtype) -> None:
         x = whole[offset : offset + count]
         top = x.abs().double().amax() if count else torch.zeros((), dtype=torch.float64)
         assert norm._largest([x] if count else [], torch.device("cpu")) == top
-        assert sums_of(fold_native(x, float(top))) == sums_of(fold_torch(x, 2.0, top)), (offset, count)
+        assert sums_of(fold_native([x], float(top))) == sums_of(fold_torch(x, 2.0, top)), (offset, count)
 
 
 @pytest.mark.parametrize("chunk", [256, 1000, 1 << 14])
@@ -148,7 +148,7 @@ def test_the_integers_against_exact_arithmetic(kind: str) -> None:
         square = (Fraction(each) / unit) ** 2
         a = round(square * 2**45)  # to even, where it lies between two
         first, second = first + a, second + round((square - Fraction(a, 2**45)) * 2**91)
-    assert sums_of(fold_native(x, float(top))) == (first, second)
+    assert sums_of(fold_native([x], float(top))) == (first, second)
     assert sums_of(fold_torch(x, 2.0, top)) == (first, second)
 
 
