@@ -47,7 +47,8 @@ def save(
     """Saves a sharded module, its optimizer and other values needed for resuming; a collective of all ranks, including
     all ranks of a mesh.
 
-    An existing checkpoint at the path stays until all of the new one is written, and is then replaced atomically.
+    An existing checkpoint at the path stays until all of the new one is written, and is then replaced atomically. A
+    folder that holds other files is refused.
     Gradients are not saved: save between two steps.
 
     Args:
@@ -66,6 +67,7 @@ def save(
              write. All ranks raise, and the old checkpoint remains.
     """
     flat, path = flat_of(model, "save"), Path(path)
+    path = Path(os.path.realpath(path)) if path.is_symlink() else path  # the link stays
     world = World(flat.ranks, "save")
     with Progress(f"save {path}", shows=world.rank == 0):
         _save(flat, optimizer, extra, world, path)

@@ -270,12 +270,25 @@ def _also(metadata: Metadata, results: Sequence[Any], name: str, others: Sequenc
 def beside(path: Path) -> Path:
     """Returns the folder in which a checkpoint is written before it is renamed; removes what an interrupted save
     left there."""
+    if path.exists():
+        _refuse_other_files(path)
     folder = path.absolute().parent / f".{path.name}.saving"
     folder.parent.mkdir(parents=True, exist_ok=True)
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir()
     return folder
+
+
+def _refuse_other_files(path: Path) -> None:
+    """Raises for a path whose replacement would lose more than an older checkpoint."""
+    found = sorted(each.name for each in path.iterdir()) if path.is_dir() else [path.name]
+    others = [name for name in found if name not in (CHECKSUMS, METADATA) and not name.endswith(".distcp")]
+    if others:
+        raise InvalidArgumentError(
+            f"save: rank 0 got {path}, which holds {others[0]} and would be replaced, expected a new name or an older "
+            "checkpoint; save into a folder of its own"
+        )
 
 
 def put_in_place(folder: Path, path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringcomm.checkpoint.files import Source, parts_of
+from ringcomm.checkpoint.files import Names, Source, parts_of
 from ringcomm.checkpoint.parts import (
     NamedSegment,
     OptimizerParams,
@@ -51,6 +51,7 @@ class Loading:
         self.replicated: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.extra_states: list[tuple[nn.Module, Any]] = []
         self.states: list[tuple[torch.Tensor, State]] = []
+        self.common_state: dict[str, Any] = {}
         self.hyperparameters: list[dict[str, Any]] = []
         self.extra: dict[str, Any] = {}
         self.sharded: ShardedOptimizer | None = None
@@ -162,6 +163,8 @@ class Loading:
         for path in self.source.paths.values():
             if path[:2] == STATE and len(path) == 4:
                 keys.setdefault(path[2], []).append(path[3])
+            elif path[:2] == STATE:
+                self.common_state[path[2]] = self._read_own(path, own)
         if held.sharded is not None:  # parameters that were not always trained together have separate counters
             held.sharded.separate(lambda bucket, i: self._counters(name_of(bucket, i), keys, {*about["alike"]}))
             held = OptimizerParams.of(self.flat, optimizer, "load")
@@ -230,14 +233,18 @@ class Loading:
         return {key: value.view(param.shape) if key in alike else value for key, value in state.items()}
 
     def _read_plain(self, p: torch.Tensor, name: str, key: str, alike: list[str], own: dict[str, Any]) -> Any:
-        path = (*STATE, name, key)
-        place = ".".join(path)
-        if place not in self.source.tensors:
-            return own.get(place, self.source.value(path))
-        if key in alike:
+        place = ".".join((*STATE, name, key))
+        if place in self.source.tensors and key in alike:
             self.source.check(place, tuple(p.shape), self.source.tensors[place].properties.dtype)
-        value = own[place] if place in own else self.source.tensor(place)
-        return value.to(p.dtype) if key in alike and value.is_floating_point() else value
+        value = self._read_own((*STATE, name, key), own)
+        return value.to(p.dtype) if key in alike and torch.is_tensor(value) and value.is_floating_point() else value
+
+    def _read_own(self, path: Names, own: dict[str, Any]) -> Any:
+        """Returns this rank's value if the ranks' values differed, else that of all."""
+        place = ".".join(path)
+        if place in own:
+            return own[place]
+        return self.source.tensor(place) if place in self.source.tensors else self.source.value(path)
 
     # ---- into the model ------------------------------------------------------------------------------------------
 
@@ -268,6 +275,9 @@ class Loading:
         states = optimizer.state
         if self.sharded is not None:
             inside, states = self.sharded.inside, self.sharded.state
+        for key in [key for key in states if not torch.is_tensor(key)]:
+            del states[key]
+        states.update(self.common_state)
         pairs = zip(optimizer.param_groups, inside, strict=True)
         settings = {id(p): group for group, params in pairs for p in params}
         for param, state in self.states:

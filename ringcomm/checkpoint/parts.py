@@ -3,9 +3,10 @@ has."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -122,7 +123,14 @@ class OptimizerParams:
     def has_state(self, bucket: Bucket, i: int) -> bool:
         """Whether a parameter ever had a gradient. Without one it may still have zeros as state, because it shares
         an entry with others; they are not saved."""
-        return self.sharded is None or i in self.sharded.parts[bucket].stepped
+        if self.sharded is None:
+            return True
+        # At stage 0 the optimizer may have had state before `shard`.
+        return i in self.sharded.parts[bucket].stepped or bucket.params[i] in self.sharded.state
+
+    def states(self, optimizer: torch.optim.Optimizer) -> defaultdict[Any, Any]:
+        """Returns the optimizer's state by the parameters that it steps; other keys hold what is common to all."""
+        return optimizer.state if self.sharded is None else self.sharded.state
 
     @staticmethod
     def of(flat: ShardedModel, optimizer: torch.optim.Optimizer | None, call: str) -> OptimizerParams:

@@ -68,10 +68,10 @@ class Saving:
         self.mine["module"] = {names[0]: tensor.detach().cpu().clone() for names, tensor in self.replicated}
         for name, module in with_extra_state(self.flat):
             self.mine["module"][name] = module.get_extra_state()
-        for name, p in self.held.plain.items():
-            for key, value in self._state(p).items():
-                mine = value.detach().cpu() if torch.is_tensor(value) else value
-                self.mine["optimizer"][".".join((*STATE, name, key))] = mine
+        plain = {(name, key): v for name, p in self.held.plain.items() for key, v in self._state(p).items()}
+        for path, value in [*plain.items(), *(((key,), value) for key, value in self._common_state().items())]:
+            mine = value.detach().cpu() if torch.is_tensor(value) else value
+            self.mine["optimizer"][".".join((*STATE, *path))] = mine
         facts = _Facts({}, set(), set(), [], [])
         for kind, values in self.mine.items():
             for key, value in values.items():
@@ -87,17 +87,27 @@ class Saving:
         return facts
 
     def _digest(self, what: str, value: Any) -> bytes:
-        return hashlib.sha256(pack_value("save", self.rank, what, value)).digest()
+        return hashlib.sha256(pack_value("save", self.rank, what, _apart(value))).digest()
 
     def _groups(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
         if self.optimizer is not None:
             yield from zip(self.optimizer.param_groups, self.held.names, strict=True)
 
     def _state(self, param: torch.Tensor) -> State:
-        if self.optimizer is None:
-            return {}
-        states = self.optimizer.state if self.held.sharded is None else self.held.sharded.state
-        return states.get(param, {})
+        found: State = {} if self.optimizer is None else self.held.states(self.optimizer).get(param, {})
+        return found
+
+    def _common_state(self) -> dict[str, Any]:
+        """Returns the optimizer's state that belongs to no parameter, such as ``state["generator"]``."""
+        states = {} if self.optimizer is None else self.held.states(self.optimizer)
+        found = {key: value for key, value in states.items() if not torch.is_tensor(key)}
+        for key in found:
+            if not isinstance(key, str):
+                raise UnsupportedError(
+                    f"save: rank {self.rank} got an optimizer with {key!r} in its state, expected parameters and "
+                    "strings; use a string"
+                )
+        return found
 
     def outgoing(self, everyone: list[_Facts]) -> Outgoing:
         """Returns this rank's share of the checkpoint."""
@@ -200,6 +210,9 @@ class Saving:
             for key, value in self._state(p).items():
                 if is_first(("optimizer", ".".join((*STATE, name, key)))):
                     self._other(out, (*STATE, name, key), value)
+        for key, value in self._common_state().items():
+            if is_first(("optimizer", ".".join((*STATE, key)))):
+                self._other(out, (*STATE, key), value)
 
     def _for_all(self, out: Outgoing, differing: set[str], alike: list[str], everyone: list[_Facts]) -> None:
         """Adds the values that one rank writes for all."""
@@ -236,6 +249,17 @@ class Saving:
                     f"save: rank {self.rank} got other hyperparameters in the optimizer's group {number} than rank "
                     f"{rank} has, expected the same on every rank of a mesh; make the same groups on every stage"
                 )
+
+
+def _apart(value: Any) -> Any:
+    """Returns equal values none of which are the same object, because pickle writes an object once."""
+    if isinstance(value, dict):
+        return {_apart(key): _apart(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_apart, value))
+    if isinstance(value, str):
+        return value.encode().decode()
+    return value.clone() if torch.is_tensor(value) else value
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:

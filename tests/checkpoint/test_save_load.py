@@ -450,6 +450,62 @@ def test_extra_comes_back_and_each_rank_has_its_own(tmp_path: Path) -> None:
         assert extra["who"] == {0: 0, 1: 1, 2: 2}
 
 
+def test_equal_extras_are_one_whatever_objects_they_share(tmp_path: Path) -> None:
+    def body(model: nn.Module, optimizer: Any, comm: Any) -> None:
+        one, other, x = "".join(["ab", "cd"]), "".join(["abc", "d"]), torch.ones(2)
+        names = [one, one] if comm.rank else [one, other]
+        checkpoint.save(tmp_path / "c", model, names=names, pair=(x, x if comm.rank else x.clone()))
+
+    ranks(2, 1, body)
+    for extra in ranks(3, 1, lambda model, optimizer, comm: checkpoint.load(tmp_path / "c", model)):
+        assert extra["names"] == ["abcd", "abcd"]
+        assert [x.tolist() for x in extra["pair"]] == [[1, 1], [1, 1]]
+
+
+class Counting(torch.optim.AdamW):
+    """Keeps state that belongs to no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        common = self.state.setdefault("calls", {"number": 0, "scale": torch.ones(3)})
+        common["number"] += 1
+        common["scale"] *= 2
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_state_of_the_optimizer_itself_comes_back(tmp_path: Path, stage: int) -> None:
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return Counting(groups, lr=1e-2)
+
+    saved(tmp_path / "c", 3, stage, steps=2, make=make)
+
+    def body(model: nn.Module, optimizer: Any, comm: Any) -> Any:
+        checkpoint.load(tmp_path / "c", model, optimizer)
+        step(model, optimizer, comm.rank, 2)
+        return optimizer.state["calls"]
+
+    for found in ranks(2, 1, body, make=make, seed=1):
+        assert found["number"] == 3
+        assert found["scale"].tolist() == [8, 8, 8]
+
+    def unnamed(model: nn.Module, optimizer: Any, comm: Any) -> None:
+        optimizer.state[7] = {"number": 1}
+        with pytest.raises(ringcomm.UnsupportedError, match="save: rank 0 got an optimizer with 7 in its state"):
+            checkpoint.save(tmp_path / "d", model, optimizer)
+
+    ranks(1, stage, unnamed)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_state_from_before_wrapping_is_saved(tmp_path: Path, stage: int) -> None:
+    model, optimizer = plain()
+    for number in range(2):
+        step(model, optimizer, 0, number)
+    wanted = result(model, optimizer)
+    run(1, lambda comm: checkpoint.save(tmp_path / "c", *shard(model, optimizer, stage, comm)))
+    assert differing(wanted, loaded(tmp_path / "c", 1, 2)[0]) == []
+
+
 def test_an_extra_that_would_run_code_is_refused(tmp_path: Path) -> None:
     def body(model: nn.Module, optimizer: Any, comm: Any) -> None:
         with pytest.raises(InvalidArgumentError, match=r"save: rank . got hook of type .*convert"):
@@ -743,6 +799,31 @@ def test_what_is_not_sharded_is_refused(tmp_path: Path) -> None:
 
 
 # ---- interrupted -------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    for place in ("results/config.json", "file"):
+        (tmp_path / place).write_text("mine")
+
+    def body(model: nn.Module, optimizer: Any, comm: Any) -> None:
+        for name, found in (("results", "config.json"), ("file", "file")):
+            with pytest.raises(InvalidArgumentError, match=f"save: rank 0 got .*{name}, which holds {found}"):
+                checkpoint.save(tmp_path / name, model, optimizer)
+
+    ranks(2, 1, body)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "results"]
+    assert [(tmp_path / place).read_text() for place in ("results/config.json", "file")] == ["mine", "mine"]
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    saved(tmp_path / "first", 2, 1)
+    (tmp_path / "latest").symlink_to("first")
+    for steps in (3, 4):
+        there = saved(tmp_path / "latest", 2, 1, steps=steps)[0]
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["first", "latest"]
+        assert (tmp_path / "latest").is_symlink()
+        assert differing(there, loaded(tmp_path / "first", 2, 1)[0]) == []
 
 
 def test_a_save_that_fails_on_one_rank_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
