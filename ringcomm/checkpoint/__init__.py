@@ -55,8 +55,8 @@ def save(
         path: a folder that all ranks can access.
         optimizer: an optimizer of `ringcomm.shard`, or at stage 0 a plain one over the module's parameters. In a
             pipeline every stage has its own, with the same groups, some of which may be empty.
-        extra: tensors, numbers, strings, and lists, tuples and dicts of these. If the ranks' values differ, as those of
-            random generators do, each rank's value is kept. Buffers are handled in the same way.
+        extra: tensors, NumPy arrays, numbers, strings, and lists, tuples and dicts of these. If the ranks' values
+            differ, as those of random generators do, each rank's value is kept. Buffers are handled in the same way.
     Cost:    each rank writes 1/W of parameters and state, even at stage 0, and reads them back for their checksums (W
              ranks share the shards; the first of the tensor parallel ranks writes the tensors that all of them have
              whole); ranks exchange only the list of what was written. Memory: 128 MiB, and one part of a tensor at a

@@ -17,11 +17,13 @@ import math
 import mmap
 import os
 import shutil
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
 from torch.distributed.checkpoint.metadata import (
@@ -44,6 +46,16 @@ from ringcomm.modules.shard_spec import PLAIN, ShardSpec
 
 CHECKSUMS, METADATA = "checksums.json", ".metadata"
 MOST_BOX_BYTES = 128 << 20  # so that a reader that needs a part of a tensor does not read all of it
+
+# What NumPy's pickles name, without objects; before NumPy 2 under other names.
+_NUMPY: list[Any] = [np.ndarray, np.dtype]
+_NUMPY += [type(np.dtype(kind)) for kind in ("?", *np.typecodes["AllInteger"], *np.typecodes["AllFloat"], "S", "U")]
+_NUMPY += [
+    (made.__reduce__()[0], f"numpy.{core}.multiarray.{name}")
+    for made, name in ((np.zeros(0), "_reconstruct"), (np.float64(0), "scalar"))
+    for core in ("core", "_core")
+]
+_unpacking = threading.Lock()  # torch's list of safe types is one for all threads
 
 Names = tuple[str, ...]
 """The path of a value in nested dicts; joined by dots it is the name in the checkpoint."""
@@ -170,18 +182,24 @@ class Outgoing(DefaultSavePlanner):
 def pack_value(call: str, rank: int, what: str, value: Any) -> bytes:
     """Returns a value as bytes that can be loaded without running code.
 
-    Raises:  InvalidArgumentError: the value is not made of tensors, numbers, strings, lists, tuples and dicts.
+    Raises:  InvalidArgumentError: the value is not made of tensors, arrays, numbers, strings, lists, tuples and dicts.
     """
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+        unpack_value(buffer.getvalue())
     except Exception as error:
         raise InvalidArgumentError(
-            f"{call}: rank {rank} got {what} of type {type(value).__name__}, expected tensors, numbers, strings, and "
-            "lists, tuples and dicts of these, which load without running code; convert it"
+            f"{call}: rank {rank} got {what} of type {type(value).__name__}, expected tensors, arrays, numbers, "
+            "strings, and lists, tuples and dicts of these, which load without running code; convert it"
         ) from error
     return buffer.getvalue()
+
+
+def unpack_value(raw: bytes) -> Any:
+    """Returns a value that `pack_value` has packed, without running code."""
+    with _unpacking, torch.serialization.safe_globals(_NUMPY):
+        return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
 
 
 class _Writer(FileSystemWriter):
@@ -438,7 +456,7 @@ class Source:
             expected = self.checksums.get(info.relative_path, {}).get(str(info.offset))
             if expected != (_C.crc32c(raw) if self.has_checksums else None):
                 raise self._damaged(name, f"{info.relative_path} has another checksum")
-            return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+            return unpack_value(raw)
         except InvalidArgumentError:
             raise
         except Exception as error:

@@ -215,10 +215,8 @@ class Loading:
                 facts = self.source.tensors.get(name)
                 if key in alike and facts is not None:
                     self.source.check(name, unsharded_shape(bucket, i), facts.properties.dtype)
-                    dtype = facts.properties.dtype
-                    if dtype.is_floating_point:
-                        dtype = param.dtype
                     if key not in state:
+                        dtype = self._state_type(names[i], facts.properties.dtype, param)
                         state[key] = torch.zeros(end - start, dtype=dtype)
                     values = state[key][first - start : last - start]
                     self.source.read(parts_of(name, segment.shape, values, first - segment.offset, cut))
@@ -237,7 +235,14 @@ class Loading:
         if place in self.source.tensors and key in alike:
             self.source.check(place, tuple(p.shape), self.source.tensors[place].properties.dtype)
         value = self._read_own((*STATE, name, key), own)
-        return value.to(p.dtype) if key in alike and torch.is_tensor(value) and value.is_floating_point() else value
+        return value.to(self._state_type(name, value.dtype, p)) if key in alike and torch.is_tensor(value) else value
+
+    def _state_type(self, name: str, saved: torch.dtype, param: torch.Tensor) -> torch.dtype:
+        """Returns the type of state that has a value for each element: its own, or the parameter's if it was saved in
+        the type of the saved parameter."""
+        facts = self.source.tensors.get(name)
+        follows = saved.is_floating_point and (facts is None or facts.properties.dtype == saved)
+        return param.dtype if follows else saved
 
     def _read_own(self, path: Names, own: dict[str, Any]) -> Any:
         """Returns this rank's value if the ranks' values differed, else that of all."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -505,11 +508,66 @@ def test_state_from_before_wrapping_is_saved(tmp_path: Path, stage: int) -> None
     run(1, lambda comm: checkpoint.save(tmp_path / "c", *shard(model, optimizer, stage, comm)))
     assert differing(wanted, loaded(tmp_path / "c", 1, 2)[0]) == []
 
+    def body(model: nn.Module, optimizer: Any, comm: Any) -> None:
+        optimizer.load_state_dict(state)
+        checkpoint.save(tmp_path / "d", model, optimizer)
+
+    state = optimizer.state_dict()
+    ranks(2, stage, body)
+    found = loaded(tmp_path / "d", 1, 2)[0]
+    assert [key for key in differing(wanted, found) if key.startswith("0.")] == []
+
+
+def test_the_state_of_random_generators_comes_back(tmp_path: Path) -> None:
+    generator = np.random.RandomState(3)
+    generator.rand(5)
+    there = {"numpy": generator.get_state(), "python": random.Random(4).getstate(), "torch": torch.get_rng_state()}
+    there |= {"scalars": [np.float32(1.5), np.int64(7), np.bool_(True)], "array": np.array([["a", "bc"]])}
+    ranks(2, 1, lambda model, optimizer, comm: checkpoint.save(tmp_path / "c", model, **there))
+    for found in ranks(3, 1, lambda model, optimizer, comm: checkpoint.load(tmp_path / "c", model)):
+        again = np.random.RandomState()
+        again.set_state(found["numpy"])
+        assert again.rand() == copy.deepcopy(generator).rand()
+        assert found["python"] == there["python"]
+        assert found["scalars"] == there["scalars"]
+        assert np.array_equal(found["array"], there["array"])
+        assert torch.equal(found["torch"], there["torch"])
+
+
+class WideMoments(torch.optim.SGD):
+    """Keeps its state in float32 for parameters in 16 bits."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state["mean"] = torch.zeros_like(p, dtype=torch.float32)
+                    state["mean"].lerp_(p.grad.float(), 0.3)
+                    p.sub_((0.1 * state["mean"]).to(p.dtype))
+
+
+def test_state_wider_than_its_parameter_keeps_its_bits(tmp_path: Path) -> None:
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return WideMoments(groups, lr=0.1)
+
+    def model() -> nn.Module:
+        return Net().to(torch.bfloat16)
+
+    there = saved(tmp_path / "c", 2, 0, make=make, model=model)[0]
+    assert there["0.mean"].dtype == torch.float32
+    assert differing(there, loaded(tmp_path / "c", 2, 0, make=make, model=model)[0]) == []
+
 
 def test_an_extra_that_would_run_code_is_refused(tmp_path: Path) -> None:
     def body(model: nn.Module, optimizer: Any, comm: Any) -> None:
         with pytest.raises(InvalidArgumentError, match=r"save: rank . got hook of type .*convert"):
             checkpoint.save(tmp_path / "c", model, optimizer, hook=Path("x") if comm.rank == 1 else 3)
+
+        with pytest.raises(InvalidArgumentError, match=r"save: rank . got objects of type ndarray"):
+            checkpoint.save(tmp_path / "c", model, optimizer, objects=np.array([Path("x")]))
 
     ranks(2, 1, body)
     assert list(tmp_path.iterdir()) == []

@@ -1103,10 +1103,15 @@ def _in_master_type(bucket: Bucket, state: Any) -> Any:
     if not isinstance(state, dict):
         return state
     narrow, wide = bucket.types.compute, bucket.types.master
-    return {
-        key: value.to(wide) if key != "step" and torch.is_tensor(value) and value.dtype == narrow else value
-        for key, value in state.items()
-    }
+    cast = [key for key, value in state.items() if key != "step" and torch.is_tensor(value) and value.dtype == narrow]
+    if cast and narrow != wide:
+        warnings.warn(
+            f"load_state_dict: rank {bucket.ranks.rank} got {cast[0]} rounded to {narrow}, by torch, before ringcomm "
+            f"knew the optimizer, expected {wide}; pass the optimizer to ringcomm.shard, or step it once, before it "
+            "loads its state",
+            stacklevel=2,
+        )
+    return {key: value.to(wide) if key in cast else value for key, value in state.items()}
 
 
 def _in_type_of(bucket: Bucket, state: State, settings: dict[str, Any]) -> State:

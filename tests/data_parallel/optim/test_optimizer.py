@@ -1038,3 +1038,29 @@ def test_state_goes_out_and_in_by_parameter() -> None:
         train(model, optimizer, 2)
 
     sharded(check)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_state_that_torch_rounds_while_loading_is_told(known: bool) -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        precision = ringcomm.MixedPrecision(torch.bfloat16)
+        model, again = nn.Linear(4, 4), nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        ringcomm.shard(model, optimizer, 2, comm, mixed_precision=precision)
+        model(torch.ones(2, 4)).float().sum().backward()
+        optimizer.step()
+        state = optimizer.state_dict()
+        new = torch.optim.AdamW(again.parameters()) if known else None
+        ringcomm.shard(again, new, 2, comm, mixed_precision=precision)
+        new = new or torch.optim.AdamW(again.parameters())
+        new.load_state_dict(state)
+        again(torch.ones(2, 4)).float().sum().backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            new.step()
+
+    if known:
+        ringcomm.run_ranks(rank, 1)
+    else:
+        with pytest.raises(UserWarning, match=r"load_state_dict: rank 0 got exp_avg rounded to torch\.bfloat16"):
+            ringcomm.run_ranks(rank, 1)
