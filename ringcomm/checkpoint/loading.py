@@ -157,7 +157,8 @@ class Loading:
         if len({len(names) for names in everyone}) > 1:
             counts = [len(names) for names in everyone]
             raise self._wrong(f"optimizers of {', '.join(map(str, counts))} parameter groups", "as many on every rank")
-        self._check_groups([group["params"] for group in groups], held.names, joined(everyone))
+        frozen = {*about.get("frozen", ())}  # if they are trained now, they begin without state
+        self._check_groups([group["params"] for group in groups], held.names, joined(everyone), frozen)
         self.hyperparameters = [settings_of(each) for each in groups]
         keys: dict[str, list[str]] = {}
         for path in self.source.paths.values():
@@ -181,12 +182,14 @@ class Loading:
             if bucket.trainable
         }
 
-    def _check_groups(self, saved: list[list[str]], mine: list[list[str]], all_names: list[list[str]]) -> None:
+    def _check_groups(
+        self, saved: list[list[str]], mine: list[list[str]], all_names: list[list[str]], frozen: set[str]
+    ) -> None:
         if len(saved) != len(mine):
             raise self._wrong(f"an optimizer's state of {len(saved)} parameter groups", f"{len(mine)}")
         for number, (theirs, ours, everybodys) in enumerate(zip(saved, mine, all_names, strict=True)):
             for name in ours:
-                if name not in theirs:
+                if name not in theirs and name not in frozen:
                     raise self._wrong(f"an optimizer's state without {name} in group {number}", "the same groups")
             for name in theirs:
                 if name not in everybodys:

@@ -43,6 +43,7 @@ class _Facts:
         alike, other: kinds of optimizer state: with one value per element, and all others.
         primary: parameters of which this rank writes the values that are written once.
         groups: names of the parameters in each of the optimizer's groups, and a digest of the hyperparameters.
+        frozen: names of the parameters that are not trained.
     """
 
     digests: dict[tuple[str, str], bytes]
@@ -50,6 +51,7 @@ class _Facts:
     other: set[str]
     primary: list[str]
     groups: list[tuple[list[str], bytes]]
+    frozen: set[str]
 
 
 class Saving:
@@ -72,7 +74,7 @@ class Saving:
         for path, value in [*plain.items(), *(((key,), value) for key, value in self._common_state().items())]:
             mine = value.detach().cpu() if torch.is_tensor(value) else value
             self.mine["optimizer"][".".join((*STATE, *path))] = mine
-        facts = _Facts({}, set(), set(), [], [])
+        facts = _Facts({}, set(), set(), [], [], set())
         for kind, values in self.mine.items():
             for key, value in values.items():
                 facts.digests[kind, key] = self._digest(key, value)
@@ -81,6 +83,8 @@ class Saving:
         for place in self.known.values():
             if is_writer(place.bucket, place.i):
                 facts.primary.append(place.names[0])
+            if not place.bucket.params[place.i].requires_grad:
+                facts.frozen.add(place.names[0])
         for p in [*(p for _, _, _, p in self.held.pieces), *self.held.plain.values()]:
             for key, value in self._state(p).items():
                 (facts.alike if is_alike(key, value, p) else facts.other).add(key)
@@ -221,7 +225,8 @@ class Saving:
         about = {"version": 1, **world, "stage": self.flat.stage, "extra": extra}
         out.value(COMMON, pack_value("save", self.rank, "extra", about))
         if self.optimizer is not None:
-            kind = {"class": type(self.optimizer).__name__, "alike": alike}
+            frozen = sorted(set().union(*(facts.frozen for facts in everyone)))
+            kind = {"class": type(self.optimizer).__name__, "alike": alike, "frozen": frozen}
             out.value(ABOUT, pack_value("save", self.rank, "optimizer", kind))
             names = joined([[names for names, _ in facts.groups] for facts in everyone])
             groups = [

@@ -301,6 +301,27 @@ def test_parameters_used_in_some_steps_keep_counters_of_their_own(
         assert steps_of(here) == [3 * counted, 2 * counted, 1 * counted, 1 * counted, 1 * counted]
 
 
+class Frozen(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.requires_grad_(False)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_parameter_that_was_frozen_begins_without_state(tmp_path: Path, stage: int) -> None:
+    there = saved(tmp_path / "c", 2, 1, model=Frozen)[0]
+    found = loaded(tmp_path / "c", 2, stage)[0]
+    assert [key for key in differing(there, found) if key.startswith(("blocks", "embed", "cube"))] == []
+
+    def body(model: nn.Module, optimizer: Any, comm: Any) -> tuple[int, int]:
+        checkpoint.load(tmp_path / "c", model, optimizer)
+        assert model.blocks[0].weight not in optimizer.state
+        step(model, optimizer, comm.rank, 2)
+        return tuple(int(optimizer.state[p]["step"]) for p in (model.blocks[0].weight, model.cube))
+
+    assert ranks(2, stage, body, seed=1) == [(1, 3)] * 2
+
+
 def test_restaged_training_saves_and_loads(tmp_path: Path) -> None:
     def body(model: nn.Module, optimizer: Any, comm: Any) -> Any:
         step(model, optimizer, comm.rank, 0)
