@@ -20,6 +20,7 @@ import shutil
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +261,7 @@ def finish(folder: Path, path: Path, everyone: Sequence[Written]) -> None:
         checksums |= written.checksums
     _, metadata = DefaultSavePlanner().create_global_plan([written.plan for written in everyone])
     results = [result for written in everyone for result in written.results]
-    for name, others in ((name, others) for written in everyone for name, others in written.aliases.items()):
+    for name, others in ((name, others) for written in everyone for name, others in written.aliases.items() if others):
         results += _also(metadata, results, name, others)
     _Writer(folder).finish(metadata, [results])
     checksums[METADATA] = {0: _C.crc32c((folder / METADATA).read_bytes())}
@@ -384,7 +385,7 @@ class Source:
             "load another checkpoint"
         )
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, TensorStorageMetadata]:
         """Returns the metadata of all tensors, by name."""
         return {
