@@ -8,7 +8,7 @@ Compares the simulator with measurements and with published tables.
 A run is one `ringcomm bench` of four collectives over eleven sizes; runs with different numbers of ranks take turns.
 Measurements are medians over all runs, and again over the runs that `quiet` keeps. Every second size is used for
 calibration, the others are predicted. Over hosts: two network namespaces with two ranks each, on a link of 1 Gbit/s and
-1 ms (needs root and tests/support/namespaces.py); the links inside are those calibrated from two ranks.
+1 ms (needs root and tests/support/hierarchy/namespaces.py); the links inside are those calibrated from two ranks.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def measure(ranks: Sequence[int], runs: int) -> dict[int, list[dict[str, Any]]]:
 
 
 def measure_over_hosts(runs: int) -> list[dict[str, Any]]:
-    from tests.support.namespaces import Cluster as Namespaces
+    from tests.support.hierarchy.namespaces import Cluster as Namespaces
 
     found = []
     with tempfile.TemporaryDirectory() as folder, Namespaces(2, 1.0, 1.0) as hosts:

@@ -17,8 +17,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.support import fault_plan, fault_trials
-from tests.support.fault_trials import PROBLEMS, Verdict
+from tests.support.faults import plan, trials
+from tests.support.faults.trials import PROBLEMS, Verdict
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "faults.txt"
 
@@ -28,10 +28,10 @@ def numbers(a: argparse.Namespace) -> Iterator[int]:
     if a.trial is not None:
         yield a.trial
         return
-    kinds = fault_plan.KINDS if a.only is None else (a.only,)
+    kinds = plan.KINDS if a.only is None else (a.only,)
     number = made = 0
     while made < a.trials:
-        if fault_plan.trial_of(a.seed, number).fault.kind in kinds:
+        if plan.trial_of(a.seed, number).fault.kind in kinds:
             made += 1
             yield number
         number += 1
@@ -41,7 +41,7 @@ def table(verdicts: Sequence[Verdict]) -> list[str]:
     """Returns a row for each kind of fault."""
     heads: tuple[str, ...] = ("kind", "trials", "right", *PROBLEMS)
     rows = [heads]
-    for kind in (*fault_plan.KINDS, "all"):
+    for kind in (*plan.KINDS, "all"):
         of_kind = [v for v in verdicts if kind in (v.trial.fault.kind, "all")]
         if of_kind:
             found = Counter(name for v in of_kind for name in {name for name, _ in v.problems})
@@ -57,7 +57,7 @@ def table(verdicts: Sequence[Verdict]) -> list[str]:
 def latencies(verdicts: Sequence[Verdict]) -> list[str]:
     """Returns how long the survivors took to raise, for each kind."""
     lines = []
-    for kind in fault_plan.KINDS:
+    for kind in plan.KINDS:
         ms = sorted(1e3 * s for v in verdicts if v.trial.fault.kind == kind for s in v.latencies)
         if ms and kind != "none":
             since = "beyond the limit of the call" if kind == "stalled" else "since the fault"
@@ -73,14 +73,14 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--trials", type=int, default=1000)
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--only", choices=fault_plan.KINDS, help="trials of one kind")
+    p.add_argument("--only", choices=plan.KINDS, help="trials of one kind")
     p.add_argument("--trial", type=int, metavar="N", help="that one alone")
     p.add_argument("--write", action="store_true", help=f"put the table into {RESULTS.name} of the results")
     a = p.parse_args()
-    context = fault_trials.prepare()
+    context = trials.prepare()
     verdicts: list[Verdict] = []
     for number in numbers(a):
-        verdict = fault_trials.run(fault_plan.trial_of(a.seed, number), context)
+        verdict = trials.run(plan.trial_of(a.seed, number), context)
         verdicts.append(verdict)
         if verdict.problems or a.trial is not None:
             print(f"{verdict.trial}", *(f"    {kind}: {text}" for kind, text in verdict.problems), sep="\n", flush=True)

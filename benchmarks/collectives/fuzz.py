@@ -5,8 +5,9 @@ checked.
     OMP_NUM_THREADS=1 python -m benchmarks.collectives.fuzz --processes --programs 10000  # ranks are processes
     OMP_NUM_THREADS=1 python -m benchmarks.collectives.fuzz --backend --programs 10000    # over torch.distributed
 
-tests/support/programs.py defines the programs, tests/comm/test_fuzz.py is the short form. Program k of a seed is always
-the same. A program that fails is reduced and printed as calls; the run then continues. Exit status 1 if any failed.
+tests/support/collectives/programs.py defines the programs, tests/comm/test_fuzz.py is the short form. Program k of a
+seed is always the same. A program that fails is reduced and printed as calls; the run then continues. Exit status 1 if
+any failed.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from pathlib import Path
 
 import torch
 
-from tests.support.program_processes import BackendRanks, ProcessRanks, for_the_backend
-from tests.support.program_ranks import Pool, Ranks
-from tests.support.programs import WORLD_SIZES, Program, random_program, shrunk
+from tests.support.collectives.processes import BackendRanks, ProcessRanks, for_the_backend
+from tests.support.collectives.programs import WORLD_SIZES, Program, random_program, shrunk
+from tests.support.collectives.ranks import Pool, Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "fuzz.txt"

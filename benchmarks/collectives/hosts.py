@@ -2,9 +2,9 @@
 
     python -m benchmarks.collectives.hosts --hosts 2 2 --gbps 1 --delay-ms 1
 
-Hosts are network namespaces with links of that bandwidth and delay (tests/support/namespaces.py; needs root). For every
-size, calls of ringcomm and Gloo are timed alternately. --out appends the table to a file. RINGCOMM_WIRE_DTYPE=bfloat16
-sends sums in a smaller type.
+Hosts are network namespaces with links of that bandwidth and delay (tests/support/hierarchy/namespaces.py; needs root).
+For every size, calls of ringcomm and Gloo are timed alternately. --out appends the table to a file.
+RINGCOMM_WIRE_DTYPE=bfloat16 sends sums in a smaller type.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.rank:
         return measure(given.turns, given.sizes)
-    from tests.support.namespaces import Cluster, why_not
+    from tests.support.hierarchy.namespaces import Cluster, why_not
 
     if reason := why_not():
         sys.exit(reason)

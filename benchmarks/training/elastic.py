@@ -3,9 +3,10 @@ one.
 
     python -m benchmarks.training.elastic --out benchmarks/results/elastic.txt
 
-Hosts are network namespaces joined by links of a given bandwidth and delay (tests/support/namespaces.py; needs root).
-Each runs a torchrun agent with --rdzv-backend c10d. When a checkpoint exists, all processes of the last host are killed
-(SIGKILL), and its agent is started again two seconds later. Exit status 1 if the checksums of the parameters differ.
+Hosts are network namespaces joined by links of a given bandwidth and delay (tests/support/hierarchy/namespaces.py;
+needs root). Each runs a torchrun agent with --rdzv-backend c10d. When a checkpoint exists, all processes of the last
+host are killed (SIGKILL), and its agent is started again two seconds later. Exit status 1 if the checksums of the
+parameters differ.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.support.namespaces import Cluster, address, why_not
+from tests.support.hierarchy.namespaces import Cluster, address, why_not
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 29400

@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.training.fuzz --programs 500 --processes
     OMP_NUM_THREADS=1 python -m benchmarks.training.fuzz --programs 500 --without checkpoint.reentrant mixed_precision
 
-tests/support/training_programs.py defines the programs, tests/training/test_fuzz.py is the short form. Program k of a
+tests/support/training/programs.py defines the programs, tests/training/test_fuzz.py is the short form. Program k of a
 seed is always the same. A program that fails is reduced and printed; the run then continues. Ctrl-C ends it with the
 report so far. Exit status 1 if any failed.
 """
@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 
-from tests.support.training_programs import FEATURES, generate
-from tests.support.training_runner import Failure, Runner
+from tests.support.training.programs import FEATURES, generate
+from tests.support.training.runner import Failure, Runner
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "training_fuzz.txt"

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.training.mesh_fuzz --programs 5000 --workers 2 --write
 
-tests/support/mesh_programs.py defines the programs, tests/mesh/test_fuzz.py is the short form. Program k of a seed is
+tests/support/mesh/programs.py defines the programs, tests/mesh/test_fuzz.py is the short form. Program k of a seed is
 always the same. A program that fails is reduced and printed; the run then continues. Ctrl-C ends it with the report so
 far. Exit status 1 if any failed.
 """
@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 
-from tests.support.mesh_programs import generate
-from tests.support.mesh_runner import CALL_LIMIT_S, PROGRAM_LIMIT_S, Runner
+from tests.support.mesh.programs import generate
+from tests.support.mesh.runner import CALL_LIMIT_S, PROGRAM_LIMIT_S, Runner
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "mesh_fuzz.md"

@@ -7,7 +7,7 @@ A configuration is a seed: the model's sizes, dropout, accumulation, clipping, a
 the optimizer are drawn from it. Three processes train each configuration with torch's DDP over the backend "ringcomm"
 and at the stages 0 to 3. Every loss, the text that the model generates, every final parameter and buffer, and the file
 that `save_pretrained` writes must have the same bits on each rank. The programs are those of
-tests/support/third_party.py.
+tests/support/training/third_party.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.support.third_party import DDP, PROGRAMS, WAYS, verdicts
+from tests.support.training.third_party import DDP, PROGRAMS, WAYS, verdicts
 
 STAGES = [way for way in WAYS if way != DDP]
 RESULT = Path(__file__).resolve().parents[1] / "results" / "third_party.md"

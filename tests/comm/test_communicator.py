@@ -23,7 +23,7 @@ import torch.distributed as dist
 import ringcomm
 from ringcomm import _C, Communicator, errors
 from ringcomm.comm.work import Group
-from tests.support.program_arrays import raw
+from tests.support.collectives.arrays import raw
 
 
 def four(fn: Any, *args: Any) -> list[Any]:

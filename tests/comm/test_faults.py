@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support import fault_plan, fault_trials
+from tests.support.faults import plan, trials
 
 SEED = 1
-TRIALS = [fault_plan.trial_of(SEED, number) for number in range(4 * len(fault_plan.KINDS))]
+TRIALS = [plan.trial_of(SEED, number) for number in range(4 * len(plan.KINDS))]
 
 
 @pytest.mark.parametrize("trial", TRIALS, ids=[f"{each.fault.kind}-{each.ranks}-{each.number}" for each in TRIALS])
-def test_a_fault_is_told_to_all_and_leaves_nothing_behind(
-    trial: fault_plan.Trial, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_is_told_to_all_and_leaves_nothing_behind(trial: plan.Trial, monkeypatch: pytest.MonkeyPatch) -> None:
     # Up to eight ranks share two cores with another test. The campaign by itself judges the usual times.
-    monkeypatch.setattr(fault_trials, "HEARD_S", 8.0)
-    monkeypatch.setattr(fault_trials, "STALLED_S", 8.0)
-    verdict = fault_trials.run(trial, fault_trials.prepare())
+    monkeypatch.setattr(trials, "HEARD_S", 8.0)
+    monkeypatch.setattr(trials, "STALLED_S", 8.0)
+    verdict = trials.run(trial, trials.prepare())
     assert not verdict.problems, "\n".join([str(trial), *(f"{kind}: {text}" for kind, text in verdict.problems)])

@@ -17,9 +17,9 @@ import torch
 from hypothesis import HealthCheck, find, given, note, seed, settings
 
 from ringcomm import Communicator
-from tests.support.program_calls import CALLS
-from tests.support.program_ranks import Pool
-from tests.support.programs import OPS, Program, Step, programs, random_program, shrunk
+from tests.support.collectives.calls import CALLS
+from tests.support.collectives.programs import OPS, Program, Step, programs, random_program, shrunk
+from tests.support.collectives.ranks import Pool
 
 SEED = int(os.environ.get("RINGCOMM_FUZZ_SEED", "0"))
 QUIET = settings(database=None, deadline=None, suppress_health_check=list(HealthCheck))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import ringcomm
 from ringcomm import Communicator
-from tests.support.hostile import drawn, refusal
-from tests.support.hostile_values import (
+from tests.support.hostile.refusals import drawn, refusal
+from tests.support.hostile.values import (
     MISFITS,
     NO_ARRAYS,
     NO_LISTS,

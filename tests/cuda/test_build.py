@@ -17,8 +17,9 @@ import pytest
 
 import ringcomm
 from ringcomm import _C, errors
-from tests.support import ROOT, sass_lint
+from tests.support import ROOT
 from tests.support.choice import choose
+from tests.support.cuda import sass_lint
 
 BUILT = _C.build_info()["cuda"]
 # Wide loads of a thread before its first store; those of narrow types take more registers in the ring.

@@ -1,7 +1,7 @@
 """The CUDA engine under the Python face, on emulated devices: the very kernels, compiled for the host.
 
 Each test runs in a Python of its own, which has the emulated `_C` (tests/support/emulated.py); what it runs is in
-tests/support/cuda_cases.py.
+tests/support/cuda/cases.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = [
 ]
 COUNTS = [0, 1, 7, 1000, 4099]
 SMALL = "channels=2,slot_bytes=4096,stage_bytes=4096,p2p_channels=1,p2p_slot_bytes=4096"
-HOME = "tests.support.cuda_cases"
+HOME = "tests.support.cuda.cases"
 KINDS = [  # ranks, devices that are emulated, device
     pytest.param("threads", 1, "cuda:0", id="threads-one-device"),
     pytest.param("threads", 2, "cuda", id="threads-two-devices"),

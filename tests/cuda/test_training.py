@@ -11,7 +11,7 @@ from tests.support.emulated import call
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("dtype", ["", slow("bfloat16")])  # test_parity.py has every precision
 def test_every_stage_has_the_bits_of_the_cpu_engine(dtype: str) -> None:
-    call("tests.support.cuda_training", "stages", 3, dtype)
+    call("tests.support.cuda.training", "stages", 3, dtype)
 
 
 @pytest.mark.timeout(600)
@@ -24,4 +24,4 @@ def test_every_stage_has_the_bits_of_the_cpu_engine(dtype: str) -> None:
     ],
 )
 def test_a_mesh_has_the_bits_of_the_cpu_engine(axes: dict[str, int], schedule: str) -> None:
-    call("tests.support.cuda_parallel", "compositions", axes, schedule)
+    call("tests.support.cuda.parallel", "compositions", axes, schedule)

@@ -19,8 +19,8 @@ import ringcomm
 from ringcomm import Communicator, errors
 from ringcomm.data_parallel import memory
 from ringcomm.errors import shown
-from tests.support.hostile import refusal
-from tests.support.hostile_calls import CALLS, WRONG, model
+from tests.support.hostile.calls import CALLS, WRONG, model
+from tests.support.hostile.refusals import refusal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -87,7 +87,7 @@ def _names() -> set[str]:
 
 def test_every_public_name_is_here() -> None:
     known = CALLS.keys() | ELSEWHERE.keys()
-    assert not _names() - known, "give it a row in hostile_calls, or say why not in ELSEWHERE"
+    assert not _names() - known, "give it a row in tests/support/hostile/calls.py, or say why not in ELSEWHERE"
     assert not ELSEWHERE.keys() - _names()
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import ringcomm
 from ringcomm.data_parallel.model.sharded_model import sharded_model_of
-from tests.support.parity import differences_of
+from tests.support.training.parity import differences_of
 
 STAGES = (0, 1, 2, 3)
 SHARD = importlib.import_module("ringcomm.data_parallel.shard")

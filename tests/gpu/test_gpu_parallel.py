@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.gpu.on_gpu import EMULATED, PLACE, in_processes, ranks
-from tests.support.cuda_parallel import attend, train_on
+from tests.support.cuda.parallel import attend, train_on
 
 pytestmark = in_processes
 

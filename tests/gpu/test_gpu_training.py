@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.gpu.on_gpu import EMULATED, PLACE, in_processes, ranks
-from tests.support.cuda_training import every_stage, train_on
+from tests.support.cuda.training import every_stage, train_on
 
 pytestmark = in_processes
 

@@ -22,8 +22,9 @@ import torch
 import ringcomm
 from ringcomm import Communicator, run_ranks
 from ringcomm.errors import MismatchError, RingcommError
-from tests.support import namespaces, torch_ranks
-from tests.support.namespaces import Cluster
+from tests.support import torch_ranks
+from tests.support.hierarchy import namespaces
+from tests.support.hierarchy.namespaces import Cluster
 
 Told = tuple[str, str, float]  # a rank's error, its sentence, and seconds to it
 

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from ringcomm import run_ranks
-from tests.support import hosts_cases, namespaces, torch_ranks
+from tests.support import torch_ranks
 from tests.support.choice import slow
-from tests.support.namespaces import Cluster
+from tests.support.hierarchy import cases, namespaces
+from tests.support.hierarchy.namespaces import Cluster
 
-PROGRAM = str(Path(hosts_cases.__file__))
+PROGRAM = str(Path(cases.__file__))
 COUNT = 3 << 19  # elements of the message that is counted: 6 MiB of float32, the same share for 2 and for 3 hosts
 LIMIT_S = 100.0
 pytestmark = pytest.mark.timeout(180)  # each starts several processes that import torch
@@ -78,9 +79,9 @@ def job(request: pytest.FixtureRequest, possible: None, tmp_path_factory: pytest
 @pytest.fixture(scope="module")
 def one_host() -> list[dict[str, str]]:
     """The checksums of every case on one host, by rank."""
-    cases = run_ranks(hosts_cases.suite, 4, ranks="threads", timeout=30)
-    through_torch = torch_ranks.run(hosts_cases.through_torch, world_size=4)
-    return [a | b for a, b in zip(cases, through_torch, strict=True)]
+    through_comm = run_ranks(cases.suite, 4, ranks="threads", timeout=30)
+    through_torch = torch_ranks.run(cases.through_torch, world_size=4)
+    return [a | b for a, b in zip(through_comm, through_torch, strict=True)]
 
 
 def test_an_all_reduce_sends_what_no_schedule_can_beat(job: Job) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.support import namespaces, train_runs
-from tests.support.namespaces import Cluster
+from tests.support.hierarchy import namespaces
+from tests.support.hierarchy.namespaces import Cluster
+from tests.support.training import runs
 
-PROGRAM = str(train_runs.EXAMPLES / "train_gpt.py")
+PROGRAM = str(runs.EXAMPLES / "train_gpt.py")
 LIMIT_S = 100.0
 pytestmark = pytest.mark.timeout(180)  # each starts several processes that import torch
 SMALL = (
@@ -44,13 +45,13 @@ Outcome = tuple[str, list[list[str]]]
 
 def outcome(text: str) -> Outcome:
     """The checksum of all parameters, and the losses on the way."""
-    return train_runs.checksum(text), train_runs.steps(text)
+    return runs.checksum(text), runs.steps(text)
 
 
 @pytest.fixture(scope="module")
 def one_host() -> Outcome:
     """Of 4 ranks on one host, at stage 0."""
-    text, status = train_runs.train(*SMALL, world_size=4)
+    text, status = runs.train(*SMALL, world_size=4)
     assert status == 0, text
     return outcome(text)
 

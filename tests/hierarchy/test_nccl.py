@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(sys.platform != "linux", reason="the engines need Linux"),
 ]
-HOME = "tests.support.nccl_cases"
+HOME = "tests.support.hierarchy.nccl_cases"
 needs_cuda_build = pytest.mark.skipif("no CUDA engine" in _C.why_no_nccl(""), reason=_C.why_no_nccl(""))
 
 

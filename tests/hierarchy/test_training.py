@@ -15,11 +15,11 @@ import torch
 import ringcomm
 from ringcomm import checkpoint
 from tests.mesh.test_training import Result, same, trained
-from tests.support import mesh_cases as cases
-from tests.support import parity
 from tests.support.choice import choose
-from tests.support.mesh_cases import Job, Net, make
-from tests.support.parity import Case, differences, train_ranks
+from tests.support.mesh import cases
+from tests.support.mesh.cases import Job, Net, make
+from tests.support.training import parity
+from tests.support.training.parity import Case, differences, train_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HOSTS = ([2, 2], [2, 1, 1])

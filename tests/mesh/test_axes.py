@@ -15,7 +15,7 @@ from ringcomm.mesh import Mesh, init_mesh
 from ringcomm.modules.shard_spec import part_of
 from ringcomm.tensor_parallel.plan import parallelize
 from tests.support import torch_ranks
-from tests.support.tensor_cases import difference, on_ranks, part, tensor_of
+from tests.support.mesh.tensor_cases import difference, on_ranks, part, tensor_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

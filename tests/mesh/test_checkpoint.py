@@ -17,10 +17,10 @@ from ringcomm import checkpoint
 from ringcomm.checkpoint.parts import flat_of, name_of
 from ringcomm.errors import InvalidArgumentError, RingcommError, ShapeError, UnsupportedError
 from ringcomm.modules.shard_spec import ShardSpec, part_of
-from tests.support import mesh_cases as cases
 from tests.support import torch_ranks
 from tests.support.choice import choose, slow
-from tests.support.mesh_cases import Job, Net, make, pieces_of
+from tests.support.mesh import cases
+from tests.support.mesh.cases import Job, Net, make, pieces_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,11 +11,11 @@ from operator import attrgetter
 import pytest
 
 from tests.support.choice import slow
-from tests.support.mesh_faults import FAULTS
-from tests.support.mesh_programs import CHANCES, KINDS, MIXING, MODEL, SCHEDULES, Program, generate
-from tests.support.mesh_runner import Runner, has_bits
-from tests.support.training_faults import Fault
-from tests.support.training_runner import Failure
+from tests.support.mesh.faults import FAULTS
+from tests.support.mesh.programs import CHANCES, KINDS, MIXING, MODEL, SCHEDULES, Program, generate
+from tests.support.mesh.runner import Runner, has_bits
+from tests.support.training.faults import Fault
+from tests.support.training.runner import Failure
 
 SEED = int(os.environ.get("RINGCOMM_FUZZ_SEED", "0"))
 MOST_SEARCHED = 2000  # programs until a planted fault must be found, of which few have what it needs

@@ -12,8 +12,8 @@ import ringcomm
 from ringcomm.data_parallel.buckets.group import ranks_of_mesh
 from ringcomm.data_parallel.optim.grad_scaler import GradScaler
 from ringcomm.errors import InvalidArgumentError
-from tests.support import mesh_cases as cases
-from tests.support.mesh_cases import Job, Net
+from tests.support.mesh import cases
+from tests.support.mesh.cases import Job, Net
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

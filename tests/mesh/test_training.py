@@ -20,9 +20,9 @@ from ringcomm.data_parallel.shard import restage
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.modules.precision import MixedPrecision
 from ringcomm.modules.shard_spec import ShardSpec
-from tests.support import mesh_cases as cases
 from tests.support.choice import slow
-from tests.support.mesh_cases import Job, Net, make, mean_loss, pieces_of, plain, plain_gradients, plain_step
+from tests.support.mesh import cases
+from tests.support.mesh.cases import Job, Net, make, mean_loss, pieces_of, plain, plain_gradients, plain_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 2

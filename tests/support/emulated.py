@@ -1,7 +1,7 @@
 """The native builds of the tests, once for each kind, and the emulated CUDA engine for Python tests: functions run in a
 Python that has it.
 
-As a module: `call("tests.support.cuda_cases", "lists", 3)`. As a program, and in every process that such a program
+As a module: `call("tests.support.cuda.cases", "lists", 3)`. As a program, and in every process that such a program
 starts: puts the emulated `_C` in the place of the installed one before anything else imports it, and makes the calls
 that come.
 """

@@ -1,6 +1,6 @@
 """Layers that are cut over the ranks equal nn.Linear, nn.Embedding and nn.Dropout: forward and every gradient.
 
-Tolerances are shares of the largest magnitude: 1e-5 in float32, 1e-12 in float64 (tensor_cases.TOLERANCE).
+Tolerances are shares of the largest magnitude: 1e-5 in float32, 1e-12 in float64 (tests/support/mesh/tensor_cases.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ringcomm.tensor_parallel.dropout import ShardedDropout
 from ringcomm.tensor_parallel.group import TensorParallelGroup
 from ringcomm.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from ringcomm.tensor_parallel.overlapped import gather_linear, linear_scatter
-from tests.support.tensor_cases import close, on_ranks, part, sent, tensor_of
+from tests.support.mesh.tensor_cases import close, on_ranks, part, sent, tensor_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORLDS = [2, 3, 4]

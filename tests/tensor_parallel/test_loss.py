@@ -14,7 +14,7 @@ from ringcomm.tensor_parallel.layers import ColumnParallelLinear
 from ringcomm.tensor_parallel.loss import vocab_parallel_cross_entropy
 from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import Colwise
-from tests.support.tensor_cases import close, on_ranks, sent, tensor_of
+from tests.support.mesh.tensor_cases import close, on_ranks, sent, tensor_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORLDS = [2, 3, 4]

@@ -16,9 +16,9 @@ from ringcomm import checkpoint
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.mesh import init_mesh
 from ringcomm.tensor_parallel.plan import parallelize
-from tests.support import mesh_cases as cases
 from tests.support import torch_ranks
-from tests.support.tensor_cases import close, difference, on_ranks, part
+from tests.support.mesh import cases
+from tests.support.mesh.tensor_cases import close, difference, on_ranks, part
 from tests.tensor_parallel.test_outputs import MODELS, built
 from tests.tensor_parallel.test_transformers import GPT2, GPT_OSS, gpt_oss, llama, run, tokens
 

@@ -17,7 +17,7 @@ from ringcomm.errors import InvalidArgumentError
 from ringcomm.tensor_parallel.outputs import ShardedOutputs
 from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import Colwise
-from tests.support.tensor_cases import on_ranks
+from tests.support.mesh.tensor_cases import on_ranks
 from tests.tensor_parallel.test_transformers import VOCABULARY, check, gpt2, run, spread
 
 pytestmark = [

@@ -1,7 +1,7 @@
 """`parallelize`: an unmodified module computes the same over the ranks, by a plan of names; what it sends; refusals.
 
-Tolerances are shares of the largest magnitude: 1e-12 in float64, 1e-5 in float32 (tensor_cases.TOLERANCE); gradients,
-which have come through all layers, five times that.
+Tolerances are shares of the largest magnitude: 1e-12 in float64, 1e-5 in float32 (tests/support/mesh/tensor_cases.py);
+gradients, which have come through all layers, five times that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ringcomm.modules.shard_spec import part_of
 from ringcomm.tensor_parallel.layers import RowParallelLinear
 from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import Colwise
-from tests.support.tensor_cases import close, difference, on_ranks, part, sent, unlike
+from tests.support.mesh.tensor_cases import close, difference, on_ranks, part, sent, unlike
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VOCABULARY, WIDTH, LENGTH = 29, 96, 12

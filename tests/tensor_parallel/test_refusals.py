@@ -15,7 +15,7 @@ from ringcomm.modules.arguments import matches
 from ringcomm.tensor_parallel.group import f
 from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import STYLES, Colwise, Dropout, Heads, Vocab
-from tests.support.tensor_cases import on_ranks
+from tests.support.mesh.tensor_cases import on_ranks
 from tests.tensor_parallel.test_plan import GPT, KINDS, SEQUENCE, TENSOR, Plan, make, tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")

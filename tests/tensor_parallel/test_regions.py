@@ -14,7 +14,7 @@ from ringcomm.errors import ShapeError
 from ringcomm.tensor_parallel.group import TensorParallelGroup, f, f_bar, g, g_bar, gather, scatter
 from ringcomm.tensor_parallel.layers import ColumnParallelLinear
 from ringcomm.tools.bench.check import tree_sum
-from tests.support.tensor_cases import close, on_ranks, sent, tensor_of, whole_numbers
+from tests.support.mesh.tensor_cases import close, on_ranks, sent, tensor_of, whole_numbers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Tensors = list[torch.Tensor]

@@ -20,7 +20,7 @@ from ringcomm.tensor_parallel.dropout import ShardedDropout
 from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import Colwise, Dropout
 from tests.support import torch_ranks
-from tests.support.tensor_cases import close, on_ranks, part, sent, unlike
+from tests.support.mesh.tensor_cases import close, on_ranks, part, sent, unlike
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

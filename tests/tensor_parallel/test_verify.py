@@ -18,8 +18,8 @@ from ringcomm.tensor_parallel.outputs import ShardedOutputs
 from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import Colwise
 from ringcomm.tensor_parallel.verify import CHUNK, differ, digest
-from tests.support.mesh_cases import Net
-from tests.support.tensor_cases import on_ranks, unlike
+from tests.support.mesh.cases import Net
+from tests.support.mesh.tensor_cases import on_ranks, unlike
 from tests.tensor_parallel.test_outputs import MLP, MODELS, NEOX, Plan, built
 from tests.tensor_parallel.test_transformers import check, llama, run, tokens
 
@@ -221,7 +221,7 @@ def test_digests() -> None:
 
 def test_a_pipeline_over_a_mesh_passes() -> None:
     """pp=2 x tp=2; the check of gradients does not depend on which stage a rank has."""
-    from tests.support import mesh_cases as cases
+    from tests.support.mesh import cases
 
     def body(model: Net, mesh: Any) -> None:
         cases.parallelize(model, cases.PLAN, mesh["tp"], verify=True)
@@ -286,7 +286,7 @@ def test_tied_layers_gradients_that_are_none_and_blocks_of_another_stage_pass(pp
         else:
             ringcomm.Pipeline(ringcomm.split(model, ["blocks.1"]), mesh["pp"], microbatches=2).step(x)
 
-    from tests.support import mesh_cases as cases
+    from tests.support.mesh import cases
 
     cases.run({"pp": pp, "tp": 2}, body, model)  # type: ignore[arg-type]
 
@@ -303,7 +303,7 @@ class Uneven(nn.Module):
 
 
 def test_a_model_that_a_pipeline_has_parts_of_passes() -> None:
-    from tests.support import mesh_cases as cases
+    from tests.support.mesh import cases
 
     def body(model: Uneven, mesh: Any) -> None:
         parallelize(model, {"up": "colwise", "down": "rowwise"}, mesh["tp"], verify=True)

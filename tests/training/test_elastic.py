@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import train_runs
-from tests.support.elastic_runs import Job
+from tests.support.training import runs
+from tests.support.training.elastic import Job
 
 WORDS = ("--steps", "120", "--batch", "2", "--context", "32", "--layers", "1", "--dim", "32", "--heads", "2")
 WORDS += ("--sample", "0")
@@ -18,9 +18,9 @@ EVERY = ("--save-every", "20")
 @pytest.fixture(scope="module")
 def uninterrupted() -> str:
     """The checksum that two ranks of one host come to."""
-    text, status = train_runs.train(*WORDS, world_size=2)
+    text, status = runs.train(*WORDS, world_size=2)
     assert status == 0, text
-    return train_runs.checksum(text)
+    return runs.checksum(text)
 
 
 def resumed_steps(text: str) -> list[int]:
@@ -34,7 +34,7 @@ def test_a_killed_rank_is_started_again_by_its_agent(tmp_path: Path, uninterrupt
         job.kill_worker(1)
         text = job.finish()
     assert resumed_steps(text)[0] >= 40
-    assert train_runs.checksum(text) == uninterrupted
+    assert runs.checksum(text) == uninterrupted
 
 
 def test_a_killed_host_comes_back(tmp_path: Path, uninterrupted: str) -> None:
@@ -44,30 +44,30 @@ def test_a_killed_host_comes_back(tmp_path: Path, uninterrupted: str) -> None:
         job.start(1)
         text = job.finish()
     assert resumed_steps(text)[0] >= 40
-    assert train_runs.checksum(text) == uninterrupted
+    assert runs.checksum(text) == uninterrupted
 
 
 def test_what_is_not_whole_is_not_taken_up(tmp_path: Path) -> None:
     """A checkpoint whose save was interrupted has another name; steps are ordered as numbers."""
     for name in ("step-00000020", "step-100000000", ".step-00000040.saving", "step-00000060.saving", "other"):
         (tmp_path / name).mkdir()
-    assert train_runs.example("resume").steps_in(tmp_path) == [20, 100_000_000]
+    assert runs.example("resume").steps_in(tmp_path) == [20, 100_000_000]
 
 
 def test_a_finished_job_started_again_keeps_two_checkpoints_and_its_bits(tmp_path: Path) -> None:
     words = ("--steps", "7", "--save", str(tmp_path / "run"), "--save-every", "2")
     small = (*WORDS[2:], *words)
-    first, status = train_runs.train(*small, world_size=2)
+    first, status = runs.train(*small, world_size=2)
     assert status == 0, first
     assert sorted(each.name for each in (tmp_path / "run").iterdir()) == ["step-00000006", "step-00000007"]
-    again, status = train_runs.train(*small, world_size=2)
+    again, status = runs.train(*small, world_size=2)
     assert status == 0, again
     assert resumed_steps(first) == []
     assert resumed_steps(again) == [7]
-    assert train_runs.checksum(again) == train_runs.checksum(first)
+    assert runs.checksum(again) == runs.checksum(first)
 
 
 def test_saving_on_the_way_needs_a_folder() -> None:
-    text, status = train_runs.train(*WORDS, *EVERY, world_size=2)
+    text, status = runs.train(*WORDS, *EVERY, world_size=2)
     assert status == 2
     assert "got --save-every 20 with --save None, expected a number above 0 and a folder; give both" in text

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.support.choice import choose, slow
-from tests.support.training_faults import FAULTS, Fault
-from tests.support.training_programs import FEATURES, KINDS, Program, generate
-from tests.support.training_runner import STAGES, Failure, Runner, places_of
+from tests.support.training.faults import FAULTS, Fault
+from tests.support.training.programs import FEATURES, KINDS, Program, generate
+from tests.support.training.runner import STAGES, Failure, Runner, places_of
 
 SEED = int(os.environ.get("RINGCOMM_FUZZ_SEED", "0"))
 MOST_SEARCHED = 400  # programs until a planted fault must be found

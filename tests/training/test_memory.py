@@ -18,7 +18,7 @@ from ringcomm.data_parallel.memory import Memory, Plan, memory, predict, traffic
 from ringcomm.data_parallel.model.sharded_model import sharded_model_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.tools import cli
-from tests.support.parity import OPTIMIZERS, Case, Net, background_is, loss_of, net, optimizer_of, tokens_of
+from tests.support.training.parity import OPTIMIZERS, Case, Net, background_is, loss_of, net, optimizer_of, tokens_of
 
 STAGES = (0, 1, 2, 3)
 SMALL_MB = 0.001

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support.choice import slow
-from tests.support.parity import (
+from tests.support.training.parity import (
     BUCKETS_MB,
     OPTIMIZERS,
     Case,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.choice import choose
-from tests.support.third_party import PROGRAMS, WAYS, Outcome, difference_of, error_of, outcomes_of, verdicts
+from tests.support.training.third_party import PROGRAMS, WAYS, Outcome, difference_of, error_of, outcomes_of, verdicts
 
 
 def is_good(told: str) -> bool:

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from examples.text import printable
-from tests.support import train_runs
-from tests.support.train_runs import EXAMPLES, final_losses, steps
+from tests.support.training import runs
+from tests.support.training.runs import EXAMPLES, final_losses, steps
 
 SMALL = ("--steps", "6", "--batch", "2", "--context", "32", "--layers", "1", "--dim", "32", "--heads", "2")
 
 
 def train(*words: str) -> str:
     """What the first of three ranks prints."""
-    text, status = train_runs.train(*SMALL, *words, world_size=3)
+    text, status = runs.train(*SMALL, *words, world_size=3)
     assert status == 0, text
     return text
 

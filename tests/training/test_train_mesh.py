@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import torch_ranks, train_runs
+from tests.support import torch_ranks
 from tests.support.choice import choose
-from tests.support.train_runs import EXAMPLES, checksum, example, final_losses, steps, train_everywhere, verdict
+from tests.support.training import runs
+from tests.support.training.runs import EXAMPLES, checksum, example, final_losses, steps, train_everywhere, verdict
 
 SMALL = (
     "--steps", "4", "--batch", "2", "--context", "32", "--layers", "4", "--dim", "32", "--heads", "4",
@@ -53,7 +54,7 @@ WRONG = {
 
 def train(*words: str) -> str:
     """What the first of four ranks prints."""
-    text, status = train_runs.train(*SMALL, *words, world_size=4)
+    text, status = runs.train(*SMALL, *words, world_size=4)
     assert status == 0, text
     return text
 

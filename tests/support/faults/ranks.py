@@ -22,8 +22,8 @@ from torch import nn
 
 import ringcomm
 from ringcomm import errors
-from tests.support import fault_plan
-from tests.support.fault_plan import Call, Step, Trial
+from tests.support.faults import plan
+from tests.support.faults.plan import Call, Step, Trial
 
 START_S = 12.0  # limit of the start, which is not what is tried
 ASLEEP_S = 12.0  # a stalled thread sleeps at most as long
@@ -52,8 +52,8 @@ class Leaves(Exception):
 
 def over_ringcomm(comm: Any, call: Call, x: Any, out: Any, async_op: bool) -> Finish:
     """Starts a call of a communicator; what is returned waits and gives the result."""
-    reduction = {"op": call.reduce_op} if call.op in fault_plan.REDUCING else {}
-    root = {"root": call.root} if call.op in fault_plan.ROOTED else {}
+    reduction = {"op": call.reduce_op} if call.op in plan.REDUCING else {}
+    root = {"root": call.root} if call.op in plan.ROOTED else {}
     algorithm = {} if call.algorithm == "auto" else {"algorithm": call.algorithm}
     target = {"out": out} if call.op == "scatter" else {}
     arrays = () if call.op == "barrier" else (x,)
@@ -135,7 +135,7 @@ class Training:
 
     def step(self, rank: int, world_size: int, salt: int) -> None:
         """One step; the weights of the steps before are checked by what the model gives for them."""
-        inputs = [fault_plan.values(each, salt, max(FEATURES), "float32") % 2 for each in range(world_size)]
+        inputs = [plan.values(each, salt, max(FEATURES), "float32") % 2 for each in range(world_size)]
         x = inputs[rank]
         out = self.model(x[None])
         wanted = sum(float(w @ x[: len(w)]) for w in self.weights)
@@ -288,7 +288,7 @@ class Rank:
             started = [self.start(group, members, call, at + 100 * i, asynchronous) for i, call in enumerate(calls)]
         for i, (call, finish) in enumerate(zip(calls, started, strict=True)):
             got = finish()
-            wanted = fault_plan.expected(call, members, members.index(self.rank), at + 100 * i)
+            wanted = plan.expected(call, members, members.index(self.rank), at + 100 * i)
             if wanted is not None and not torch.equal(got.flatten(), wanted):
                 raise WrongValueError(f"step {at}: {call} gave {got.flatten()[:5]}, expected {wanted[:5]}")
 
@@ -297,7 +297,7 @@ class Rank:
         size, me = len(members), members.index(self.rank)
         x = out = None
         if call.op != "barrier" and (call.op != "scatter" or me == call.root):
-            x = fault_plan.values(self.rank, salt, fault_plan.whole_count(call, size), call.dtype)
+            x = plan.values(self.rank, salt, plan.whole_count(call, size), call.dtype)
             if call.visible:
                 x = group.empty(x.shape, x.dtype).copy_(x)
         if call.op in ("reduce_scatter", "scatter", "all_to_all", "all_gather", "gather"):
@@ -310,14 +310,14 @@ class Rank:
         """A message to the next member and one from the one before, at the same time or round the ring."""
         me, size = members.index(self.rank), len(members)
         source = (me - 1) % size
-        x, got = fault_plan.values(self.rank, at, step.count, "float32"), torch.full((step.count,), 77.0)
+        x, got = plan.values(self.rank, at, step.count, "float32"), torch.full((step.count,), 77.0)
         if step.mode == "exchange":
             for finish in (post(group, False, got, source), post(group, True, x, (me + 1) % size)):
                 finish()
         else:
             for send in (me == 0, me != 0):
                 post(group, send, x if send else got, (me + 1) % size if send else source)()
-        if not torch.equal(got, fault_plan.values(members[source], at, step.count, "float32")):
+        if not torch.equal(got, plan.values(members[source], at, step.count, "float32")):
             raise WrongValueError(f"step {at}: a message from rank {members[source]} has other values")
 
     # ---- faults --------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.support.programs import Step
+from tests.support.collectives.programs import Step
 from tests.support.reference import same_bits
 
 _NOT_IN_NUMPY = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "complex32")

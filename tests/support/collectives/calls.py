@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.support.program_arrays import Memory, Rows
-from tests.support.programs import ALGORITHMS, BYTES_ONLY, HUGE, Program, Step
+from tests.support.collectives.arrays import Memory, Rows
+from tests.support.collectives.programs import ALGORITHMS, BYTES_ONLY, HUGE, Program, Step
 from tests.support.reference import factor_of, ops_of, reduced, reduced_in_ring_order, values
 
 HUGE_BYTES = 2 << 20

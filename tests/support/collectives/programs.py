@@ -1,8 +1,8 @@
 """Random programs of collectives: what they consist of, how one is drawn, and how a failing one is made smaller.
 
-A program is plain data. `program_calls` says what it asks of each rank and what must come of it, `program_arrays` in
-which memory, `program_ranks` runs it. Draw one with `programs()` in hypothesis, or with ``random_program(generator)``
-where speed matters.
+A program is plain data. `collectives.calls` says what it asks of each rank and what must come of it,
+`collectives.arrays` in which memory, `collectives.ranks` runs it. Draw one with `programs()` in hypothesis, or with
+``random_program(generator)`` where speed matters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The models of `mesh_programs`: those of `training_models`, with more blocks, tokens, and hooks."""
+"""The models of `mesh.programs`: those of `training.models`, with more blocks, tokens, and hooks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.support import training_models
-from tests.support.mesh_programs import Program
-from tests.support.training_models import BODIES, Bag, Body, Net, unwrapped, wrapped
-from tests.support.training_programs import Call
+from tests.support.mesh.programs import Program
+from tests.support.training import models
+from tests.support.training.models import BODIES, Bag, Body, Net, unwrapped, wrapped
+from tests.support.training.programs import Call
 
 VOCABULARY = 13  # which no number of ranks divides
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -195,7 +195,7 @@ def half(module: nn.Module, grads: Any, _: Any) -> Any:
 def build(program: Program) -> MeshNet:
     """The model with its initial values."""
     net = MeshNet(program)
-    training_models.initialise(net, program.model.seed * 8, 0.5)
+    models.initialise(net, program.model.seed * 8, 0.5)
     return net.double()
 
 

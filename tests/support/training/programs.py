@@ -1,6 +1,6 @@
 """Random training programs: what they consist of, how one is drawn from a seed, and how a failing one is made smaller.
 
-A program is plain data: a graph of blocks (`training_models` builds it) and a loop (`training_runner` runs it). It is
+A program is plain data: a graph of blocks (`training.models` builds it) and a loop (`training.runner` runs it). It is
 a function of one integer, of the features that it may use, and of edits that made it smaller:
 
     generate(17)                                       # program 17, of all features

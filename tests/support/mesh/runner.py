@@ -1,4 +1,4 @@
-"""Runs a program of `mesh_programs` on its meshes, and compares it with one process that runs the plain model.
+"""Runs a program of `mesh.programs` on its meshes, and compares it with one process that runs the plain model.
 
 The whole batch in one pass must give the same numbers but for rounding; one pass for each micro-batch, added as the
 documentation says, the same bits where that promises them.
@@ -27,10 +27,10 @@ from ringcomm.context import positions, ring_attention, shard_sequence
 from ringcomm.errors import InvalidArgumentError, RingcommError, UnsupportedError
 from ringcomm.modules.shard_spec import ShardSpec, part_of, take
 from ringcomm.tensor_parallel import Colwise
-from tests.support.mesh_models import MeshNet, batch, build, build_on_meta, loss_of
-from tests.support.mesh_programs import Place, Program, name_of, shrunk
-from tests.support.training_models import Wrapper
-from tests.support.training_runner import Failure, clip_by_exact_norm, same_bits
+from tests.support.mesh.models import MeshNet, batch, build, build_on_meta, loss_of
+from tests.support.mesh.programs import Place, Program, name_of, shrunk
+from tests.support.training.models import Wrapper
+from tests.support.training.runner import Failure, clip_by_exact_norm, same_bits
 
 CALL_LIMIT_S = 20.0
 PROGRAM_LIMIT_S = 60

@@ -1,4 +1,4 @@
-"""Random programs for models that are cut: a model of `training_programs`, meshes, stages, and how it is trained there.
+"""Random programs for models that are cut: a model of `training.programs`, meshes, stages, and how it is trained there.
 
 A program is a function of one integer and of edits that made it smaller; every decision has a generator of its own:
 
@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.support import training_programs
-from tests.support.training_programs import Block, Call, Draw
+from tests.support.training import programs
+from tests.support.training.programs import Block, Call, Draw
 
-# What a block can be: kinds of `training_models` and `mesh_models` whose results do not depend on how a batch is cut.
+# What a block can be: kinds of `training.models` and `mesh.models` whose results do not depend on how a batch is cut.
 _NAMES = (
     "residual", "gated", "heads", "dense", "twice", "layer_norm", "group_norm", "film", "attribute", "appends",
     "cache", "scalar", "weight_norm", "tokens", "nested", "alias", "lora", "function", "undefined", "view",
     "mixture",
 )  # fmt: skip
-KINDS = {name: training_programs.KINDS.get(name, "") for name in _NAMES}
-MIXING = {name: training_programs.KINDS[name] for name in ("lstm", "conv", "attention", "cross")}
+KINDS = {name: programs.KINDS.get(name, "") for name in _NAMES}
+MIXING = {name: programs.KINDS[name] for name in ("lstm", "conv", "attention", "cross")}
 """What mixes tokens in ways that context parallel refuses."""
 MODEL = (
     "memory", "skip", "repeat", "tied", "unused_block", "unused_argument", "unused_output", "step_skip", "frozen",
@@ -32,7 +32,7 @@ MODEL = (
     "optimizer.amsgrad", "optimizer.rmsprop", "optimizer.adagrad", "optimizer.nadam",
     *{name for name in (*KINDS.values(), *MIXING.values()) if name and name != "memory"},
 )  # fmt: skip
-"""The features of `training_programs` that a program can have."""
+"""The features of `training.programs` that a program can have."""
 CHANCES = {
     "pp": 0.6,
     "dp": 0.4,
@@ -129,7 +129,7 @@ class Program:
 
     seed: int
     edits: tuple[str, ...]
-    model: training_programs.Program
+    model: programs.Program
     features: frozenset[str]
     places: tuple[Place, ...]
     styles: tuple[tuple[int, str, str], ...]
@@ -165,7 +165,7 @@ class Program:
         return "\n".join(rows)
 
 
-def name_of(model: training_programs.Program, number: int) -> str:
+def name_of(model: programs.Program, number: int) -> str:
     """Of a block, in the model."""
     if "module_dict" in model:
         return f"blocks.b{number}"
@@ -190,7 +190,7 @@ def generate(seed: int, edits: tuple[str, ...] = ()) -> Program:
     kinds = KINDS if "cp" in drawn else {**KINDS, **MIXING}
     inner = tuple(edit for edit in edits if not edit.startswith(("place ", "without ")))
     allowed = [name for name in MODEL if name not in without]
-    model = training_programs.generate(seed, allowed, inner, kinds, (2, 2, 3, 3, 4, 4, 6))
+    model = programs.generate(seed, allowed, inner, kinds, (2, 2, 3, 3, 4, 4, 6))
     model = replace(model, steps=min(model.steps, 2))
     model = replace(model, width=12 if thirds else 8)
     features = _features(drawn, model, places)
@@ -215,7 +215,7 @@ def generate(seed: int, edits: tuple[str, ...] = ()) -> Program:
     )
 
 
-def _features(drawn: set[str], model: training_programs.Program, places: list[Place]) -> set[str]:
+def _features(drawn: set[str], model: programs.Program, places: list[Place]) -> set[str]:
     """Without those that mean nothing."""
     found = set(drawn)
     needs = {"tied_head": "text", "overlap": "sequence_parallel", "ring_attention": "cp", "each": "accumulate"}
@@ -296,7 +296,7 @@ def _edited(places: list[Place], edit: str) -> list[Place]:
     return found
 
 
-def _fitting(place: Place, model: training_programs.Program, features: set[str]) -> Place:
+def _fitting(place: Place, model: programs.Program, features: set[str]) -> Place:
     """With no more stages than there are places to cut the model at."""
     if "bare" in features:
         place = replace(place, microbatches=1, schedule="gpipe", chunks=1)
@@ -310,7 +310,7 @@ def _fitting(place: Place, model: training_programs.Program, features: set[str])
     return replace(place, axes=tuple(axes.items()))
 
 
-def _in_order(model: training_programs.Program, cut: bool) -> training_programs.Program:
+def _in_order(model: programs.Program, cut: bool) -> programs.Program:
     """Each stage of a pipeline calls its own modules: blocks that are called again are called at once. What a weight is
     read for outside of its block, no later stage can compute again. What is computed without gradients takes no hooks
     on them."""
@@ -324,7 +324,7 @@ def _in_order(model: training_programs.Program, cut: bool) -> training_programs.
     return replace(model, calls=tuple(calls))
 
 
-def _begins(model: training_programs.Program) -> list[str]:
+def _begins(model: programs.Program) -> list[str]:
     """Modules with which a stage may begin."""
     first: dict[int, Call] = {}
     for call in sorted(model.calls, key=lambda call: call.block):
@@ -337,7 +337,7 @@ def _cut(
     draw: Draw,
     place: Place,
     number: int,
-    model: training_programs.Program,
+    model: programs.Program,
     features: set[str],
     hooks: tuple[tuple[int, str], ...],
 ) -> Place:
@@ -369,7 +369,7 @@ def _cut(
 
 
 def _cut_inside(
-    cuts: list[str], carry: set[str], model: training_programs.Program, order: list[str]
+    cuts: list[str], carry: set[str], model: programs.Program, order: list[str]
 ) -> tuple[list[str], set[str]]:
     """Moves one cut into its block, whose own input the later stage then needs, too."""
     inside = {"residual": "out", "gated": "linear", "weight_norm": "normed"}
@@ -384,7 +384,7 @@ def _cut_inside(
     return cuts, carry
 
 
-def _hooks(draw: Draw, model: training_programs.Program, features: set[str]) -> tuple[tuple[int, str], ...]:
+def _hooks(draw: Draw, model: programs.Program, features: set[str]) -> tuple[tuple[int, str], ...]:
     called = {call.block for call in model.calls if not call.checkpoint}
     found = []
     for what in ("collect", "change", "pre", "backward"):
@@ -394,9 +394,7 @@ def _hooks(draw: Draw, model: training_programs.Program, features: set[str]) -> 
     return tuple(found)
 
 
-def _styles(
-    draw: Draw, model: training_programs.Program, features: set[str], tp: int
-) -> tuple[tuple[int, str, str], ...]:
+def _styles(draw: Draw, model: programs.Program, features: set[str], tp: int) -> tuple[tuple[int, str, str], ...]:
     """What of each block is cut over tp."""
     tied = {n for block in model.blocks if block.tied_to is not None for n in (block.number, block.tied_to)}
     read = {call.block for call in model.calls if "read_weight" in call.flags}

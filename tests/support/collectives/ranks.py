@@ -14,9 +14,9 @@ import numpy as np
 import ringcomm
 from ringcomm import Communicator
 from ringcomm.errors import AbortedError
-from tests.support.program_arrays import Memory, Rows, as_tensor, difference, library_of
-from tests.support.program_calls import Asked, Sources, calls_of
-from tests.support.programs import Grouping, Program
+from tests.support.collectives.arrays import Memory, Rows, as_tensor, difference, library_of
+from tests.support.collectives.calls import Asked, Sources, calls_of
+from tests.support.collectives.programs import Grouping, Program
 
 LIMIT_S = 60.0  # of one call
 

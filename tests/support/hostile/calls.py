@@ -13,7 +13,7 @@ from torch import nn
 import ringcomm
 from ringcomm import Communicator
 from ringcomm import tensor_parallel as tensor
-from tests.support.hostile_values import NO_LISTS, NO_NUMBERS, NO_OPTIONS, PLAIN, Make
+from tests.support.hostile.values import NO_LISTS, NO_NUMBERS, NO_OPTIONS, PLAIN, Make
 
 # ---- values, by what they cannot be ------------------------------------------------------------------------------
 

@@ -15,8 +15,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from tests.support import fault_ranks, forked
-from tests.support.fault_plan import Trial
+from tests.support import forked
+from tests.support.faults.plan import Trial
+from tests.support.faults.ranks import nothing, process_main
 
 LIMIT_S = 15.0
 """Of a whole trial; what is not over by then is a hang."""
@@ -64,7 +65,7 @@ class Verdict:
 def prepare() -> Any:
     """The context that makes the ranks' processes: forked from one that has imported everything and has no threads."""
     context = forked.context()
-    first = context.Process(target=fault_ranks.nothing)  # the imports are not in the first trial's time
+    first = context.Process(target=nothing)  # the imports are not in the first trial's time
     first.start()
     first.join()
     return context
@@ -90,7 +91,7 @@ class Run:
         for at, ranks in enumerate(self.ranks):
             here, there = context.Pipe()
             arguments = (there, self.trial, ranks, self.folder)
-            process = context.Process(target=fault_ranks.process_main, args=arguments, daemon=True)
+            process = context.Process(target=process_main, args=arguments, daemon=True)
             process.start()
             there.close()
             self.pipes[here] = at

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 import ringcomm
 from ringcomm import Communicator
-from tests.support.program_calls import calls_of
-from tests.support.program_ranks import LIMIT_S, Ranks, Run, slot_bytes
-from tests.support.programs import REDUCING, Program
+from tests.support.collectives.calls import calls_of
+from tests.support.collectives.programs import REDUCING, Program
+from tests.support.collectives.ranks import LIMIT_S, Ranks, Run, slot_bytes
 from tests.support.reference import ops_of
 
 

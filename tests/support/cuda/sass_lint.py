@@ -1,7 +1,7 @@
 """
 Reads the machine code and PTX of compiled kernels: what no run on an emulated GPU can see.
 
-    python -m tests.support.sass_lint FILE...     # objects, cubins or the installed _C: what is wrong with every kernel
+    python -m tests.support.cuda.sass_lint FILE...  # objects, cubins or the installed _C: what is wrong with them
 
 Needs cuobjdump and nvdisasm (``pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm``), no GPU. Written for sm_80 and
 sm_90 as nvcc 13 makes them.

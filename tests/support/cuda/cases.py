@@ -365,7 +365,7 @@ def plain_in_flight(comm: Communicator) -> None:
     records = [each for each in record.records() if each.rank == rank and each.engine == "cuda" and not each.closed]
     asked = [each for own in records for each in own.calls if each.op == "broadcast"]
     assert asked[-1].is_async
-    assert "cuda_cases.py:" in asked[-1].site
+    assert "cuda/cases.py:" in asked[-1].site
 
 
 def alone(comm: Communicator) -> None:
@@ -601,7 +601,7 @@ def bad_input() -> None:
 
 
 def cupy_arrays(comm: Communicator) -> None:
-    from tests.support.fake_cupy import LOG, Device, ExternalStream, ndarray
+    from tests.support.cuda.fake_cupy import LOG, Device, ExternalStream, ndarray
 
     ones = ndarray(np.ones((2, 3), np.float32))
     assert comm.all_reduce(ones) is ones
@@ -623,7 +623,7 @@ def cupy_arrays(comm: Communicator) -> None:
 
 
 def cupy() -> None:
-    from tests.support import fake_cupy
+    from tests.support.cuda import fake_cupy
 
     fake_cupy.install()
     ranks(cupy_arrays, 1, device="cuda:0")
@@ -631,7 +631,7 @@ def cupy() -> None:
 
 
 def same_as_on_the_cpu_through_cupy(comm: Communicator) -> None:
-    from tests.support.fake_cupy import ndarray
+    from tests.support.cuda.fake_cupy import ndarray
 
     for dtype in ("float32", "float64", "int8", "int64", "bool"):
         everyone = [values(dtype, rank, 100) for rank in range(comm.world_size)]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from tests.support.train_runs import EXAMPLES
+from tests.support.training.runs import EXAMPLES
 
 
 class Job:

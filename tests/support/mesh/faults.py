@@ -1,6 +1,6 @@
 """Faults to plant in tensor, pipeline and context parallel; the mesh fuzzer must find each.
 
-As `training_faults`: a fault patches one attribute of one class or module, named here alone.
+As `training.faults`: a fault patches one attribute of one class or module, named here alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ringcomm.pipeline_parallel.tied_params import _ExactTiedParam, _LocalTiedPa
 from ringcomm.tensor_parallel import sequence
 from ringcomm.tensor_parallel.group import TensorParallelGroup
 from ringcomm.tensor_parallel.layers import VocabParallelEmbedding
-from tests.support.training_faults import Fault, Function
+from tests.support.training.faults import Fault, Function
 
 FAULTS: list[Fault] = []
 

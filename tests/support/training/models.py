@@ -1,4 +1,4 @@
-"""The modules of `training_programs`: ordinary PyTorch code, which knows nothing of how it is trained."""
+"""The modules of `training.programs`: ordinary PyTorch code, which knows nothing of how it is trained."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.training_programs import Block, Call, Program
+from tests.support.training.programs import Block, Call, Program
 
 LENGTH = 3  # of a sequence
 BATCH = 2

@@ -11,7 +11,7 @@ from torch import nn
 
 import ringcomm
 from ringcomm.tensor_parallel.plan import Colwise
-from tests.support.cuda_training import bits
+from tests.support.cuda.training import bits
 
 PLAN: dict[str, Any] = {
     "embed": "vocab",

@@ -1,4 +1,4 @@
-"""Runs a program of `training_programs` in every placement, and compares what they give bit by bit.
+"""Runs a program of `training.programs` in every placement, and compares what they give bit by bit.
 
     plain     no wrapper: the loop averages the gradients itself, as the definition says; what the others must equal
     torch     torch's DistributedDataParallel over the backend "ringcomm", with `ringcomm.hooks.attach`'s hook
@@ -37,9 +37,10 @@ from torch import nn
 import ringcomm
 from ringcomm import backend
 from ringcomm.data_parallel import hooks
-from tests.support import torch_ranks, training_models
-from tests.support.training_models import Boom, Net, batch, build, loss_of, unwrapped
-from tests.support.training_programs import FEATURES, Program, shrunk
+from tests.support import torch_ranks
+from tests.support.training import models
+from tests.support.training.models import Boom, Net, batch, build, loss_of, unwrapped
+from tests.support.training.programs import FEATURES, Program, shrunk
 
 Seen = list[tuple[str, torch.Tensor]]
 PLACEMENTS = ("plain", "torch", "ddp", "stage 0", "stage 1", "stage 2", "stage 3")
@@ -487,7 +488,7 @@ class Loop:
         self.x = x
         mixed = "autocast" in self.program
         # Threads share the cache of casts, which the first one to leave empties.
-        caches = not training_models.DataParallelGroup.are_threads
+        caches = not models.DataParallelGroup.are_threads
         with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=caches) if mixed else nullcontext():
             return self.placed.forward(x, step)
 
@@ -626,7 +627,7 @@ class DataParallelGroup:
 
 def _in_process(program: Program, placement: str) -> Seen:
     """One rank that is a process."""
-    training_models.DataParallelGroup.are_threads = False
+    models.DataParallelGroup.are_threads = False
     warnings.simplefilter("ignore")
     torch.manual_seed(program.seed + dist.get_rank())
     with ringcomm.init(timeout=CALL_LIMIT_S) as comm:

@@ -1,0 +1,1 @@
+"""Random programs of collectives, and the ranks that run them."""

@@ -1,0 +1,1 @@
+"""Trials of the fault campaign."""

@@ -1,0 +1,1 @@
+"""What ranks on several hosts run, and hosts that are network namespaces."""

@@ -1,0 +1,1 @@
+"""Wrong arguments for everything public, and how each must be refused."""
