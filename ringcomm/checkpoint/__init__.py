@@ -47,8 +47,8 @@ def save(
     """Saves a sharded module, its optimizer and other values needed for resuming; a collective of all ranks, including
     all ranks of a mesh.
 
-    An existing checkpoint at the path stays until all of the new one is written, and is then replaced atomically. A
-    folder that holds other files is refused.
+    An existing checkpoint at the path stays until all of the new one is written, and is then replaced atomically; of a
+    symbolic link, the folder that it names.
     Gradients are not saved: save between two steps.
 
     Args:
@@ -62,9 +62,10 @@ def save(
              whole); ranks exchange only the list of what was written. Memory: 128 MiB, and one part of a tensor at a
              time.
     Raises:  InvalidArgumentError: a module or an optimizer that is not sharded, an extra that cannot be loaded safely,
-             or pipeline stages whose optimizers have different groups. UnsupportedError: optimizer state with another
-             shape than its sharded parameter, such as factored moments. EngineError: the operating system refused to
-             write. All ranks raise, and the old checkpoint remains.
+             a folder that holds other files, or pipeline stages whose optimizers have different groups.
+             UnsupportedError: optimizer state with another shape than its sharded parameter, such as factored moments,
+             or under keys that are neither parameters nor strings. EngineError: the operating system refused to write.
+             All ranks raise, and the old checkpoint remains.
     """
     flat, path = flat_of(model, "save"), Path(path)
     path = Path(os.path.realpath(path)) if path.is_symlink() else path  # the link stays

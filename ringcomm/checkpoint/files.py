@@ -18,7 +18,7 @@ import mmap
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -48,7 +48,7 @@ from ringcomm.modules.shard_spec import PLAIN, ShardSpec
 CHECKSUMS, METADATA = "checksums.json", ".metadata"
 MOST_BOX_BYTES = 128 << 20  # so that a reader that needs a part of a tensor does not read all of it
 
-# What NumPy's pickles name, without objects; before NumPy 2 under other names.
+# What NumPy's pickles name, without arrays of objects. NumPy 1 has numpy.core in place of numpy._core.
 _NUMPY: list[Any] = [np.ndarray, np.dtype]
 _NUMPY += [type(np.dtype(kind)) for kind in ("?", *np.typecodes["AllInteger"], *np.typecodes["AllFloat"], "S", "U")]
 _NUMPY += [
@@ -56,7 +56,7 @@ _NUMPY += [
     for made, name in ((np.zeros(0), "_reconstruct"), (np.float64(0), "scalar"))
     for core in ("core", "_core")
 ]
-_unpacking = threading.Lock()  # torch's list of safe types is one for all threads
+_safe_types_lock = threading.Lock()  # torch's list of them is one for all threads
 
 Names = tuple[str, ...]
 """The path of a value in nested dicts; joined by dots it is the name in the checkpoint."""
@@ -199,8 +199,10 @@ def pack_value(call: str, rank: int, what: str, value: Any) -> bytes:
 
 def unpack_value(raw: bytes) -> Any:
     """Returns a value that `pack_value` has packed, without running code."""
-    with _unpacking, torch.serialization.safe_globals(_NUMPY):
-        return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+    with _safe_types_lock:
+        known = torch.serialization.get_safe_globals()  # those of the program stay
+        with torch.serialization.safe_globals([each for each in _NUMPY if each not in known]):
+            return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
 
 
 class _Writer(FileSystemWriter):
@@ -301,8 +303,13 @@ def beside(path: Path) -> Path:
 
 def _refuse_other_files(path: Path) -> None:
     """Raises for a path whose replacement would lose more than an older checkpoint."""
-    found = sorted(each.name for each in path.iterdir()) if path.is_dir() else [path.name]
-    others = [name for name in found if name not in (CHECKSUMS, METADATA) and not name.endswith(".distcp")]
+    if not path.is_dir():
+        raise InvalidArgumentError(
+            f"save: rank 0 got {path}, which is no folder, expected a new name or an older checkpoint; save under "
+            "another name"
+        )
+    own = (CHECKSUMS, METADATA, f"{METADATA}.tmp")
+    others = sorted(each.name for each in path.iterdir() if each.name not in own and each.suffix != ".distcp")
     if others:
         raise InvalidArgumentError(
             f"save: rank 0 got {path}, which holds {others[0]} and would be replaced, expected a new name or an older "
@@ -313,6 +320,7 @@ def _refuse_other_files(path: Path) -> None:
 def put_in_place(folder: Path, path: Path) -> None:
     """Renames a finished folder to its final name atomically. An older folder of that name is moved to ``folder``."""
     if path.exists():
+        _refuse_other_files(path)  # that have come meanwhile
         _swap(folder, path)
     else:
         folder.rename(path)
@@ -401,7 +409,7 @@ class Source:
     def value(self, path: Names) -> Any:
         """Returns a value that is not a tensor."""
         name = ".".join(path)
-        return self._stored(name, MetadataIndex(name))
+        return self._stored(name, MetadataIndex(name), unpack_value)
 
     def check(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Raises if a tensor is missing, or has another shape or kind of type."""
@@ -427,7 +435,7 @@ class Source:
         stored: tuple[MetadataIndex | None, Any] = (None, None)
         for item in sorted(items, key=lambda item: tuple(item.storage_index.offset)):
             if stored[0] != item.storage_index:
-                stored = item.storage_index, self._stored(name, item.storage_index)
+                stored = item.storage_index, self._stored(name, item.storage_index, _box)
             source = _narrowed(stored[1], item.storage_offsets, item.lengths)
             _narrowed(here[item.dest_index], item.dest_offsets, item.lengths).copy_(source)
 
@@ -448,7 +456,7 @@ class Source:
         self.read(parts_of(name, unsharded.shape, unsharded))
         return unsharded
 
-    def _stored(self, name: str, index: MetadataIndex) -> Any:
+    def _stored(self, name: str, index: MetadataIndex, unpack: Callable[[bytes], Any]) -> Any:
         try:
             info = self.metadata.storage_data[index]
             with (self.path / info.relative_path).open("rb") as stream:
@@ -457,11 +465,16 @@ class Source:
             expected = self.checksums.get(info.relative_path, {}).get(str(info.offset))
             if expected != (_C.crc32c(raw) if self.has_checksums else None):
                 raise self._damaged(name, f"{info.relative_path} has another checksum")
-            return unpack_value(raw)
+            return unpack(raw)
         except InvalidArgumentError:
             raise
         except Exception as error:
             raise self._damaged(name, f"{type(error).__name__}") from error
+
+
+def _box(raw: bytes) -> torch.Tensor:
+    values: torch.Tensor = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+    return values
 
 
 def _narrowed(tensor: torch.Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> torch.Tensor:

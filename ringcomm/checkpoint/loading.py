@@ -283,8 +283,6 @@ class Loading:
         states = optimizer.state
         if self.sharded is not None:
             inside, states = self.sharded.inside, self.sharded.state
-        for key in [key for key in states if not torch.is_tensor(key)]:
-            del states[key]
         states.update(self.common_state)
         pairs = zip(optimizer.param_groups, inside, strict=True)
         settings = {id(p): group for group, params in pairs for p in params}

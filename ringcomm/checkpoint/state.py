@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ringcomm.checkpoint.files import Names, Outgoing, pack_value
@@ -91,7 +93,9 @@ class Saving:
         return facts
 
     def _digest(self, what: str, value: Any) -> bytes:
-        return hashlib.sha256(pack_value("save", self.rank, what, _apart(value))).digest()
+        with contextlib.suppress(RecursionError):  # a dict that holds itself
+            value = _apart(value)
+        return hashlib.sha256(pack_value("save", self.rank, what, value)).digest()
 
     def _groups(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
         if self.optimizer is not None:
@@ -258,13 +262,18 @@ class Saving:
 
 def _apart(value: Any) -> Any:
     """Returns equal values none of which are the same object, because pickle writes an object once."""
-    if isinstance(value, dict):
+    kind = type(value)
+    if kind is dict:
         return {_apart(key): _apart(each) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_apart, value))
-    if isinstance(value, str):
-        return value.encode().decode()
-    return value.clone() if torch.is_tensor(value) else value
+    if kind in (list, tuple):
+        return kind(map(_apart, value))
+    if kind is str:
+        return value.encode("utf-8", "surrogatepass").decode("utf-8", "surrogatepass")
+    if kind is bytes:
+        return bytes(bytearray(value))
+    if torch.is_tensor(value):
+        return value.detach().clone()
+    return value.copy() if kind is np.ndarray else value
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:

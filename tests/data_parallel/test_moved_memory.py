@@ -62,6 +62,17 @@ def exchange_grads(trained: nn.Sequential) -> None:
     a.grad, b.grad, c.grad = b.grad, c.grad, a.grad
 
 
+def exchange_detached_grads(trained: nn.Sequential) -> None:
+    a, b = (trained[i].bias for i in (0, 3))
+    a.grad, b.grad = b.grad.detach(), a.grad.detach()
+
+
+def exchange_with_frozen(trained: nn.Sequential) -> None:
+    trained[2].requires_grad_(False)
+    a, b = trained[2].bias, trained[3].bias
+    a.data, b.data = b.data, a.data
+
+
 @torch.no_grad()
 def set_memory(trained: nn.Sequential) -> None:
     for p in (trained[0].weight, trained[3].bias):
@@ -96,6 +107,8 @@ def send(trained: nn.Sequential) -> None:
 CHANGES = [
     pytest.param(exchange_data, "after step", id="exchanged-data"),
     pytest.param(exchange_grads, "before step", id="exchanged-gradients"),
+    pytest.param(exchange_detached_grads, "before step", id="exchanged-detached-gradients"),
+    pytest.param(exchange_with_frozen, "without gradients", id="exchanged-with-a-frozen-one"),
     pytest.param(set_memory, "before step", id="set-before-step"),
     pytest.param(set_memory, "after step", id="set-after-step"),
     pytest.param(set_by_parametrization, "after step", id="parametrization"),

@@ -840,6 +840,7 @@ def test_a_model_that_is_wrapped_is_not_wrapped_again() -> None:
                 lambda model=model: ringcomm.shard(nn.Sequential(model, nn.Linear(2, 2)), None, 1, comm),
                 lambda model=model: ringcomm.DistributedDataParallel(model, comm),
                 lambda model=model: nn.parallel.DistributedDataParallel(model, process_group=object()),
+                lambda model=model: nn.parallel.DistributedDataParallel(torch.compile(model), process_group=object()),
             ):
                 with pytest.raises(ringcomm.InvalidArgumentError, match="wrapped"):
                     again()

@@ -578,13 +578,13 @@ class Bucket:
 
 
 def adopt_writes(buckets: Collection[Bucket], call: str) -> None:
-    """`Bucket.adopt_writes` for several buckets. Users may have exchanged their parameters' data, as in
+    """`Bucket.adopt_writes` for several buckets. Users may have exchanged the data of the model's parameters, as in
     ``a.data, b.data = b.data, a.data``; such data is copied before its bucket takes other values."""
-    moved = [bucket.params[i] for bucket in buckets if bucket.is_unsharded for i in bucket.rebound(call)]
-    if len(moved) > 1:
-        homes = {bucket.unsharded.untyped_storage()._cdata for bucket in buckets}
-        for p in moved:
-            if p.untyped_storage()._cdata in homes:
-                p.data = p.detach().clone()
+    homes = {key: home for bucket in buckets for key, home in bucket.gathered.homes.items()}
+    everyone = dict.fromkeys([*buckets, *homes.values()])
+    moved = [bucket.params[i] for bucket in everyone if bucket.is_unsharded for i in bucket.rebound(call)]
+    for p in moved if len(moved) > 1 else ():
+        if p.untyped_storage()._cdata in homes:
+            p.data = p.detach().clone()
     for bucket in buckets:
         bucket.adopt_writes(call)

@@ -749,10 +749,12 @@ def adopt_user_grads(gradients: Collection[GradBuffer], call: str) -> None:
     ``a.grad, b.grad = b.grad, a.grad``; such a gradient is copied before its bucket takes other values."""
     with torch._C.DisableTorchFunctionSubclass():
         changed = [each for each in gradients if not each._unchanged([*map(_grad_of, each.params)])]
-        homes = {id(x): (each, i) for each in changed for i, x in enumerate(each.shown) if x is not None}
+        homes = {each.buffer.untyped_storage()._cdata for each in gradients}
         for each in changed if len(changed) > 1 else ():
             for i, p in enumerate(each.params):
-                if p.grad is not None and homes.get(id(p.grad), (each, i)) != (each, i):
+                if p.grad is None or p.grad.layout != torch.strided or each._is_shown(i, p.grad):
+                    continue
+                if isinstance(p.grad, ShardedGradient) or p.grad.untyped_storage()._cdata in homes:
                     p.grad = p.grad.clone()
     for each in gradients:
         each.adopt_user_grads(call)

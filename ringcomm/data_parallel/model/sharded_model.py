@@ -488,7 +488,8 @@ class GradArrivals:
         self.renew(bucket, range(len(bucket.params)), prepare)
 
     def renew(self, bucket: Bucket, which: Iterable[int], prepare: Callable[[int], None]) -> None:
-        """Installs the hooks of those parameters that have other nodes now: `p.set_` gives a parameter a new one."""
+        """Installs the hooks of those parameters that have other nodes now: `p.set_` gives a parameter a new one. The
+        hook of the old one stays, for graphs that hold it."""
         nodes, noted = self.nodes[bucket], bucket.gradient.local.noted
         for i in which:
             node = _accumulator_of(bucket.params[i])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,13 +24,18 @@ from ringcomm.modules.notes import drop_unit, notes_of, notes_on, without_unit
 
 _classes: dict[tuple[type, type], type] = {}
 _lock = threading.Lock()
-_WRAPPERS = {"torch.nn.parallel.distributed", "ringcomm.data_parallel.ddp"}
+_WRAPPING = {("torch.nn.parallel.distributed", "__init__"), ("ringcomm.data_parallel.ddp", "_flat")}
 
 
 def is_asked_to_wrap() -> bool:
     """Whether a DistributedDataParallel, torch's or ours, reads the property that calls this: it is about to wrap the
-    module. Tools that look at every attribute get an AttributeError instead."""
-    return sys._getframe(2).f_globals.get("__name__") in _WRAPPERS
+    module, or one that passes its attributes on. Tools that look at every attribute get an AttributeError instead."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _WRAPPING:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class UnitModule:

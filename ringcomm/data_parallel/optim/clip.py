@@ -57,7 +57,7 @@ def clip_grad_norm_(
             given = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
         chosen, places, flat = _chosen(given)
     if flat is None or flat.ranks.mesh is None:
-        refuse_parts(given, "clip_grad_norm_", "their norm")
+        refuse_parts(given if isinstance(parameters, nn.Module) else chosen, "clip_grad_norm_", "their norm")
     if flat is None:
         return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
     picked: dict[Bucket, set[int]] = {}

@@ -696,12 +696,24 @@ class ShardedOptimizer:
             self.state = defaultdict(dict)
             for part in self.parts.values():
                 part.unsharded = {}
+            widened: list[tuple[tuple[Bucket, int], str]] = []
             for key, value in found.items():
                 place = self._sharded.get(id(key))
                 if place is None:
                     self.state[key] = value
                 else:
-                    self._keep(place, _in_master_type(place[0], value))
+                    kept = _in_master_type(place[0], value)
+                    widened += [(place, key) for key in kept if kept[key] is not value[key]] if kept else []
+                    self._keep(place, kept)
+            if widened:
+                (bucket, i), of_state = widened[0]
+                warnings.warn(
+                    f"optimizer: rank {bucket.ranks.rank} got {of_state} of {bucket.names[i]} in "
+                    f"{bucket.types.compute}, expected {bucket.types.master}: torch's load_state_dict rounds state to "
+                    "the parameter's type while ringcomm does not know the optimizer; pass it to ringcomm.shard before "
+                    "it loads its state",
+                    stacklevel=4,
+                )
             for part in self.parts.values():
                 part.unsharded = part.unsharded if part.unsharded or part.stepped else None
         self.expose_state()
@@ -1103,15 +1115,10 @@ def _in_master_type(bucket: Bucket, state: Any) -> Any:
     if not isinstance(state, dict):
         return state
     narrow, wide = bucket.types.compute, bucket.types.master
-    cast = [key for key, value in state.items() if key != "step" and torch.is_tensor(value) and value.dtype == narrow]
-    if cast and narrow != wide:
-        warnings.warn(
-            f"load_state_dict: rank {bucket.ranks.rank} got {cast[0]} rounded to {narrow}, by torch, before ringcomm "
-            f"knew the optimizer, expected {wide}; pass the optimizer to ringcomm.shard, or step it once, before it "
-            "loads its state",
-            stacklevel=2,
-        )
-    return {key: value.to(wide) if key in cast else value for key, value in state.items()}
+    return {
+        key: value.to(wide) if key != "step" and torch.is_tensor(value) and value.dtype == narrow else value
+        for key, value in state.items()
+    }
 
 
 def _in_type_of(bucket: Bucket, state: State, settings: dict[str, Any]) -> State:

@@ -478,3 +478,12 @@ def test_native_refuses_other_types() -> None:
     for call in (lambda: _C.abs_max([], _C.DTYPES["int32"]), lambda: _C.fold_sums([], _C.DTYPES["bool"], 0)):
         with pytest.raises(InvalidArgumentError, match="expected float32, float64, float16 or bfloat16"):
             call()
+
+
+def test_parts_of_several_types_are_one_norm() -> None:
+    parts = [torch.randn(n, dtype=torch.float64) for n in (1, 70, 513)]
+    parts = [x.to(dtype) for x in parts for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)]
+    together = total_norm(parts, 2.0, None, sum(x.numel() for x in parts))
+    wide = torch.cat([x.double() for x in parts])
+    assert torch.equal(together, total_norm([wide], 2.0, None, wide.numel()))
+    assert torch.allclose(together, wide.norm(), rtol=1e-15)

@@ -1062,5 +1062,5 @@ def test_state_that_torch_rounds_while_loading_is_told(known: bool) -> None:
     if known:
         ringcomm.run_ranks(rank, 1)
     else:
-        with pytest.raises(UserWarning, match=r"load_state_dict: rank 0 got exp_avg rounded to torch\.bfloat16"):
+        with pytest.raises(UserWarning, match=r"optimizer: rank 0 got exp_avg of weight in torch\.bfloat16"):
             ringcomm.run_ranks(rank, 1)
