@@ -892,8 +892,8 @@ def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
         (tmp_path / place).write_text("mine")
 
     def body(model: nn.Module, optimizer: Any, comm: Any) -> None:
-        for name, found in (("results", "config.json"), ("file", "file")):
-            with pytest.raises(InvalidArgumentError, match=f"save: rank 0 got .*{name}, which holds {found}"):
+        for name, found in (("results", "which holds config.json"), ("file", "which is no folder")):
+            with pytest.raises(InvalidArgumentError, match=f"save: rank 0 got .*{name}, {found}"):
                 checkpoint.save(tmp_path / name, model, optimizer)
 
     ranks(2, 1, body)
