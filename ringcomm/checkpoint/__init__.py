@@ -47,9 +47,9 @@ def save(
     """Saves a sharded module, its optimizer and other values needed for resuming; a collective of all ranks, including
     all ranks of a mesh.
 
-    An existing checkpoint at the path stays until all of the new one is written, and is then replaced atomically; of a
-    symbolic link, the folder that it names.
-    Gradients are not saved: save between two steps.
+    An existing checkpoint at the path stays until all of the new one is written, and is then replaced atomically. If
+    the path is a symbolic link, it stays, and the folder that it names is replaced. Gradients are not saved: save
+    between two steps.
 
     Args:
         path: a folder that all ranks can access.

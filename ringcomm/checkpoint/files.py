@@ -320,7 +320,7 @@ def _refuse_other_files(path: Path) -> None:
 def put_in_place(folder: Path, path: Path) -> None:
     """Renames a finished folder to its final name atomically. An older folder of that name is moved to ``folder``."""
     if path.exists():
-        _refuse_other_files(path)  # that have come meanwhile
+        _refuse_other_files(path)  # again: files may have come while this was written
         _swap(folder, path)
     else:
         folder.rename(path)
@@ -473,6 +473,7 @@ class Source:
 
 
 def _box(raw: bytes) -> torch.Tensor:
+    """Returns a box as torch has written it; without the lock of `unpack_value`, because ranks may be threads."""
     values: torch.Tensor = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
     return values
 

@@ -94,7 +94,7 @@ class Saving:
 
     def _digest(self, what: str, value: Any) -> bytes:
         with contextlib.suppress(RecursionError):  # a dict that holds itself
-            value = _apart(value)
+            value = _unshared_copy(value)
         return hashlib.sha256(pack_value("save", self.rank, what, value)).digest()
 
     def _groups(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
@@ -260,13 +260,14 @@ class Saving:
                 )
 
 
-def _apart(value: Any) -> Any:
-    """Returns equal values none of which are the same object, because pickle writes an object once."""
+def _unshared_copy(value: Any) -> Any:
+    """Returns an equal value in which no object occurs twice: pickle writes an object once, so that the bytes of equal
+    values would differ."""
     kind = type(value)
     if kind is dict:
-        return {_apart(key): _apart(each) for key, each in value.items()}
+        return {_unshared_copy(key): _unshared_copy(each) for key, each in value.items()}
     if kind in (list, tuple):
-        return kind(map(_apart, value))
+        return kind(map(_unshared_copy, value))
     if kind is str:
         return value.encode("utf-8", "surrogatepass").decode("utf-8", "surrogatepass")
     if kind is bytes:

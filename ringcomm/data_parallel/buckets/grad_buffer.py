@@ -741,9 +741,6 @@ class GradBuffer:
         return wire, scales
 
 
-# ---- a gradient that is sharded --------------------------------------------------------------------------------------
-
-
 def adopt_user_grads(gradients: Collection[GradBuffer], call: str) -> None:
     """`GradBuffer.adopt_user_grads` for several buckets. Users may have exchanged gradients between them, as in
     ``a.grad, b.grad = b.grad, a.grad``; such a gradient is copied before its bucket takes other values."""
@@ -758,6 +755,9 @@ def adopt_user_grads(gradients: Collection[GradBuffer], call: str) -> None:
                     p.grad = p.grad.clone()
     for each in gradients:
         each.adopt_user_grads(call)
+
+
+# ---- a gradient that is sharded --------------------------------------------------------------------------------------
 
 
 class ShardedGradient(torch.Tensor):

@@ -620,9 +620,10 @@ class ShardedModel:
 
     def _watch(self, bucket: Bucket) -> None:
         """Installs the hooks that notice the arrival of gradients."""
-        self.arrivals.watch(bucket, self._prepares(bucket))
+        self.arrivals.watch(bucket, self._preparation(bucket))
 
-    def _prepares(self, bucket: Bucket) -> Callable[[int], None]:
+    def _preparation(self, bucket: Bucket) -> Callable[[int], None]:
+        """Returns what is called before an unexpected gradient of the bucket is added."""
         return partial(_prepare, weakref.ref(self), weakref.ref(bucket))
 
     def timed(self, call: Callable[..., _T], *args: Any) -> _T:
@@ -1233,7 +1234,7 @@ class ShardedModel:
             if bucket.stage < LAST_STAGE:
                 bucket.rebound("forward")
             if bucket.replaced and bucket in self.arrivals.nodes:
-                self.arrivals.renew(bucket, bucket.replaced, self._prepares(bucket))
+                self.arrivals.renew(bucket, bucket.replaced, self._preparation(bucket))
                 bucket.replaced.clear()
         self.contents.check_made("forward", self.buckets, self.ranks)
         self._unfreeze()

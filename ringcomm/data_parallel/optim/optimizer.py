@@ -703,7 +703,8 @@ class ShardedOptimizer:
                     self.state[key] = value
                 else:
                     kept = _in_master_type(place[0], value)
-                    widened += [(place, key) for key in kept if kept[key] is not value[key]] if kept else []
+                    if isinstance(kept, dict):
+                        widened += [(place, name) for name in kept if kept[name] is not value[name]]
                     self._keep(place, kept)
             if widened:
                 (bucket, i), of_state = widened[0]
