@@ -254,6 +254,7 @@ def test_the_whole_has_a_limit_that_bounds_every_stage(tmp_path: Path, monkeypat
     assert [came[f"stage {i}"].partition(",")[0] for i in (1, 2)] == ["left out: the time was up"] * 2
 
 
+@pytest.mark.slow  # three stages, each in two processes
 def test_a_sticky_error_costs_one_cell_of_each_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(tmp_path / "site", monkeypatch, BREAKS)
     out = tmp_path / "gpu.json"

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 
-def slow(*values: Any) -> Any:
+def slow(*values: Any, id: str | None = None) -> Any:
     """A case that `make test-all` adds."""
-    return pytest.param(*values, marks=pytest.mark.slow)
+    return pytest.param(*values, marks=pytest.mark.slow, id=id)
 
 
 def choose(values: Iterable[Any], chosen: Collection[Any], by: str = "") -> list[Any]:

@@ -174,6 +174,8 @@ def call(home: str, function: str, *arguments: Any, limit_s: float = 300, **envi
 
 def serve() -> None:
     """Makes each call that comes in a process forked for it."""
+    for name in ("pytest", "torch", "torch.distributed"):  # the children have them at once
+        importlib.import_module(name)
     answers = os.fdopen(os.dup(1), "w")
     gc.freeze()
     while job := sys.stdin.readline():
