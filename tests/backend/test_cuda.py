@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ringcomm import _C, backend, errors
 from tests.backend import test_calls, test_collectives, test_groups, test_torch_stack
 from tests.support import emulated, torch_ranks
+from tests.support.choice import choose
 from tests.support.torch_checks import all_reduce_works, backend_of, combined, expect, raised, values
 
 pytestmark = pytest.mark.timeout(300)
@@ -29,7 +30,7 @@ ENGINE = "cuda" if EMULATED else "cpu"
 
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(EMULATED, reason="this is the Python that has the emulated engine")
-@pytest.mark.parametrize("tests", ["calls", "scenario", "training"])
+@pytest.mark.parametrize("tests", choose(["calls", "scenario", "training"], ["scenario"]))
 def test_on_the_emulated_gpu(tests: str) -> None:
     print(emulated.call("tests.backend.test_cuda", "main", tests, limit_s=800))
 

@@ -337,6 +337,7 @@ def possible() -> None:
         pytest.skip(reason)
 
 
+@pytest.mark.slow  # a host that is killed is the other way to lose a link
 def test_a_cut_link_ends_the_calls_of_all_ranks_and_a_mended_one_serves_again(possible: None, tmp_path: Path) -> None:
     everybody = [0, 1, 2, 3]
     with Cluster(2) as cluster:

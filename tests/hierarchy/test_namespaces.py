@@ -66,7 +66,7 @@ LAYOUTS: list[tuple[list[list[int]], Callable[[Cluster, Path], None]]] = [
 ]
 
 
-# test_namespaces_gpt.py has three hosts in `make test`, this file two.
+# test_training.py and test_engine.py have three hosts in `make test`, this file two.
 @pytest.fixture(scope="module", params=[LAYOUTS[0], slow(LAYOUTS[1])], ids=["2 hosts x 2", "3 hosts x 2,1,1"])
 def job(request: pytest.FixtureRequest, possible: None, tmp_path_factory: pytest.TempPathFactory) -> Job:
     hosts, launch = request.param

@@ -69,6 +69,7 @@ def test_two_hosts_of_two_ranks_train_as_one_host(stage: str, one_host: Outcome)
     assert sent > 100_000  # over the network, not around it
 
 
+@pytest.mark.slow  # test_training.py has three hosts, test_namespaces.py the network
 def test_three_hosts_of_two_one_and_one_ranks_train_as_one_host(one_host: Outcome) -> None:
     with Cluster(3) as cluster:
         text = cluster.run([2, 1, 1], [PROGRAM, *SMALL, "--stage", "3"], LIMIT_S)[0]
