@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -84,10 +83,11 @@ SHAPES = [
 ]  # fmt: skip
 
 
-# Of eight ranks the one with all axes: the others add no pair that those of four ranks lack but a 4 beside a 2.
-@pytest.mark.parametrize(
-    ("dp", "tp", "pp"), [shape if shape == (2, 2, 2) or math.prod(shape) < 8 else slow(*shape) for shape in SHAPES]
-)
+# All axes; without tp, and so with the bits of one process; the longest pipeline.
+USUAL = ((2, 2, 2), (2, 1, 2), (1, 1, 4))
+
+
+@pytest.mark.parametrize(("dp", "tp", "pp"), [shape if shape in USUAL else slow(*shape) for shape in SHAPES])
 def test_every_mesh_and_stage(dp: int, tp: int, pp: int) -> None:
     def body(model: Net, mesh: Any) -> tuple[int, list[Result]]:
         models = [model, *(copy.deepcopy(model) for _ in range(3))]
@@ -136,7 +136,10 @@ def test_ties_that_are_added_once_a_step() -> None:
 
 @pytest.mark.parametrize(
     "axes",
-    [{"cp": 2}, {"pp": 2, "dp": 2, "cp": 2}, {"dp": 2, "cp": 2, "tp": 2}, slow({"pp": 2, "cp": 2, "tp": 2})],
+    [  # training/test_train_mesh.py has cp beside tp
+        {"pp": 2, "dp": 2, "cp": 2},
+        *(slow({"cp": 2}), slow({"dp": 2, "cp": 2, "tp": 2}), slow({"pp": 2, "cp": 2, "tp": 2})),
+    ],
     ids=str,
 )
 def test_context_parallel(axes: dict[str, int]) -> None:
@@ -192,7 +195,7 @@ def test_a_stage_that_some_microbatches_leave_out() -> None:
 # ---- accumulation -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, slow(1), slow(2), 3])
 def test_accumulation_over_several_steps_of_the_pipeline(stage: int) -> None:
     model, numbers = make(), (5, 6, 7, 8)
     optimizer = cases.adamw(model)
@@ -227,7 +230,7 @@ def test_accumulation_over_several_steps_of_the_pipeline(stage: int) -> None:
 AXES = {"pp": 2, "dp": 2, "tp": 2}
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [slow(0), slow(2), 3])
 def test_mixed_precision(stage: int) -> None:
     half = MixedPrecision(torch.bfloat16, output_dtype=torch.float32)
 
@@ -259,7 +262,7 @@ def test_mixed_precision_of_an_input_that_every_stage_uses() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"offload": True}, {"reshard_after_forward": False}, {"bucket_cap_mb": 1.0}, {"atom": "tensor"}],
+    [{"offload": True}, {"reshard_after_forward": False}, slow({"bucket_cap_mb": 1.0}), {"atom": "tensor"}],
     ids=lambda each: next(iter(each)),
 )
 def test_settings_that_change_no_bits(settings: dict[str, Any]) -> None:
@@ -270,17 +273,19 @@ def test_settings_that_change_no_bits(settings: dict[str, Any]) -> None:
         check(results, 2)
 
 
-def test_activation_checkpointing() -> None:
+@pytest.mark.parametrize("axes", [{"pp": 2, "dp": 2}, slow(AXES)], ids=str)
+def test_activation_checkpointing(axes: dict[str, int]) -> None:
     def body(model: Net, mesh: Any) -> list[Result]:
         return [trained(Job(each, mesh, stage)) for stage, each in ((0, model), (3, copy.deepcopy(model)))]
 
-    plain_ones = cases.run(AXES, body)
-    for mine, theirs in zip(cases.run(AXES, body, checkpointed=True), plain_ones, strict=True):
+    plain_ones = cases.run(axes, body)
+    for mine, theirs in zip(cases.run(axes, body, checkpointed=True), plain_ones, strict=True):
         assert same(mine[0], theirs[0])
         assert same(mine[1], theirs[0])
 
 
-def test_restage_while_training() -> None:
+@pytest.mark.parametrize("axes", [{"pp": 2, "dp": 2}, slow(AXES)], ids=str)
+def test_restage_while_training(axes: dict[str, int]) -> None:
     def body(model: Net, mesh: Any) -> tuple[Result, Result]:
         unchanged = trained(Job(copy.deepcopy(model), mesh), 4)
         job, losses, norms = Job(model, mesh), [], []
@@ -290,11 +295,11 @@ def test_restage_while_training() -> None:
             losses, norms = losses + loss, norms + norm
         return unchanged, Result((losses, norms), job.parts())
 
-    for unchanged, moved in cases.run(AXES, body):
+    for unchanged, moved in cases.run(axes, body):
         assert same(unchanged, moved)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [slow(0), slow(2), 3])
 def test_hybrid(stage: int) -> None:
     flat = cases.run({"dp": 4, "tp": 2}, lambda model, mesh: trained(Job(model, mesh)))
     axes = {"replicate": 2, "shard": 2, "tp": 2}
@@ -305,7 +310,7 @@ def test_hybrid(stage: int) -> None:
 # ---- loss scaling -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axes", [{"pp": 2}, {"pp": 2, "tp": 2}], ids=["pp", "pp and tp"])
+@pytest.mark.parametrize("axes", [slow({"pp": 2}), {"pp": 2, "tp": 2}], ids=["pp", "pp and tp"])
 def test_parameters_that_are_assigned_keep_their_places(axes: dict[str, int]) -> None:
     def body(model: Net, mesh: Any, assigned: bool) -> Any:
         job = Job(model, mesh, 1, assigned=assigned)
@@ -318,7 +323,7 @@ def test_parameters_that_are_assigned_keep_their_places(axes: dict[str, int]) ->
         assert all(torch.equal(x, their_parts[name][1]) for name, (_, x) in parts.items())
 
 
-@pytest.mark.parametrize("where", [(0, 0, 1), (0, 1, 0), (1, 0, 0)], ids=["tp", "dp", "pp"])
+@pytest.mark.parametrize("where", [slow((0, 0, 1)), (0, 1, 0), (1, 0, 0)], ids=["tp", "dp", "pp"])
 @pytest.mark.parametrize("stage", [0, 2])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(where: tuple[int, int, int], stage: int) -> None:
     half = MixedPrecision(torch.float16, output_dtype=torch.float32)
@@ -517,7 +522,7 @@ def test_join_and_unknown_axes_are_refused() -> None:
     cases.run({"dp": 1, "expert": 2}, unknown)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [slow(0), slow(1), 3])
 def test_a_frozen_stage(stage: int, tmp_path: Any) -> None:
     """Its rank's optimizer has nothing; clipping and checkpoints go on."""
 

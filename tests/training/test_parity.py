@@ -1,6 +1,6 @@
 """Every stage gives the same bits, and the numbers of one process.
 
-The axes are covered in pairs: any two settings of two axes meet in a case. The full product is marked slow.
+The axes are covered in pairs: any two settings of two axes meet in a case. Of these, `make test` runs every second one.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ RTOL = {"fp64": 1e-9, "fp32": 2e-4, "bf16": 5e-2, "fp16": 1e-2}
 ATOL = {"fp64": 1e-11, "fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-3}
 
 
+def spare(number: int) -> list[pytest.MarkDecorator]:
+    """Marks what `make test` leaves out of a list of cases: it takes every second one, in which all settings occur."""
+    return [pytest.mark.slow] if number % 2 else []
+
+
 def same_at_every_stage(case: Case, turn: int | None = None) -> list[list[Result]]:
     """Trains at all stages with all bucket sizes, or with one at each; they and the ranks agree to the last bit."""
     runs = [{"stage": stage, "bucket_mb": mb} for stage in STAGES for mb in BUCKETS_MB]
@@ -73,7 +78,7 @@ def close_to_one_process(case: Case) -> None:
 @pytest.mark.parametrize(
     ("case", "turn"),
     [
-        *(pytest.param(case, turn, id=str(case)) for turn, case in enumerate(cases(AXES))),
+        *(pytest.param(case, turn, id=str(case), marks=spare(turn)) for turn, case in enumerate(cases(AXES))),
         *(pytest.param(case, None, id=f"{case}, all", marks=pytest.mark.slow) for case in cases(AXES)),
     ],
 )
@@ -84,13 +89,15 @@ def test_every_stage_and_bucket_size_gives_the_same_bits(case: Case, turn: int |
     assert first.optimizer["state"], "nothing was trained"
 
 
-@pytest.mark.parametrize("case", cases(NUMBERS), ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case), marks=spare(number)) for number, case in enumerate(cases(NUMBERS))]
+)
 def test_the_numbers_are_those_of_one_process(case: Case) -> None:
     close_to_one_process(case)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("clip", ["", "2"])
+@pytest.mark.parametrize("precision", [slow("fp32"), "bf16"])
+@pytest.mark.parametrize("clip", [slow(""), "2"])
 def test_tree_accumulation_does_not_depend_on_the_world_size(precision: str, clip: str) -> None:
     """Eight micro-batches, dealt out to 1, 2, 4 and 8 ranks."""
     found = {}
@@ -102,8 +109,8 @@ def test_tree_accumulation_does_not_depend_on_the_world_size(precision: str, cli
         assert differences(found[1, 0], result, losses=False) == [], where
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+@pytest.mark.parametrize("precision", [slow("fp32"), "bf16"])
+@pytest.mark.parametrize("optimizer", [slow("adamw"), "adafactor"])
 def test_restaging_between_any_two_stages_changes_nothing(precision: str, optimizer: str) -> None:
     case = Case(3, precision=precision, optimizer=optimizer, tied=True, frozen=True, unused=True, accumulate=2)
     ways = [(a, b) for a, b in itertools.permutations(STAGES, 2)]
@@ -114,21 +121,25 @@ def test_restaging_between_any_two_stages_changes_nothing(precision: str, optimi
             assert differences(plain[rank], result) == [], f"{way}, rank {rank}"
 
 
+MOST = Case(3, accumulate=3, precision="fp16", clip="inf", tree=True, frozen=True, uneven=True)
+
+
 @pytest.mark.parametrize(
-    "case",
-    [  # the last has most of what the others have
-        slow(Case(3, accumulate=4, clip="2", tied=True, unused=True, some_ranks=True)),
-        slow(Case(4, accumulate=2, no_sync=False, precision="bf16", batch_norm=True, checkpoint=True)),
-        Case(3, accumulate=3, precision="fp16", clip="inf", tree=True, frozen=True, uneven=True),
+    ("case", "turn"),
+    [  # the last has most of what the others have; one size of buckets at each stage, the smallest at 0 and 3
+        slow(Case(3, accumulate=4, clip="2", tied=True, unused=True, some_ranks=True), None),
+        slow(Case(4, accumulate=2, no_sync=False, precision="bf16", batch_norm=True, checkpoint=True), None),
+        slow(MOST, None),
+        (MOST, 1),
     ],
     ids=str,
 )
-def test_collectives_beside_the_computation_give_the_same_bits(case: Case) -> None:
+def test_collectives_beside_the_computation_give_the_same_bits(case: Case, turn: int | None) -> None:
     """As on machines with cores to spare; what is in flight must not be touched."""
     found = []
     for background in FLAGS:
         with background_is(background):
-            found.append(same_at_every_stage(case))
+            found.append(same_at_every_stage(case, turn))
     for inline, beside in zip(*found, strict=True):
         for rank, result in enumerate(inline):
             assert differences(result, beside[rank]) == [], f"rank {rank}"

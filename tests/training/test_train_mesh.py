@@ -67,8 +67,8 @@ def reference() -> str:
     return text
 
 
-# test_mesh_training.py has the other meshes, with another model.
-@pytest.mark.parametrize("mesh", choose(SAME, [*SAME][1:4:2] + [*SAME][-1:]))
+# mesh/test_training.py has the other meshes and schedules, with another model.
+@pytest.mark.parametrize("mesh", choose(SAME, ["dp 2 x pp 2, interleaved, stage 1"]))
 def test_it_leaves_no_trace(mesh: str, reference: str) -> None:
     text = train(*SAME[mesh].split())
     assert len(steps(text)) == 4
@@ -76,7 +76,7 @@ def test_it_leaves_no_trace(mesh: str, reference: str) -> None:
     assert checksum(text) == checksum(reference)
 
 
-@pytest.mark.parametrize("mesh", choose(CLOSE, [*CLOSE][2:4]))
+@pytest.mark.parametrize("mesh", choose(CLOSE, ["cp 2 x tp 2, sequence parallel, stage 3"]))
 def test_it_stays_close_to_one_process(mesh: str) -> None:
     said = verdict(train(*CLOSE[mesh].split(), "--check"))
     found = re.search(r"loss off by (\S+) of itself, parameters by up to (\S+);", said)
@@ -115,7 +115,7 @@ def plain() -> tuple[str, str]:
 
 
 def test_the_check_sees_the_last_bit() -> None:
-    text, status = train_everywhere(*SMALL, "--check", world_size=4, change=nudge)[0]
+    text, status = train_everywhere(*SMALL, "--check", world_size=2, change=nudge)[0]
     assert status == 1
     assert re.search(r"loss off by 0.0e\+00 of itself, parameters by up to \S+; expected the same bits", verdict(text))
 
@@ -134,7 +134,7 @@ def test_another_mesh_goes_on_with_the_same_bits(reference: str, tmp_path: Path)
     assert checksum(text) == checksum(reference)
 
 
-@pytest.mark.slow  # test_mesh_checkpoint.py loads parts of layers on other meshes
+@pytest.mark.slow  # mesh/test_checkpoint.py loads parts of layers on other meshes
 def test_another_mesh_goes_on_with_parts_of_layers(tmp_path: Path) -> None:
     saved = str(tmp_path / "saved")
     train("--tp", "2", "--micro-batches", "2", "--stage", "2", "--until", "2", "--save", saved)
