@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, find, given, note, seed, settings
 
 from ringcomm import Communicator
+from tests.support.choice import slow
 from tests.support.collectives.calls import CALLS
 from tests.support.collectives.programs import OPS, Program, Step, programs, random_program, shrunk
 from tests.support.collectives.ranks import Pool
@@ -37,11 +38,12 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.mark.timeout(300)
-def test_random_programs_give_the_results_of_one_process(pool: Pool) -> None:
+@pytest.mark.parametrize("examples", [100, slow(300)])
+def test_random_programs_give_the_results_of_one_process(examples: int, pool: Pool) -> None:
     ran: Counter[str] = Counter()
 
     @seed(SEED)
-    @settings(QUIET, max_examples=300)
+    @settings(QUIET, max_examples=examples)
     @given(programs())
     def check(program: Program) -> None:
         note(f"RINGCOMM_FUZZ_SEED={SEED}")
@@ -87,7 +89,7 @@ def found_by_seed(pool: Pool) -> Program:
     return shrunk(next(program for program in drawn if pool.run(program)), lambda program: bool(pool.run(program)))
 
 
-@pytest.mark.parametrize("search", [found_by_hypothesis, found_by_seed])
+@pytest.mark.parametrize("search", [slow(found_by_hypothesis), found_by_seed])
 def test_a_wrong_bit_is_found_and_shrunk_to_one_call(search: Any, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, "broadcast", flip_a_bit)
     program = search(pool)

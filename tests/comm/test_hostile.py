@@ -478,16 +478,19 @@ LAYOUTS = [
 ]
 
 
-def emulated_settings(variable: str, values: list[str], folder: str) -> None:
+def emulated_settings(folder: str) -> None:
     """On an emulated GPU, in a Python that has one."""
-    for value in values:
-        path = Path(folder) / "tuning"
-        path.write_bytes(value.encode("latin-1"))
-        os.environ[variable] = str(path) if variable == "RINGCOMM_TUNING" else value
+    path = Path(folder) / "tuning"
+    os.environ["RINGCOMM_TUNING"] = str(path)
+    for tuning in TUNINGS:
+        path.write_bytes(tuning.encode("latin-1"))
+        refusal(lambda: _C.Engine("cuda", 0, 2, LIMIT_MS))
+    del os.environ["RINGCOMM_TUNING"]
+    for layout in LAYOUTS:
+        os.environ["RINGCOMM_CUDA_LAYOUT"] = layout
         refusal(lambda: _C.Engine("cuda", 0, 2, LIMIT_MS))
 
 
 @pytest.mark.timeout(900)  # the first to come builds the emulated engine
 def test_wrong_files_and_layouts_of_a_gpu_are_refused(tmp_path: Path) -> None:
-    emulated.call("tests.comm.test_hostile", "emulated_settings", "RINGCOMM_TUNING", TUNINGS, str(tmp_path))
-    emulated.call("tests.comm.test_hostile", "emulated_settings", "RINGCOMM_CUDA_LAYOUT", LAYOUTS, str(tmp_path))
+    emulated.call("tests.comm.test_hostile", "emulated_settings", str(tmp_path))

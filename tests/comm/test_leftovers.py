@@ -142,7 +142,7 @@ def test_memory_that_is_refused_is_a_clear_error() -> None:
         with ringcomm.init(0, 1) as comm:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
             try:
-                comm.empty(1 << 22)
+                comm.empty(1 << 22, "float32", like="numpy")
             except ringcomm.EngineError as error:
                 print("shared memory of" in str(error), comm.aborted)
     """)
@@ -152,31 +152,36 @@ def test_memory_that_is_refused_is_a_clear_error() -> None:
 def test_ctrl_c_ends_a_call_that_waits() -> None:
     """The interrupted rank raises KeyboardInterrupt, also from an asynchronous call and a receive, the other one
     AbortedError."""
-    for waits in ("comm.barrier()", "comm.barrier(async_op=True).wait()", "comm.recv(np.zeros(3), 1)"):
-        process = start(f"""
-            from torch.distributed import FileStore
-            import tempfile
-            def rank(r, path):
-                comm = ringcomm.init(r, 2, store=FileStore(path, 2), timeout=50)
+    process = start("""
+        from torch.distributed import FileStore
+        import tempfile
+        WAITS = (
+            lambda comm: comm.barrier(),
+            lambda comm: comm.barrier(async_op=True).wait(),
+            lambda comm: comm.recv(np.zeros(3), 1),
+        )
+        def rank(r, path, waits):
+            comm = ringcomm.init(r, 2, store=FileStore(path, 2), timeout=50)
+            comm.barrier()
+            try:
+                if r == 0:
+                    open(path + ".ready", "w").close()
+                    waits(comm)
+                end = time.monotonic() + 20
+                while r == 1 and not comm.aborted and time.monotonic() < end:
+                    time.sleep(0.01)
                 comm.barrier()
-                try:
-                    if r == 0:
-                        open(path + ".ready", "w").close()
-                        {waits}
-                    end = time.monotonic() + 20
-                    while r == 1 and not comm.aborted and time.monotonic() < end:
-                        time.sleep(0.01)
-                    comm.barrier()
-                    comm.barrier()  # what rank 0 had begun asynchronously may have ended well
-                except BaseException as error:
-                    print(r, type(error).__name__, flush=True)
-                os._exit(0)
+                comm.barrier()  # what rank 0 had begun asynchronously may have ended well
+            except BaseException as error:
+                print(r, type(error).__name__, flush=True)
+            os._exit(0)
+        for waits in WAITS:
             with tempfile.TemporaryDirectory() as folder:
                 path, children = folder + "/store", []
                 for r in range(2):
                     child = os.fork()
                     if child == 0:
-                        rank(r, path)
+                        rank(r, path, waits)
                     children.append(child)
                 while not os.path.exists(path + ".ready"):
                     time.sleep(0.01)
@@ -184,10 +189,13 @@ def test_ctrl_c_ends_a_call_that_waits() -> None:
                 os.kill(children[0], signal.SIGINT)
                 for child in children:
                     os.waitpid(child, 0)
-        """)
-        said = sorted(ended(process).split("\n"))
-        assert said[1] == "0 KeyboardInterrupt", (waits, said)
-        assert said[2] in ("1 AbortedError", "1 RankLostError"), (waits, said)
+    """)
+    said = ended(process).splitlines()
+    assert len(said) == 6, said
+    for pair in (said[:2], said[2:4], said[4:]):
+        first, second = sorted(pair)
+        assert first == "0 KeyboardInterrupt", said
+        assert second in ("1 AbortedError", "1 RankLostError"), said
 
 
 def forks(comm: Communicator) -> int:

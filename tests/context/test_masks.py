@@ -15,6 +15,7 @@ from ringcomm.context import context_parallel, gather_sequence, positions, ring_
 from ringcomm.context.sequence import LAYOUTS, blocks_of
 from ringcomm.errors import UnsupportedError
 from tests.context.test_attention import SHAPES, Tensors, assert_near, inputs, on_ranks
+from tests.support.choice import slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -75,7 +76,7 @@ def test_blocks_are_the_window_and_no_block_is_empty(world_size: int, causal: bo
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, slow(4)])
 def test_windows_and_hidden_keys_equal_full_attention(world_size: int, causal: bool, layout: str, kind: str) -> None:
     whole = inputs(SHAPES[kind], world_size)
     batch, length = whole[0].shape[0], whole[0].shape[2]

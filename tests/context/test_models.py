@@ -19,6 +19,7 @@ from ringcomm.context import context_parallel, gather_sequence, positions, shard
 from ringcomm.context.sequence import LAYOUTS
 from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError
 from tests.context.test_attention import GOOD, full, inputs, on_ranks
+from tests.support.choice import slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -125,7 +126,7 @@ class Ring(nn.Module):
         return x + torch.tanh(self.out(attended.transpose(1, 2).flatten(2)))
 
 
-@pytest.mark.parametrize("what", ["blocks", "the model", "ring_attention"])
+@pytest.mark.parametrize("what", [slow("blocks"), "the model", "ring_attention"])
 def test_compiled_blocks_give_the_numbers_of_one_process(what: str) -> None:
     torch.manual_seed(0)
     base = nn.Sequential(Ring(), Ring()).double()

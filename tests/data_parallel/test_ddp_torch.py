@@ -20,6 +20,7 @@ from ringcomm.data_parallel.sync_batch_norm import SyncBatchNorm
 from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, UnsupportedError
 from ringcomm.modules.precision import MixedPrecision
 from tests.support import torch_ranks
+from tests.support.choice import slow
 
 Values = dict[str, torch.Tensor]
 WORLD = 3
@@ -466,9 +467,9 @@ def _hooked(kind: str, wrap: bool, compares: bool) -> tuple[Values, Values, Valu
 @pytest.mark.parametrize(
     ("kind", "wrap", "close"),
     [
-        ("allreduce_hook", False, 1e-6),
+        slow("allreduce_hook", False, 1e-6),
         ("allreduce_hook", True, 1e-3),
-        ("fp16_compress_hook", False, 1e-3),
+        slow("fp16_compress_hook", False, 1e-3),
         ("bf16_compress_hook", False, None),  # torch's wrapper wants NCCL for it
         ("powerSGD_hook", False, None),
     ],
@@ -629,7 +630,7 @@ def _one_rank_steps_alone(wrap: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "0", "3"])
+@pytest.mark.parametrize("wrap", ["ddp", slow("0"), "3"])
 def test_calls_end_at_the_time_limit_of_the_process_group(wrap: str) -> None:
     """The communicator beside a group has its limit, not the half hour of one that is made alone."""
     told = torch_ranks.run(_one_rank_steps_alone, wrap, world_size=2)

@@ -18,6 +18,7 @@ from ringcomm.data_parallel.optim.grad_scaler import GradScaler
 from ringcomm.data_parallel.shard import shard, whole
 from ringcomm.modules.precision import MixedPrecision
 from tests.support import torch_ranks
+from tests.support.choice import choose, slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORLD = 3
@@ -177,8 +178,8 @@ PARITY = {
 }
 
 
-@pytest.mark.parametrize("case", PARITY)
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("case", choose(PARITY, ["accumulated", "nested", "prefetched", "half", "host"]))
+@pytest.mark.parametrize("checkpointed", [False, slow(True)], ids=["", "checkpointed"])
 def test_the_bits_are_those_of_shard(case: str, checkpointed: bool) -> None:
     compose, options, passes = PARITY[case]
     other = {"mixed_precision": options.get("mp_policy"), "offload": options.get("offload_policy", False)}
@@ -372,7 +373,7 @@ def test_one_optimizer_over_sharded_ignored_and_frozen_parameters() -> None:
             assert [k for k, v in values.items() if not torch.equal(v, its["state"][every[i]][k])] == []
 
 
-@pytest.mark.parametrize("of", ["module", "parameters", "optimizer"])
+@pytest.mark.parametrize("of", ["module", slow("parameters"), slow("optimizer")])
 def test_ignored_parameters_are_clipped_with_the_others(of: str) -> None:
     def composed(comm: Any, model: Any) -> tuple[Any, ...]:
         fully_shard(model, comm=comm, ignored_params=set(model.norm.parameters()))

@@ -19,6 +19,7 @@ import ringcomm
 from ringcomm.data_parallel import hooks
 from ringcomm.tools.bench.check import tree_sum
 from tests.support import torch_ranks
+from tests.support.choice import slow
 
 WORLD = 3
 STEPS = 3
@@ -121,10 +122,10 @@ def rank_trains_sharded(case: str) -> tuple[Any, ...]:
     ("case", "reduction"),
     [
         ("plain", "avg"),
-        ("kept", "avg"),
-        ("prefetch", "avg"),
-        ("same group", "avg"),
-        ("bfloat16", "avg"),
+        slow("kept", "avg"),
+        slow("prefetch", "avg"),
+        slow("same group", "avg"),
+        slow("bfloat16", "avg"),
         ("divided", "premul_sum"),
         ("float16", "sum"),
     ],
@@ -273,7 +274,7 @@ def rank_trains_ddp(hook: str, bucket_cap_mb: float) -> tuple[Any, ...]:
     return expected, found, values, before, means, counts
 
 
-@pytest.mark.parametrize("bucket_cap_mb", [25.0, 0.0005])
+@pytest.mark.parametrize("bucket_cap_mb", [slow(25.0), 0.0005])
 def test_ddp_gets_the_canonical_mean(bucket_cap_mb: float) -> None:
     ranks = torch_ranks.run(rank_trains_ddp, "attach", bucket_cap_mb, backend="gloo")
     for expected, found, values, _, means, counts in ranks:

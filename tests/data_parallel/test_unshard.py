@@ -17,6 +17,7 @@ from ringcomm.data_parallel.model.sharded_model import sharded_model_of
 from ringcomm.errors import InvalidArgumentError
 from tests.data_parallel.test_shard import STAGES, loss_of, sgd, state_of, step_of, tower
 from tests.modules.test_meta import HOW, Odd, Tower, on_cpu, ranks, same
+from tests.support.choice import choose, slow
 
 Wrapping = Callable[[ringcomm.Communicator, nn.Module, torch.optim.Optimizer], nn.Module]
 
@@ -94,8 +95,12 @@ def test_a_rank_may_still_have_a_model_that_is_gone_on_others() -> None:
     ranks(train)
 
 
-@pytest.mark.parametrize("kind", [Tower, Odd])
-@pytest.mark.parametrize("name", WRAPPINGS)
+# What `make test` runs: one of each stage, and the two other ways to wrap.
+USUAL = ["0 buckets", "1 offload", "2 bfloat16", "3 buckets", "fully_shard", "DistributedDataParallel"]
+
+
+@pytest.mark.parametrize("kind", [Tower, slow(Odd)])
+@pytest.mark.parametrize("name", choose(WRAPPINGS, USUAL))
 def test_training_goes_on_after_unshard_and_shard(name: str, kind: type[nn.Module]) -> None:
     """With a step, a gradient that was not used yet, and another stage afterwards."""
     if kind is Odd and name == "fully_shard":
@@ -152,7 +157,7 @@ def test_a_plain_run_goes_on(stage: int) -> None:
     assert same(ranks(lambda comm: train(comm, True), 1)[0], ranks(lambda comm: train(comm, False), 1)[0])
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", choose(STAGES, (0, 3)))
 def test_parameters_are_added_between(stage: int) -> None:
     def train(comm: ringcomm.Communicator) -> list[torch.Tensor]:
         model = tower()
@@ -192,7 +197,7 @@ def sgd_of(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, eps=1e-3)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [slow(1), 3])
 def test_several_optimizers_and_models(stage: int) -> None:
     """One optimizer over two models goes on with the model that stays sharded."""
 
@@ -219,7 +224,7 @@ def test_several_optimizers_and_models(stage: int) -> None:
     assert all(map(same, expected, ranks(lambda comm: train(comm, True))))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", choose(STAGES, (0, 3)))
 def test_local_sums_and_forgotten_gradients(stage: int) -> None:
     def run(comm: ringcomm.Communicator) -> None:
         model = tower()

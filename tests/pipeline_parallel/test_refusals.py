@@ -29,6 +29,7 @@ from ringcomm.errors import (
 from ringcomm.pipeline_parallel.pipeline import Pipeline
 from ringcomm.pipeline_parallel.schedules import Schedule, one_f_one_b
 from tests.pipeline_parallel.test_runner import Block, Net, cross_entropy, cuts, make, tokens
+from tests.support.choice import slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -309,7 +310,7 @@ def raises_at(number: int, schedule: str) -> Callable[[Communicator], Any]:
         ),
         (lambda c: pipeline(c, row(), ["2"], loss=raising).step(torch.ones(2, 6)), 2, ZeroDivisionError, "in the loss"),
         (raises_at(0, "1f1b"), 3, ZeroDivisionError, "middle"),
-        (raises_at(1, "gpipe"), 3, ZeroDivisionError, "middle"),
+        slow(raises_at(1, "gpipe"), 3, ZeroDivisionError, "middle"),
         (raises_at(2, "zero-bubble"), 3, ZeroDivisionError, "middle"),
     ],
 )
@@ -414,7 +415,7 @@ class Averaged(nn.Module):
         return x - self.mean(x)
 
 
-@pytest.mark.parametrize("how", ["in place", "view", "data"])
+@pytest.mark.parametrize("how", ["in place", slow("view"), "data"])
 def test_a_running_mean_of_parameters_of_another_stage_is_refused(how: str) -> None:
     model = make(Averaged, how)
     before = [p.clone() for p in model.mean.parameters()]

@@ -17,6 +17,7 @@ from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.mesh import init_mesh
 from ringcomm.tensor_parallel.plan import parallelize
 from tests.support import torch_ranks
+from tests.support.choice import slow
 from tests.support.mesh import cases
 from tests.support.mesh.tensor_cases import close, difference, on_ranks, part
 from tests.tensor_parallel.test_outputs import MODELS, built
@@ -185,7 +186,7 @@ def test_reset_parameters_initialises_what_is_cut() -> None:
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [slow(0), 3])
 def test_a_checkpoint_of_another_mesh_is_loaded_into_parts(tmp_path: Path, stage: int) -> None:
     """An odd vocabulary, which is padded; a forward pass before says what has no values."""
     whole = llama(True)

@@ -25,6 +25,7 @@ from ringcomm.modules.shard_spec import part_of
 from ringcomm.tensor_parallel.layers import RowParallelLinear
 from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import Colwise
+from tests.support.choice import slow
 from tests.support.mesh.tensor_cases import close, difference, on_ranks, part, sent, unlike
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -146,7 +147,7 @@ def check(
     on_ranks(rank, world_size)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, slow(4)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_transformer(kind: str, dtype: torch.dtype, world_size: int) -> None:
@@ -295,7 +296,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
-@pytest.mark.parametrize("kind", ["tensor", "overlap"])
+@pytest.mark.parametrize("kind", [slow("tensor"), "overlap"])
 def test_twenty_steps(kind: str) -> None:
     whole = make(0)
     models = [copy.deepcopy(whole) for _ in range(3)]
@@ -356,7 +357,7 @@ def test_parameters_that_are_made_anew_stay_parts(kind: str, how: str) -> None:
         assert found == pytest.approx(norms, rel=1e-6)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, slow(1), slow(2), 3])
 @pytest.mark.parametrize("kind", ["tensor", "sequence"])
 def test_sharded_over_a_mesh_with_clipping(kind: str, stage: int) -> None:
     """dp=2 x tp=2: two shares of each batch; norms are of all parameters, each counted once."""
@@ -432,7 +433,7 @@ def messages(plan: Plan, options: Any, world_size: int, recompute: bool = False)
 SBH = 2 * LENGTH * WIDTH
 
 
-@pytest.mark.parametrize("t", [2, 3, 4])
+@pytest.mark.parametrize("t", [2, slow(3), slow(4)])
 def test_a_tensor_parallel_layer_sends_four_all_reduces(t: int) -> None:
     """Two in forward, two in backward, of s b h; queries, keys and values share theirs: 8 (t-1)/t s b h on the wire."""
     layer, wire = messages(TENSOR, {}, t)
@@ -440,7 +441,7 @@ def test_a_tensor_parallel_layer_sends_four_all_reduces(t: int) -> None:
     assert wire == pytest.approx(8 * (t - 1) / t * SBH)
 
 
-@pytest.mark.parametrize("t", [2, 3, 4])
+@pytest.mark.parametrize("t", [2, 3, slow(4)])
 @pytest.mark.parametrize("plan", [SEQUENCE, APART])
 def test_a_sequence_parallel_layer_sends_as_much_in_pairs(plan: Plan, t: int) -> None:
     """And sums gradients of what works on parts: weight and bias of two norms, biases of two row parallel layers."""

@@ -20,6 +20,7 @@ from ringcomm.tensor_parallel.dropout import ShardedDropout
 from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import Colwise, Dropout
 from tests.support import torch_ranks
+from tests.support.choice import slow
 from tests.support.mesh.tensor_cases import close, on_ranks, part, sent, unlike
 
 pytestmark = [
@@ -330,7 +331,7 @@ def check_used(whole: nn.Module, plan: Any, world_size: int, cut: list[str]) -> 
     on_ranks(rank, world_size)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [slow(0), 3])
 def test_experts_are_sharded_and_clipped_over_a_mesh(stage: int) -> None:
     """dp=2 x tp=2, with parameters that load_state_dict(assign=True) has made anew."""
     whole = mixture("Mixtral")

@@ -21,6 +21,7 @@ from ringcomm.observe import info
 from ringcomm.pipeline_parallel.check import table
 from ringcomm.pipeline_parallel.schedules import schedule_of
 from ringcomm.tools import cli
+from tests.support.choice import slow
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,10 +155,10 @@ def test_output_fits_a_narrow_terminal(
 
 
 READ_LITTLE = [
-    "doctor --json",
+    slow("doctor --json"),
     "simulate --collective all --algorithm all",
     "bench -g 2 --ranks-as threads -b 64 -e 1K -f 2 -n 1 -w 1 -N 0",
-    "bench -g 2 -b 64 -e 1K -f 2 -n 1 -w 1 -N 0",
+    slow("bench -g 2 -b 64 -e 1K -f 2 -n 1 -w 1 -N 0"),
 ]
 
 
@@ -271,7 +272,7 @@ def test_doctor_says_why_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> 
     assert [(fact.usable, fact.text) for fact in info_cuda.driver()] == [(False, "no NVIDIA driver: none")]
 
 
-@pytest.mark.parametrize("command", ["info", "doctor"])
+@pytest.mark.parametrize("command", ["info", slow("doctor")])
 def test_the_module_runs_as_a_command(command: str) -> None:
     done = subprocess.run([sys.executable, "-m", "ringcomm", command], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

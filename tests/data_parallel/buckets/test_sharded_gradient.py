@@ -21,6 +21,7 @@ from ringcomm.data_parallel.model.sharded_model import sharded_model_of
 from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
 from tests.data_parallel.test_shard import STAGES, loss_of, sgd, state_of
 from tests.support import torch_ranks
+from tests.support.choice import choose, slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORLD = 3
@@ -253,15 +254,19 @@ USES = [reads, copies, into_plain_tensors, scalars, tensors, fills, other_change
 USES += [assigned, replaced_data, torch_scaler]
 
 
+# What `make test` runs: a use of each kind.
+TELLING = ["reads", "fills", "lists", "copies", "assigned", "torch_clipping", "torch_scaler"]
+
+
 @pytest.mark.parametrize("precision", [None, BF16], ids=["float32", "bf16"])
-@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+@pytest.mark.parametrize("use", choose(USES, TELLING, by="__name__"), ids=lambda use: use.__name__)
 def test_the_bits_of_stage_0(use: Use, precision: Any) -> None:
     expected = trained(use, 0, mixed_precision=precision)
     for stage in (1, 2, 3):
         assert_same(expected, trained(use, stage, mixed_precision=precision))
 
 
-@pytest.mark.parametrize("use", [scalars, tensors, assigned], ids=lambda use: use.__name__)
+@pytest.mark.parametrize("use", [slow(scalars), slow(tensors), assigned], ids=lambda use: use.__name__)
 def test_the_bits_of_stage_0_with_offload_and_with_tensors_that_are_not_cut(use: Use) -> None:
     expected = trained(use, 0)
     for stage in (1, 2, 3):
@@ -717,7 +722,7 @@ def test_collectives_of_torch_distributed() -> None:
             assert all(map(torch.equal, there, here))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [slow(1), slow(2), 3])
 def test_a_rank_that_reads_a_gradient_alone_gets_no_other_values(stage: int) -> None:
     """Its gather must not take what the others' next gather of as many elements brings."""
 
