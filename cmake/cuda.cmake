@@ -136,7 +136,7 @@ if(RINGCOMM_EMULATE)
   set_property(SOURCE ${emulator_sources} APPEND PROPERTY COMPILE_OPTIONS -fvisibility=default)
   set(CMAKE_ENABLE_EXPORTS ON)
   # Tests of the tests: RINGCOMM_FAULT=kWrongChunk in the environment plants that fault.
-  target_compile_options(ringcomm_cuda PUBLIC "SHELL:-include ${CMAKE_SOURCE_DIR}/tests/cpp/cuda_faults.h")
+  target_compile_options(ringcomm_cuda PUBLIC "SHELL:-include ${CMAKE_SOURCE_DIR}/tests/cpp/cuda/faults.h")
   # Time goes into compiling, and into switching threads; little into what they compute.
   if(RINGCOMM_SANITIZE MATCHES "address")
     target_compile_options(ringcomm_cuda PUBLIC -O0)
