@@ -4,8 +4,8 @@ csrc/: a folder includes what stands before it in NATIVE_FLOORS, without what FO
 
 | folder | may use |
 |---|---|
-| core | the C++ standard library |
-| runtime | core, the operating system |
+| core; call, simulation | the C++ standard library |
+| runtime; observe; work | core, the operating system |
 | cpu: kernels, group, collectives | core, runtime |
 | cuda: device, memory, launch | core, runtime, the CUDA runtime; kernels (device): core alone |
 | hierarchy | core, runtime: it composes an engine and a transport, whatever they are |
@@ -51,7 +51,8 @@ NATIVE = [
 PYTHON = sorted((ROOT / "ringcomm").rglob("*.py"))
 
 NATIVE_FLOORS = (
-    *("core", "runtime", "cpu/kernels", "cpu/group", "cpu/collectives", "cpu"),
+    *("core", "core/call", "core/simulation", "runtime", "runtime/observe", "runtime/work"),
+    *("cpu/kernels", "cpu/group", "cpu/collectives", "cpu"),
     *("cuda/runtime", "cuda/device", "cuda/memory", "cuda/launch", "cuda"),
     *("hierarchy", "hierarchy/nccl", "bind", "bind/module", "bind/c10d"),
 )

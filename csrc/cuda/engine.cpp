@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <atomic>
 
-#include "core/check.h"
+#include "core/call/check.h"
+#include "core/call/parts.h"
 #include "core/engine.h"
 #include "core/error.h"
-#include "core/parts.h"
 #include "core/schedule.h"
 #include "cuda/launch/call_checks.h"
 #include "cuda/launch/context.h"
@@ -15,9 +15,9 @@
 #include "cuda/launch/local_ops.h"
 #include "cuda/launch/request.h"
 #include "cuda/launch/transfer.h"
-#include "runtime/flight_recorder.h"
 #include "runtime/forks.h"
-#include "runtime/trace.h"
+#include "runtime/observe/flight_recorder.h"
+#include "runtime/observe/trace.h"
 
 namespace ringcomm {
 

@@ -3,8 +3,8 @@
 #include <cstdlib>
 #include <string>
 
+#include "core/call/parts.h"
 #include "core/error.h"
-#include "core/parts.h"
 #include "core/schedule.h"
 
 namespace ringcomm::cuda {

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "core/parts.h"
+#include "core/call/parts.h"
 
 namespace ringcomm::cuda {
 

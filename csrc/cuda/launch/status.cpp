@@ -1,7 +1,7 @@
 #include "cuda/launch/status.h"
 
-#include "core/check.h"
-#include "core/parts.h"
+#include "core/call/check.h"
+#include "core/call/parts.h"
 
 namespace ringcomm::cuda {
 

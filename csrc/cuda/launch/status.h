@@ -6,9 +6,9 @@
 #include <mutex>
 #include <string>
 
+#include "core/call/signature.h"
 #include "core/engine.h"
 #include "core/error.h"
-#include "core/signature.h"
 #include "cuda/device/args.h"
 
 namespace ringcomm::cuda {

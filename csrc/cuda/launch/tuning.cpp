@@ -8,8 +8,8 @@
 #include <sstream>
 #include <tuple>
 
+#include "core/call/parts.h"
 #include "core/error.h"
-#include "core/parts.h"
 #include "cuda/launch/plan.h"
 #include "runtime/checksum.h"
 

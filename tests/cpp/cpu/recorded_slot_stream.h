@@ -6,13 +6,13 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/call/parts.h"
 #include "core/link.h"
-#include "core/parts.h"
 #include "cpu/collectives/ring.h"
 #include "cpu/collectives/staged.h"
 #include "cpu/collectives/tuning.h"
 #include "cpu/kernels/loops.h"
-#include "runtime/trace.h"
+#include "runtime/observe/trace.h"
 
 namespace ringcomm::cpu {
 

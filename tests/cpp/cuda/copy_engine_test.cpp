@@ -4,7 +4,7 @@
 #include <csignal>
 #include <fstream>
 
-#include "core/parts.h"
+#include "core/call/parts.h"
 #include "cpp/cuda/engine_tools.h"
 
 namespace ringcomm::test {

@@ -1,5 +1,5 @@
 // The timeline: threads that record while sessions begin and end, bounded room, and which spans belong to a session.
-#include "runtime/trace.h"
+#include "runtime/observe/trace.h"
 
 #include "cpp/ranks.h"
 

@@ -1,13 +1,13 @@
-#include "runtime/recording_engine.h"
+#include "runtime/observe/recording_engine.h"
 
 #include <functional>
 #include <string_view>
 #include <type_traits>
 #include <utility>
 
-#include "runtime/flight_recorder.h"
 #include "runtime/forks.h"
-#include "runtime/site.h"
+#include "runtime/observe/flight_recorder.h"
+#include "runtime/observe/site.h"
 
 namespace ringcomm {
 

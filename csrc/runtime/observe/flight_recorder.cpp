@@ -1,4 +1,4 @@
-#include "runtime/flight_recorder.h"
+#include "runtime/observe/flight_recorder.h"
 
 #include <unistd.h>
 
@@ -7,11 +7,11 @@
 #include <cstring>
 #include <utility>
 
-#include "core/check.h"
-#include "core/parts.h"
+#include "core/call/check.h"
+#include "core/call/parts.h"
 #include "runtime/checksum.h"
 #include "runtime/clock.h"
-#include "runtime/site.h"
+#include "runtime/observe/site.h"
 
 namespace ringcomm {
 

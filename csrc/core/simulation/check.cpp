@@ -1,5 +1,5 @@
 // Checks of the simulator's input: numbers out of range, and combinations that the schedules do not have.
-#include "core/simulate.h"
+#include "core/simulation/model.h"
 
 #include <cmath>
 

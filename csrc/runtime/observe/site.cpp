@@ -1,4 +1,4 @@
-#include "runtime/site.h"
+#include "runtime/observe/site.h"
 
 #include <atomic>
 #include <cstring>

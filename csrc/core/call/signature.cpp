@@ -1,9 +1,9 @@
-#include "core/signature.h"
+#include "core/call/signature.h"
 
 #include <utility>
 
-#include "core/check.h"
-#include "core/parts.h"
+#include "core/call/check.h"
+#include "core/call/parts.h"
 
 namespace ringcomm {
 

@@ -1,4 +1,4 @@
-#include "runtime/trace.h"
+#include "runtime/observe/trace.h"
 
 #include <pthread.h>
 #include <sys/syscall.h>
@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "runtime/clock.h"
-#include "runtime/site.h"
+#include "runtime/observe/site.h"
 
 namespace ringcomm::trace {
 

@@ -1,7 +1,7 @@
-#include "core/check.h"
+#include "core/call/check.h"
 
+#include "core/call/parts.h"
 #include "core/error.h"
-#include "core/parts.h"
 
 namespace ringcomm {
 

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "core/simulate.h"
+#include "core/simulation/model.h"
 
 namespace ringcomm::simulation {
 

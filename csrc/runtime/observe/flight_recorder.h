@@ -51,7 +51,7 @@ struct CallRecord {
   Flag number;               // number of the call, from 1; 0 while the entry is being written
   std::uint64_t collective;  // number among the collectives, from 0; kMessage for others
   std::int64_t begin_ns, end_ns, step;
-  std::uint64_t count;  // the agreed count, see core/check.h; for a message its own
+  std::uint64_t count;  // the agreed count, see core/call/check.h; for a message its own
   std::uint64_t bytes;  // as in CallTotals
   std::int32_t root, tag;
   std::uint8_t op, dtype, reduce_op, algorithm, state, async;  // the algorithm that was asked for

@@ -1,13 +1,13 @@
-#include "runtime/work_queue.h"
+#include "runtime/work/queue.h"
 
 #include <algorithm>
 #include <chrono>
 
 #include "core/error.h"
 #include "core/on_exit.h"
-#include "runtime/flight_recorder.h"
-#include "runtime/site.h"
-#include "runtime/trace.h"
+#include "runtime/observe/flight_recorder.h"
+#include "runtime/observe/site.h"
+#include "runtime/observe/trace.h"
 
 namespace ringcomm {
 

@@ -1,10 +1,10 @@
-#include "core/simulate.h"
+#include "core/simulation/model.h"
 
 #include <algorithm>
 #include <numeric>
 
 #include "core/error.h"
-#include "core/simulate_exchange.h"
+#include "core/simulation/exchange.h"
 
 namespace ringcomm::simulation {
 

@@ -48,7 +48,7 @@ const char* category(What what);
 
 // The call that a span belongs to.
 struct Origin {
-  std::uint64_t group = 0;  // see group_number in runtime/flight_recorder.h
+  std::uint64_t group = 0;  // see group_number in runtime/observe/flight_recorder.h
   int rank = 0, world_size = 1;
   std::int64_t number = -1;  // of the collective; -1: a message, or the engine does not count
 };
