@@ -24,7 +24,6 @@ namespace ringcomm {
 namespace cuda {
 namespace {
 
-constexpr auto kGrace = std::chrono::seconds(10);
 constexpr auto kLastGrace = std::chrono::seconds(60);  // for kernels to notice an abort
 
 cudaStream_t stream_of(const Call& call) { return reinterpret_cast<cudaStream_t>(call.stream); }

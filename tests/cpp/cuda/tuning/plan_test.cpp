@@ -3,8 +3,8 @@
 
 #include "core/error.h"
 #include "cpp/ranks.h"
-#include "cuda/launch/plan.h"
 #include "cuda/memory/handle.h"
+#include "cuda/tuning/plan.h"
 
 namespace ringcomm::test {
 namespace {

@@ -1,4 +1,4 @@
-#include "cuda/launch/stream_ops.h"
+#include "cuda/streams/ops.h"
 
 #if !defined(RINGCOMM_EMULATE)
 #include <cuda.h>

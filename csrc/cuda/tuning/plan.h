@@ -7,7 +7,7 @@
 //   reduce_scatter, reduce           direct; ring on request
 //   all_gather, broadcast            copies; ring on request
 //   gather, scatter, all_to_all      copies
-//   all_gather, all_to_all           without a kernel on request (copy_engine.h)
+//   all_gather, all_to_all           without a kernel on request (cuda/launch/copy_engine.h)
 //
 // A launch that holds every rank of the communicator knows all pointers and begins when every input is ready. Then
 // direct and copies are plain kernels that wait for no other block, and may fill the GPU.
@@ -17,7 +17,7 @@
 
 #include "core/engine.h"
 #include "cuda/device/args.h"
-#include "cuda/launch/tuning.h"
+#include "cuda/tuning/table.h"
 
 #if defined(RINGCOMM_EMULATE)
 #include "emulator.h"

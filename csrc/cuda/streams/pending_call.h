@@ -10,11 +10,15 @@
 #include <mutex>
 #include <string>
 
-#include "cuda/launch/streams.h"
+#include "cuda/streams/events.h"
 
 namespace ringcomm::cuda {
 
 using Clock = std::chrono::steady_clock;
+// How long a waiting thread sleeps before it looks at the AbortState again, in case nobody has notified it.
+inline constexpr std::chrono::milliseconds kHeartbeat{20};
+// What is added to a limit for an enqueued call: its limit on the device begins when the stream reaches it.
+inline constexpr std::chrono::seconds kGrace{10};
 
 class PendingCall {
  public:

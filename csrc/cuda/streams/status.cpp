@@ -1,4 +1,4 @@
-#include "cuda/launch/status.h"
+#include "cuda/streams/status.h"
 
 #include "core/call/check.h"
 #include "core/call/parts.h"

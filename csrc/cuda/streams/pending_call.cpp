@@ -1,4 +1,4 @@
-#include "cuda/launch/pending_call.h"
+#include "cuda/streams/pending_call.h"
 
 #include <sched.h>
 

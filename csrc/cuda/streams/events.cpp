@@ -1,4 +1,4 @@
-#include "cuda/launch/streams.h"
+#include "cuda/streams/events.h"
 
 #include <iterator>
 #include <map>

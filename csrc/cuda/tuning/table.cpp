@@ -1,4 +1,4 @@
-#include "cuda/launch/tuning.h"
+#include "cuda/tuning/table.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -10,7 +10,7 @@
 
 #include "core/call/parts.h"
 #include "core/error.h"
-#include "cuda/launch/plan.h"
+#include "cuda/tuning/plan.h"
 #include "runtime/checksum.h"
 
 namespace ringcomm::cuda {

@@ -1,4 +1,4 @@
-#include "cuda/launch/plan.h"
+#include "cuda/tuning/plan.h"
 
 #include <cstdlib>
 #include <string>
