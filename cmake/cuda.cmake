@@ -2,9 +2,9 @@
 # RINGCOMM_EMULATE compiles the very same sources, kernels too, with the host's compiler.
 # With it, what carries bytes between GPUs of several hosts: NCCL is loaded at run time, nothing of it is needed here.
 file(GLOB cuda_sources CONFIGURE_DEPENDS csrc/cuda/*.cpp csrc/cuda/*/*.cpp csrc/hierarchy/nccl/*.cpp)
-file(GLOB kernel_sources CONFIGURE_DEPENDS csrc/cuda/device/*.cu)
+file(GLOB kernel_sources CONFIGURE_DEPENDS csrc/cuda/device/*.cu csrc/cuda/device/*/*.cu)
 set(float8_sources ${kernel_sources})
-list(FILTER float8_sources INCLUDE REGEX "/(pack|[a-z]+_narrow_float)\\.cu$")
+list(FILTER float8_sources INCLUDE REGEX "/(pack|([a-z]+_)?narrow_float)\\.cu$")
 file(GLOB emulator_sources CONFIGURE_DEPENDS tests/support/emulator/*.cpp)
 set(cuda_build "")
 set(no_cuda "")

@@ -53,7 +53,8 @@ PYTHON = sorted((ROOT / "ringcomm").rglob("*.py"))
 NATIVE_FLOORS = (
     *("core", "core/call", "core/simulation", "runtime", "runtime/observe", "runtime/work"),
     *("cpu/kernels", "cpu/group", "cpu/collectives", "cpu"),
-    *("cuda/runtime", "cuda/device", "cuda/memory", "cuda/tuning", "cuda/streams", "cuda/launch", "cuda"),
+    *("cuda/runtime", "cuda/device", "cuda/device/direct", "cuda/device/ring"),
+    *("cuda/memory", "cuda/tuning", "cuda/streams", "cuda/launch", "cuda"),
     *("hierarchy", "hierarchy/nccl", "bind", "bind/module", "bind/c10d"),
 )
 """Folders of csrc/, bottom first; of one that holds folders, the files beside them. cuda/runtime is such files, .h and

@@ -9,7 +9,7 @@
 
 #include "core/ring_loop.h"
 #include "cuda/device/link_ends.h"
-#include "cuda/device/ring_arithmetic.h"
+#include "cuda/device/ring/arithmetic.h"
 
 namespace ringcomm::cuda {
 

@@ -1,7 +1,11 @@
-// The ring kernels; see ring.cu. Compiled in groups of element types, which share the work between compilers.
+// The ring collectives on a GPU: every hop rounds, and each rank needs the fewest connections. They run the schedule of
+// core/ring_loop.h on the positions of args.ring_order. Schedule chunk c is the chunk of the rank at position c, so
+// that a reduce_scatter leaves chunk r with rank r.
+//
+// Compiled in groups of element types, which share the work between compilers.
 #pragma once
 
-#include "cuda/device/ring_block.h"
+#include "cuda/device/ring/block.h"
 
 namespace ringcomm::cuda {
 

@@ -20,8 +20,8 @@
 // reduce, the others after it. The last step of a call reduces nothing and only copies out the last window.
 #pragma once
 
-#include "cuda/device/reducer.h"
-#include "cuda/device/staging_layout.h"
+#include "cuda/device/direct/reducer.h"
+#include "cuda/device/direct/staging_layout.h"
 
 namespace ringcomm::cuda {
 

@@ -1,4 +1,4 @@
-#include "cuda/device/known.h"
+#include "cuda/device/direct/known.h"
 
 namespace ringcomm::cuda {
 

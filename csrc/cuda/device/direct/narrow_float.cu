@@ -1,4 +1,4 @@
-#include "cuda/device/direct.h"
+#include "cuda/device/direct/kernel.h"
 
 namespace ringcomm::cuda {
 

@@ -1,4 +1,4 @@
-#include "cuda/device/ring_call.h"
+#include "cuda/device/ring/kernel.h"
 
 namespace ringcomm::cuda {
 

@@ -1,8 +1,8 @@
 // The known kernels: no flags, no segments, no waits.
 #pragma once
 
+#include "cuda/device/direct/reducer.h"
 #include "cuda/device/known_args.h"
-#include "cuda/device/reducer.h"
 
 namespace ringcomm::cuda {
 
