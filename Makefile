@@ -17,8 +17,10 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := CMakeLists.txt setup.py $(wildcard cmake/* $(foreach kind,h cpp cu,csrc/*/*.$(kind) csrc/*/*/*.$(kind)))
-NATIVE := $(wildcard $(foreach kind,h cpp cu,csrc/*/*.$(kind) csrc/*/*/*.$(kind) tests/*/*.$(kind) tests/*/*/*.$(kind) benchmarks/gpu/*.$(kind)))
+# The C++ and CUDA files in these folders and in two levels of folders below them.
+native = $(wildcard $(foreach folder,$1,$(foreach kind,h cpp cu,$(folder)/*.$(kind) $(folder)/*/*.$(kind) $(folder)/*/*/*.$(kind))))
+SOURCES := CMakeLists.txt setup.py $(wildcard cmake/*) $(call native,csrc/*)
+NATIVE := $(call native,csrc/* tests/* benchmarks/*)
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=2
 TRAIN ?=

@@ -2,9 +2,9 @@
 # RINGCOMM_EMULATE compiles the very same sources, kernels too, with the host's compiler.
 # With it, what carries bytes between GPUs of several hosts: NCCL is loaded at run time, nothing of it is needed here.
 file(GLOB cuda_sources CONFIGURE_DEPENDS csrc/cuda/*.cpp csrc/cuda/*/*.cpp csrc/hierarchy/nccl/*.cpp)
-file(GLOB kernel_sources CONFIGURE_DEPENDS csrc/cuda/device/*.cu)
+file(GLOB kernel_sources CONFIGURE_DEPENDS csrc/cuda/device/*.cu csrc/cuda/device/*/*.cu)
 set(float8_sources ${kernel_sources})
-list(FILTER float8_sources INCLUDE REGEX "/(pack|[a-z]+_narrow_float)\\.cu$")
+list(FILTER float8_sources INCLUDE REGEX "/(pack|([a-z]+_)?narrow_float)\\.cu$")
 file(GLOB emulator_sources CONFIGURE_DEPENDS tests/support/emulator/*.cpp)
 set(cuda_build "")
 set(no_cuda "")
@@ -136,7 +136,7 @@ if(RINGCOMM_EMULATE)
   set_property(SOURCE ${emulator_sources} APPEND PROPERTY COMPILE_OPTIONS -fvisibility=default)
   set(CMAKE_ENABLE_EXPORTS ON)
   # Tests of the tests: RINGCOMM_FAULT=kWrongChunk in the environment plants that fault.
-  target_compile_options(ringcomm_cuda PUBLIC "SHELL:-include ${CMAKE_SOURCE_DIR}/tests/cpp/cuda_faults.h")
+  target_compile_options(ringcomm_cuda PUBLIC "SHELL:-include ${CMAKE_SOURCE_DIR}/tests/cpp/cuda/faults.h")
   # Time goes into compiling, and into switching threads; little into what they compute.
   if(RINGCOMM_SANITIZE MATCHES "address")
     target_compile_options(ringcomm_cuda PUBLIC -O0)

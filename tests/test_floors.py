@@ -4,10 +4,10 @@ csrc/: a folder includes what stands before it in NATIVE_FLOORS, without what FO
 
 | folder | may use |
 |---|---|
-| core | the C++ standard library |
-| runtime | core, the operating system |
+| core; call, simulation | the C++ standard library |
+| runtime; observe; work | core, the operating system |
 | cpu: kernels, group, collectives | core, runtime |
-| cuda: device, memory, launch | core, runtime, the CUDA runtime; kernels (device): core alone |
+| cuda: device, memory, tuning, streams, launch | core, runtime, the CUDA runtime; kernels (device): core alone |
 | hierarchy | core, runtime: it composes an engine and a transport, whatever they are |
 | hierarchy/nccl | the interface of transports; the CUDA runtime (cuda/runtime.h) |
 | bind: module; c10d | core, runtime, hierarchy, pybind11; interfaces and torch |
@@ -52,8 +52,10 @@ NATIVE = [
 PYTHON = sorted((ROOT / "ringcomm").rglob("*.py"))
 
 NATIVE_FLOORS = (
-    *("core", "runtime", "cpu/kernels", "cpu/group", "cpu/collectives", "cpu"),
-    *("cuda/runtime", "cuda/device", "cuda/memory", "cuda/launch", "cuda"),
+    *("core", "core/call", "core/simulation", "runtime", "runtime/observe", "runtime/work"),
+    *("cpu/kernels", "cpu/group", "cpu/collectives", "cpu"),
+    *("cuda/runtime", "cuda/device", "cuda/device/direct", "cuda/device/ring"),
+    *("cuda/memory", "cuda/tuning", "cuda/streams", "cuda/launch", "cuda"),
     *("hierarchy", "hierarchy/nccl", "bind", "bind/module", "bind/c10d"),
 )
 """Folders of csrc/, bottom first; of one that holds folders, the files beside them. cuda/runtime is such files, .h and

@@ -15,29 +15,34 @@ from tests.support.choice import slow
 from tests.support.emulated import EMULATES, build, module, run
 
 PLAIN = ""
-SANITIZED = {  # what to instrument: world sizes of engine_test
+SANITIZED = {  # what to instrument: world sizes of cpu_engine_test
     "address,undefined": ["1", "2", "3"],
     "thread": ["2", "3"],  # threads only: it does not see across processes
 }
 KINDS = [PLAIN, *map(slow, SANITIZED)]  # the builds alone take minutes
-CORE_AND_ENGINE = ("engine_test", "deadlock_test", "faults_test", "hosts_test", "core_test", "trace_test")
-EMULATED = sorted(path.stem for pattern in ("cuda", "emulator") for path in ROOT.glob(f"tests/cpp/{pattern}*_test.cpp"))
+CORE_AND_ENGINE = (
+    *("cpu_engine_test", "cpu_deadlock_test", "cpu_faults_test", "cpu_kernels_test"),
+    *("hierarchy_engine_test", "runtime_trace_test"),
+)
+EMULATED = sorted(
+    f"{room}_{path.stem}" for room in ("cuda", "emulator") for path in ROOT.glob(f"tests/cpp/{room}/**/*_test.cpp")
+)
 needs_x86 = pytest.mark.skipif(not EMULATES, reason="the emulated GPU switches stacks in x86-64 assembly")
-ANNOUNCED = re.compile(r"^//\s+(k\w+)\s+(\S+)\s+(\w+_test)\s+(.*)$", re.MULTILINE)  # a line of cuda_faults.h
+ANNOUNCED = re.compile(r"^//\s+(k\w+)\s+(\S+)\s+(\w+_test)\s+(.*)$", re.MULTILINE)  # a line of cuda/faults.h
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind or "plain")
 @pytest.mark.parametrize("test", CORE_AND_ENGINE, ids=lambda test: test.removesuffix("_test"))
 def test_core_and_engine(test: str, kind: str) -> None:
-    worlds = SANITIZED.get(kind, ["1", "3", "4"]) if test == "engine_test" else []
-    quick = ["quick"] if test in ("engine_test", "deadlock_test", "hosts_test", "core_test") else []
+    worlds = SANITIZED.get(kind, ["1", "3", "4"]) if test == "cpu_engine_test" else []
+    quick = [] if test in ("cpu_faults_test", "runtime_trace_test") else ["quick"]
     run(str(build(kind) / test), *quick, *worlds, limit_s=290)
 
 
 @pytest.mark.slow  # all 2^32 floats, every world size, more seeds
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("words", ["core_test", "deadlock_test", "engine_test quick 2 5 8"])
+@pytest.mark.parametrize("words", ["cpu_kernels_test", "cpu_deadlock_test", "cpu_engine_test quick 2 5 8"])
 def test_more_of_core_and_engine(words: str) -> None:
     test, *rest = words.split()
     run(str(build(PLAIN) / test), *rest, limit_s=290)
@@ -59,14 +64,14 @@ def test_a_second_build_writes_nothing() -> None:
 )
 def test_protocol_models(kind: str, words: list[str]) -> None:
     """Every order of the steps in small worlds; the largest of them without "quick"."""
-    for model in ("link_model_test", "sleep_model_test"):
+    for model in ("cpu_link_model_test", "cpu_sleep_model_test"):
         run(str(build(kind) / model), *words, limit_s=200)
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind or "plain")
 def test_engines_leave_nothing_behind(kind: str) -> None:
-    run(str(build(kind) / "churn_test"), limit_s=260)
+    run(str(build(kind) / "cpu_churn_test"), limit_s=260)
 
 
 # ---- the CUDA engine on an emulated GPU ------------------------------------------------------------------------------
@@ -100,7 +105,7 @@ BUILDS = {"values": PLAIN, "memory": "address,undefined", "order": "thread"}
 
 def faults() -> list[tuple[str, ...]]:
     """(name, the kind of build that finds it, test, what) of every fault that can be planted."""
-    return [match.groups() for match in ANNOUNCED.finditer((ROOT / "tests" / "cpp" / "cuda_faults.h").read_text())]
+    return [match.groups() for match in ANNOUNCED.finditer((ROOT / "tests" / "cpp" / "cuda" / "faults.h").read_text())]
 
 
 @needs_x86

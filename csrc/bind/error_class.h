@@ -4,8 +4,8 @@
 #include <string>
 #include <string_view>
 
+#include "core/call/signature.h"
 #include "core/error.h"
-#include "core/signature.h"
 
 namespace ringcomm {
 

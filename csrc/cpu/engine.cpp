@@ -2,10 +2,10 @@
 #include <atomic>
 #include <limits>
 
-#include "core/check.h"
+#include "core/call/check.h"
+#include "core/call/parts.h"
 #include "core/engine.h"
 #include "core/error.h"
-#include "core/parts.h"
 #include "cpu/collectives/p2p.h"
 #include "cpu/collectives/runner.h"
 #include "cpu/collectives/tuning.h"
@@ -14,7 +14,7 @@
 #include "cpu/kernels/loops.h"
 #include "cpu/kernels/pack.h"
 #include "runtime/forks.h"
-#include "runtime/work_queue.h"
+#include "runtime/work/queue.h"
 
 namespace ringcomm {
 

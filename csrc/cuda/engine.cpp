@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <atomic>
 
-#include "core/check.h"
+#include "core/call/check.h"
+#include "core/call/parts.h"
 #include "core/engine.h"
 #include "core/error.h"
-#include "core/parts.h"
 #include "core/schedule.h"
 #include "cuda/launch/call_checks.h"
 #include "cuda/launch/context.h"
@@ -15,16 +15,15 @@
 #include "cuda/launch/local_ops.h"
 #include "cuda/launch/request.h"
 #include "cuda/launch/transfer.h"
-#include "runtime/flight_recorder.h"
 #include "runtime/forks.h"
-#include "runtime/trace.h"
+#include "runtime/observe/flight_recorder.h"
+#include "runtime/observe/trace.h"
 
 namespace ringcomm {
 
 namespace cuda {
 namespace {
 
-constexpr auto kGrace = std::chrono::seconds(10);
 constexpr auto kLastGrace = std::chrono::seconds(60);  // for kernels to notice an abort
 
 cudaStream_t stream_of(const Call& call) { return reinterpret_cast<cudaStream_t>(call.stream); }

@@ -13,8 +13,8 @@
 #include "core/error.h"
 #include "core/pieces.h"
 #include "core/types.h"
-#include "cuda/launch/streams.h"
 #include "cuda/runtime.h"
+#include "cuda/streams/events.h"
 
 namespace ringcomm {
 

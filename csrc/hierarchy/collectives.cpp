@@ -5,10 +5,10 @@
 #include <cstring>
 #include <set>
 
-#include "core/check.h"
+#include "core/call/check.h"
+#include "core/call/signature.h"
 #include "core/error.h"
-#include "core/signature.h"
-#include "runtime/trace.h"
+#include "runtime/observe/trace.h"
 
 namespace ringcomm::hierarchy {
 

@@ -5,16 +5,16 @@
 #include <mutex>
 #include <thread>
 
-#include "core/check.h"
+#include "core/call/check.h"
 #include "core/error.h"
 #include "hierarchy/abort_state.h"
 #include "hierarchy/collectives.h"
 #include "hierarchy/verified.h"
-#include "runtime/flight_recorder.h"
 #include "runtime/forks.h"
 #include "runtime/interrupt.h"
-#include "runtime/trace.h"
-#include "runtime/work_queue.h"
+#include "runtime/observe/flight_recorder.h"
+#include "runtime/observe/trace.h"
+#include "runtime/work/queue.h"
 
 namespace ringcomm {
 

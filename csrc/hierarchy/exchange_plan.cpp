@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "core/parts.h"
-#include "runtime/trace.h"
+#include "core/call/parts.h"
+#include "runtime/observe/trace.h"
 
 namespace ringcomm::hierarchy {
 

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "core/parts.h"
+#include "core/call/parts.h"
 #include "hierarchy/exchange_plan.h"
 
 namespace ringcomm::hierarchy {

@@ -1,6 +1,6 @@
 """
 `ringcomm tune`: measures every algorithm, number of channels and number of threads over the sizes, and writes the
-fastest of each to a file for RINGCOMM_TUNING (csrc/cuda/launch/tuning.h has its format).
+fastest of each to a file for RINGCOMM_TUNING (csrc/cuda/tuning/table.h has its format).
 
 A candidate is measured through such a file of its own, so that the measured configuration is the one that the file will
 select. The bits do not depend on the choice.

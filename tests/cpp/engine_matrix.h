@@ -6,7 +6,7 @@
 #include <random>
 
 #include "core/dispatch.h"
-#include "ranks.h"
+#include "cpp/ranks.h"
 
 namespace ringcomm::test {
 namespace {

@@ -41,7 +41,7 @@ FAULTS = {  # what is planted: (file, from, to, what the lint must say[, of whic
     "flags at gpu scope": ("core/sync.h", '"ld.relaxed.sys', '"ld.relaxed.gpu', "scope narrower"),
     "read-only data loads": ("cuda/device/intrinsics.h", '"ld.global.v4', '"ld.global.nc.v4', "read-only cache"),
     "a copy of the arguments": (
-        "cuda/device/direct.h",
+        "cuda/device/direct/kernel.h",
         "direct(const __grid_constant__ CallArgs args) {",
         "direct(const __grid_constant__ CallArgs given) {\n  const CallArgs args = given;",
         "local memory",
@@ -155,7 +155,7 @@ def nvcc() -> str:
     return path
 
 
-def compile_one(csrc: Path, out: Path, source: str = "direct_wide_float.cu") -> sass_lint.Kernel:
+def compile_one(csrc: Path, out: Path, source: str = "direct/wide_float.cu") -> sass_lint.Kernel:
     """The direct sum of float32, and the waits that all kernels have; or the one kernel of another file."""
     only = ["-DRINGCOMM_ONLY_DTYPE=kFloat32", "-DRINGCOMM_ONLY_OP=kSum"]
     words = [nvcc(), "-std=c++17", "-O3", "-DNDEBUG", "-fmad=false", "-arch=sm_90", f"-I{csrc}", *only, "-cubin"]

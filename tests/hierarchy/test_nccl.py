@@ -1,5 +1,5 @@
 """NCCL between hosts, without a GPU: the transport on emulated devices over a fake of NCCL, which says where it is
-misused, and what is said of a library that is not there or too old. tests/cpp/cuda_nccl_test.cpp has the transport
+misused, and what is said of a library that is not there or too old. tests/cpp/cuda/nccl_test.cpp has the transport
 alone."""
 
 from __future__ import annotations

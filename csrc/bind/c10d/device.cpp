@@ -8,7 +8,7 @@
 
 #include <algorithm>
 
-#include "core/parts.h"
+#include "core/call/parts.h"
 
 namespace ringcomm {
 namespace {

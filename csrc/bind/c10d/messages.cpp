@@ -6,8 +6,8 @@
 #include <cstring>
 #include <utility>
 
+#include "core/call/signature.h"
 #include "core/error.h"
-#include "core/signature.h"
 
 namespace ringcomm {
 

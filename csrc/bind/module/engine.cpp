@@ -19,13 +19,13 @@
 #include "bind/module/plain_array.h"
 #include "bind/module/site.h"
 #include "bind/raise.h"
-#include "core/check.h"
+#include "core/call/check.h"
+#include "core/call/signature.h"
 #include "core/engine.h"
 #include "core/error.h"
 #include "core/norm.h"
 #include "core/schedule.h"
-#include "core/signature.h"
-#include "runtime/recording_engine.h"
+#include "runtime/observe/recording_engine.h"
 
 namespace py = pybind11;
 

@@ -5,7 +5,7 @@
 #include "core/error.h"
 #include "hierarchy/engine.h"
 #include "hierarchy/topology.h"
-#include "runtime/recording_engine.h"
+#include "runtime/observe/recording_engine.h"
 
 namespace py = pybind11;
 

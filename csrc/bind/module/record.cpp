@@ -5,8 +5,8 @@
 
 #include "bind/module/define.h"
 #include "bind/module/site.h"
-#include "runtime/flight_recorder.h"
-#include "runtime/site.h"
+#include "runtime/observe/flight_recorder.h"
+#include "runtime/observe/site.h"
 
 namespace py = pybind11;
 

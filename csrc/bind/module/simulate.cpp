@@ -1,5 +1,5 @@
 // The simulator for Python: takes and returns plain numbers.
-#include "core/simulate.h"
+#include "core/simulation/model.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -91,7 +91,7 @@ void define_simulate(py::module_& m) {
         py::arg("flat"), py::arg("hosts"), py::arg("ranks_per_host"), py::arg("count"), py::arg("element_bytes"),
         py::arg("inside_link"), py::arg("between_link"), py::arg("shared_nic"), py::arg("link_share"),
         py::arg("start_us"), py::arg("slowdown"), py::arg("root_host"), py::arg("fold"),
-        "When the ranks of a collective are done, by the model of core/simulate.h; for ringcomm.simulate.");
+        "When the ranks of a collective are done, by the model of core/simulation/model.h; for ringcomm.simulate.");
   py::dict slicing;
   slicing["slice_bytes"] = kSlicing.most;
   slicing["least_slice_bytes"] = kSlicing.least;

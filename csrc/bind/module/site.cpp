@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "runtime/interrupt.h"
-#include "runtime/site.h"
+#include "runtime/observe/site.h"
 
 namespace py = pybind11;
 

@@ -8,9 +8,9 @@ namespace ringcomm {
 // frame. The text is never freed.
 const char* python_site();
 
-// Sets the sources of runtime/site.h, for callers without the GIL, and of runtime/interrupt.h, which runs signal
-// handlers: an exception that they raise stays with the thread, and takes precedence over the error of the call that it
-// ends.
+// Sets the sources of runtime/observe/site.h, for callers without the GIL, and of runtime/interrupt.h, which runs
+// signal handlers: an exception that they raise stays with the thread, and takes precedence over the error of the call
+// that it ends.
 void serve_python_threads();
 
 }  // namespace ringcomm

@@ -1,11 +1,11 @@
-// The timeline of runtime/trace.h for Python.
-#include "runtime/trace.h"
+// The timeline of runtime/observe/trace.h for Python.
+#include "runtime/observe/trace.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include "bind/module/define.h"
-#include "core/parts.h"
+#include "core/call/parts.h"
 
 namespace py = pybind11;
 

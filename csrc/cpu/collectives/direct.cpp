@@ -1,6 +1,6 @@
 #include "cpu/collectives/direct.h"
 
-#include "core/parts.h"
+#include "core/call/parts.h"
 #include "core/schedule.h"
 #include "cpu/collectives/tuning.h"
 #include "cpu/kernels/loops.h"

@@ -2,12 +2,12 @@
 
 #include <algorithm>
 
+#include "core/call/signature.h"
 #include "core/error.h"
 #include "core/schedule.h"
-#include "core/signature.h"
 #include "cpu/collectives/tuning.h"
 #include "cpu/kernels/loops.h"
-#include "runtime/site.h"
+#include "runtime/observe/site.h"
 
 namespace ringcomm::cpu {
 

@@ -3,11 +3,11 @@
 #include <optional>
 #include <vector>
 
-#include "core/parts.h"
+#include "core/call/parts.h"
 #include "core/reduce.h"
 #include "core/ring_loop.h"
 #include "cpu/kernels/loops.h"
-#include "runtime/trace.h"
+#include "runtime/observe/trace.h"
 
 namespace ringcomm::cpu {
 

@@ -1,8 +1,8 @@
 #include "cpu/collectives/runner.h"
 
-#include "core/check.h"
+#include "core/call/check.h"
+#include "core/call/parts.h"
 #include "core/error.h"
-#include "core/parts.h"
 #include "core/reduce.h"
 #include "cpu/collectives/direct.h"
 #include "cpu/collectives/ring.h"

@@ -5,7 +5,7 @@
 
 #include "cpu/collectives/streaming.h"
 #include "cpu/group/state.h"
-#include "runtime/trace.h"
+#include "runtime/observe/trace.h"
 
 namespace ringcomm::cpu {
 

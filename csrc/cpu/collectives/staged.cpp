@@ -2,9 +2,9 @@
 
 #include <cstring>
 
-#include "core/parts.h"
+#include "core/call/parts.h"
+#include "core/call/signature.h"
 #include "core/schedule.h"
-#include "core/signature.h"
 #include "cpu/collectives/tuning.h"
 #include "cpu/kernels/loops.h"
 

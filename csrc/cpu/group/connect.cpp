@@ -12,7 +12,7 @@
 
 #include "core/error.h"
 #include "runtime/checksum.h"
-#include "runtime/flight_recorder.h"
+#include "runtime/observe/flight_recorder.h"
 #include "runtime/registry.h"
 
 namespace ringcomm::cpu {

@@ -9,8 +9,8 @@
 #include "core/on_exit.h"
 #include "cpu/group/state.h"
 #include "runtime/clock.h"
-#include "runtime/flight_recorder.h"
-#include "runtime/site.h"
+#include "runtime/observe/flight_recorder.h"
+#include "runtime/observe/site.h"
 
 namespace ringcomm::cpu {
 

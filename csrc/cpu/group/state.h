@@ -8,17 +8,17 @@
 #include <utility>
 #include <vector>
 
+#include "core/call/signature.h"
 #include "core/engine.h"
 #include "core/error.h"
 #include "core/link.h"
-#include "core/signature.h"
 #include "cpu/group/process.h"
 #include "cpu/group/segment.h"
 #include "cpu/group/wait.h"
 #include "cpu/group/wait_graph.h"
 #include "runtime/interrupt.h"
+#include "runtime/observe/trace.h"
 #include "runtime/shared_memory.h"
-#include "runtime/trace.h"
 
 namespace ringcomm::cpu {
 

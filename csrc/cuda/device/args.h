@@ -48,7 +48,7 @@ struct alignas(kLineBytes) LinkCredit {
 };
 
 // Words of calls that copy without a kernel, one pair for each peer that writes them: numbers of calls, see
-// copy_engine.h.
+// cuda/launch/copy_engine.h.
 struct alignas(kLineBytes) CopyWords {
   std::uint32_t ready, done;  // together the size of a Flag, so that both are read at once
 };

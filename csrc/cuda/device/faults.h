@@ -1,5 +1,5 @@
 // Faults that tests plant into the emulated engine, at the places that name them, to check that the test suite finds
-// them. tests/cpp/cuda_faults.h says what each does and which test finds it. In other builds RINGCOMM_FAULT is the
+// them. tests/cpp/cuda/faults.h says what each does and which test finds it. In other builds RINGCOMM_FAULT is the
 // constant kNone, and the compiler drops every switch.
 #pragma once
 

@@ -2,11 +2,11 @@
 
 #include <algorithm>
 
-#include "core/check.h"
+#include "core/call/check.h"
+#include "core/call/parts.h"
+#include "core/call/signature.h"
 #include "core/dispatch.h"
-#include "core/parts.h"
 #include "core/schedule.h"
-#include "core/signature.h"
 #include "cuda/launch/grid.h"
 
 namespace ringcomm::cuda {

@@ -4,7 +4,7 @@
 #include <optional>
 #include <vector>
 
-#include "core/parts.h"
+#include "core/call/parts.h"
 #include "cuda/device/kernels.h"
 #include "cuda/launch/context.h"
 #include "cuda/launch/copy_engine.h"

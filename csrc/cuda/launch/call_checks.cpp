@@ -3,8 +3,8 @@
 #include <iterator>
 #include <map>
 
+#include "core/call/parts.h"
 #include "core/error.h"
-#include "core/parts.h"
 #include "cuda/launch/builder.h"
 #include "cuda/memory/buffers.h"
 #include "cuda/runtime.h"

@@ -4,14 +4,12 @@
 #include <thread>
 
 #include "cuda/launch/local_group.h"
-#include "cuda/launch/stream_ops.h"
 #include "cuda/launch/transfer.h"
+#include "cuda/streams/ops.h"
 
 namespace ringcomm::cuda {
 
 namespace {
-
-constexpr auto kHeartbeat = std::chrono::milliseconds(20);  // between looks at the abort_state, in case nobody notified
 
 std::mutex& registry_mutex() {
   static std::mutex mutex;

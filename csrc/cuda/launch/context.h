@@ -11,12 +11,12 @@
 #include <vector>
 
 #include "core/algorithm_counts.h"
-#include "cuda/launch/pending_call.h"
-#include "cuda/launch/plan.h"
-#include "cuda/launch/status.h"
 #include "cuda/launch/stream_waits.h"
-#include "cuda/launch/streams.h"
 #include "cuda/memory/peer_memory.h"
+#include "cuda/streams/events.h"
+#include "cuda/streams/pending_call.h"
+#include "cuda/streams/status.h"
+#include "cuda/tuning/plan.h"
 
 namespace ringcomm::cuda {
 

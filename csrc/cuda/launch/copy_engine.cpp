@@ -4,9 +4,9 @@
 #include <limits>
 #include <sstream>
 
-#include "core/check.h"
-#include "core/parts.h"
-#include "core/signature.h"
+#include "core/call/check.h"
+#include "core/call/parts.h"
+#include "core/call/signature.h"
 #include "cuda/launch/builder.h"
 #include "cuda/launch/stream_waits.h"
 

@@ -23,7 +23,7 @@
 
 #include "cuda/launch/context.h"
 #include "cuda/launch/local_group.h"
-#include "cuda/launch/stream_ops.h"
+#include "cuda/streams/ops.h"
 
 namespace ringcomm::cuda {
 

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "core/check.h"
-#include "core/parts.h"
+#include "core/call/check.h"
+#include "core/call/parts.h"
 #include "cuda/launch/builder.h"
 #include "cuda/launch/context.h"
 

@@ -5,16 +5,13 @@
 
 #include <algorithm>
 
-#include "core/parts.h"
+#include "core/call/parts.h"
 
 namespace ringcomm::cuda {
 
 namespace {
 
-constexpr auto kHeartbeat = std::chrono::milliseconds(20);
 constexpr int kYieldsBeforeNap = 32, kLongestNapUs = 500;
-// An enqueued call has its own limit on the device, which begins when the stream reaches it.
-constexpr auto kGrace = std::chrono::seconds(10);
 
 }  // namespace
 

@@ -10,7 +10,7 @@
 
 #include "core/engine.h"
 #include "cuda/launch/context.h"
-#include "cuda/launch/pending_call.h"
+#include "cuda/streams/pending_call.h"
 
 namespace ringcomm::cuda {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "cuda/launch/context.h"
-#include "cuda/launch/stream_ops.h"
+#include "cuda/streams/ops.h"
 
 namespace ringcomm::cuda {
 

@@ -19,8 +19,8 @@
 #include <thread>
 
 #include "core/engine.h"
-#include "cuda/launch/pending_call.h"
-#include "cuda/launch/streams.h"
+#include "cuda/streams/events.h"
+#include "cuda/streams/pending_call.h"
 
 namespace ringcomm::cuda {
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "core/signature.h"
+#include "core/call/signature.h"
 #include "cuda/launch/context.h"
 #include "cuda/launch/grid.h"
 

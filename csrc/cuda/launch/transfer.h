@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "core/engine.h"
-#include "cuda/launch/pending_call.h"
-#include "cuda/launch/status.h"
+#include "cuda/streams/pending_call.h"
+#include "cuda/streams/status.h"
 
 namespace ringcomm::cuda {
 

@@ -1,0 +1,7 @@
+#include "cuda/device/direct/known.h"
+
+namespace ringcomm::cuda {
+
+template Kernel<KnownArgs> known_of_group<TypeGroup::kIntegers>(DType dtype, ReduceOp op);
+
+}  // namespace ringcomm::cuda

@@ -1,0 +1,7 @@
+#include "cuda/device/direct/kernel.h"
+
+namespace ringcomm::cuda {
+
+template Kernel<CallArgs> direct_of_group<TypeGroup::kNarrowFloats>(DType dtype, ReduceOp op);
+
+}  // namespace ringcomm::cuda

@@ -1,7 +1,0 @@
-#include "cuda/device/direct.h"
-
-namespace ringcomm::cuda {
-
-template Kernel<CallArgs> direct_of_group<TypeGroup::kWideFloats>(DType dtype, ReduceOp op);
-
-}  // namespace ringcomm::cuda

@@ -1,7 +1,0 @@
-#include "cuda/device/known.h"
-
-namespace ringcomm::cuda {
-
-template Kernel<KnownArgs> known_of_group<TypeGroup::kIntegers>(DType dtype, ReduceOp op);
-
-}  // namespace ringcomm::cuda

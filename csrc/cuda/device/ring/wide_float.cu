@@ -1,0 +1,7 @@
+#include "cuda/device/ring/kernel.h"
+
+namespace ringcomm::cuda {
+
+template Kernel<CallArgs> ring_of_group<TypeGroup::kWideFloats>(DType dtype, ReduceOp op);
+
+}  // namespace ringcomm::cuda

@@ -1,7 +1,0 @@
-#include "cuda/device/ring_call.h"
-
-namespace ringcomm::cuda {
-
-template Kernel<CallArgs> ring_of_group<TypeGroup::kWideFloats>(DType dtype, ReduceOp op);
-
-}  // namespace ringcomm::cuda
