@@ -17,9 +17,9 @@ def is_good(told: str) -> bool:
     return told == "equal" or told.startswith("refused")
 
 
-# A recurrent network, convolutions, a transformer that writes text, gradients of gradients, layers that are unfrozen on
-# the way, and an optimizer that may be refused.
-USUAL = ("LSTM", "DenseNet", "GPT-2", "WGAN-GP", "staged unfreezing", "Prodigy")
+# A recurrent network, convolutions, a transformer that writes text, adapters, gradients of gradients, layers that are
+# unfrozen on the way, an optimizer of another package, and one that may be refused.
+USUAL = ("LSTM", "DenseNet", "GPT-2", "LoRA", "WGAN-GP", "staged unfreezing", "Lion", "Prodigy")
 
 
 @pytest.mark.parametrize("name", choose(PROGRAMS, USUAL))
