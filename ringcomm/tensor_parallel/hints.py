@@ -48,8 +48,8 @@ def warn_of_undivided_heads(module: nn.Module, layers: Mapping[str, nn.Module], 
             known.add(id(parent))
             warnings.warn(
                 f"parallelize: {above or 'the module'} has {counts[0]}={getattr(parent, counts[0])}, its {name} is "
-                "cut, and no style divides the heads; if it computes with that number, give it the style 'heads', else "
-                "'replicate'",
+                f"cut, and no style divides the heads; if it computes with that number, pass {{{above!r}: 'heads'}} in "
+                "the plan, else 'replicate'",
                 stacklevel=4,
             )
 

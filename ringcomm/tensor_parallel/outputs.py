@@ -36,7 +36,7 @@ class ShardedOutputs:
         total: the number of outputs on all ranks.
         divided: the numbers of heads of the modules around the layer, as this rank computes with them.
         width: the width of a head; 1: unknown.
-        done: whether the first output was checked.
+        done: whether the first output was watched; False again where it was refused, so that the next one is, too.
     """
 
     name: str
@@ -96,6 +96,7 @@ class ShardedOutputs:
 
     def refuse_mixed(self, function: str, does: str = "goes over all of them") -> None:
         """Refuses a function over all outputs, since it would only see this rank's."""
+        self.done = False
         raise InvalidArgumentError(
             f"parallelize: rank {self.rank} got {self.name}, whose {self.total} outputs are cut, here "
             f"{sum(self.extents)}, but {function} {does}, expected functions of each output or within a head; cut it "
@@ -103,6 +104,7 @@ class ShardedOutputs:
         )
 
     def _refuse(self, saw: str, expected: str) -> None:
+        self.done = False
         several = len(self.extents) > 1
         how = f"parts, here of {list(self.extents)}" if several else f"one, here of {self.extents[0]}"
         advice = (
@@ -185,12 +187,16 @@ def _factors(
 _MIXES = {
     **dict.fromkeys(("mean", "sum", "prod", "std", "var", "std_mean", "var_mean", "softmax", "log_softmax"), (1, None)),
     **dict.fromkeys(("logsumexp", "amax", "amin", "max", "min", "argmax", "argmin", "cumsum", "cumprod"), (1, None)),
-    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm", "vector_norm"), (2, None)),
-    **dict.fromkeys(("sort", "argsort"), (1, -1)),
-    "normalize": (2, 1),
+    **dict.fromkeys(("cummax", "cummin", "logcumsumexp", "median", "nanmedian", "nansum", "nanmean"), (1, None)),
+    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm", "vector_norm", "quantile", "roll"), (2, None)),
+    **dict.fromkeys(("sort", "argsort", "mode"), (1, -1)),
+    **dict.fromkeys(("normalize", "cosine_similarity"), (2, 1)),
     "flip": (1, ()),
-    "topk": (2, -1),
-    **dict.fromkeys(("layer_norm", "rms_norm"), (9, -1)),
+    **dict.fromkeys(("topk", "kthvalue", "diff", "fft_fft", "fft_ifft", "fft_rfft", "fft_irfft"), (2, -1)),
+    "gumbel_softmax": (4, -1),
+    **dict.fromkeys(("layer_norm", "rms_norm", "group_norm", "instance_norm"), (9, -1)),
+    **dict.fromkeys(("cdist", "inner", "pairwise_distance", "linalg_vecdot"), (9, -1)),
+    **dict.fromkeys(("max_pool1d", "avg_pool1d", "adaptive_max_pool1d", "adaptive_avg_pool1d"), (9, -1)),
     **dict.fromkeys(("cross_entropy", "nll_loss"), (9, 1)),
 }
 """Functions over a dimension: the dimension's place among the arguments, and its default; None: all dimensions."""

@@ -300,6 +300,8 @@ def resolve(module: nn.Module, plan: Mapping[str, str | Style], rank: int) -> di
     for pattern, wish in plan.items():
         style = _style(pattern, wish, rank)
         found = [name for name in names if matches(pattern, name)]
+        if pattern == "" and (isinstance(style, Heads) or style is ModuleStyle.REPLICATE):
+            found = [""]  # the module itself
         if not found and style == Colwise():
             found = [name for name in parameters if matches(pattern, name)]
         if not found:

@@ -127,6 +127,7 @@ USES: list[tuple[tuple[int, ...], Callable[[torch.Tensor], Any], str | None]] = 
     (ONE, lambda y: y.chunk(2, 0), None),
     (ONE, lambda y: torch.nn.functional.linear(y, torch.ones(12, 12)).chunk(3, -1), None),
     (ONE, lambda y: y.softmax(0) + y.mean(dim=0, keepdim=True) + y.sum((0,)) + torch.max(y, y * 2) + y.flip(0), None),
+    (ONE, lambda y: y.roll(1, 0) + y.cummax(0)[0] + torch.fft.fft(y, dim=0).real + y.median(0)[0], None),
     (ONE, lambda y: y.unflatten(-1, (-1, 4)).softmax(-1), None),  # of heads
     (ONE, lambda y: torch.nn.functional.normalize(y) if y.dim() > 2 else y.norm(2, 0), None),
     (ONE, lambda y: torch.relu(y).softmax(dim=-1), "softmax goes over all of them"),
@@ -138,6 +139,15 @@ USES: list[tuple[tuple[int, ...], Callable[[torch.Tensor], Any], str | None]] = 
     (ONE, lambda y: y.norm(), "norm goes over all of them"),
     (ONE, lambda y: torch.nn.functional.normalize(y), "normalize goes over all of them"),
     (ONE, lambda y: y.topk(2), "topk goes over all of them"),
+    (ONE, lambda y: torch.nn.functional.group_norm(y, 1), "group_norm goes over all of them"),
+    (ONE, lambda y: torch.nn.functional.cosine_similarity(y, y * 2, dim=-1), "cosine_similarity goes over all of them"),
+    (ONE, lambda y: torch.nn.functional.adaptive_avg_pool1d(y, 1), "adaptive_avg_pool1d goes over all of them"),
+    (ONE, lambda y: y.roll(1, -1), "roll goes over all of them"),
+    (ONE, lambda y: torch.fft.rfft(y), "fft_rfft goes over all of them"),
+    (ONE, lambda y: torch.linalg.vecdot(y, y), "vecdot goes over all of them"),
+    (ONE, lambda y: torch.cdist(y, y), "cdist goes over all of them"),
+    (ONE, lambda y: y.median(-1), "median goes over all of them"),
+    (ONE, lambda y: y.quantile(0.5), "quantile goes over all of them"),
     (ONE, lambda y: torch.nn.functional.layer_norm(y, (12,)), "layer_norm goes over all of them"),
     (ONE, lambda y: torch.nn.functional.cross_entropy(y, torch.zeros(2).long()), "cross_entropy goes over all of them"),
     (ONE, lambda y: torch.cat([y, y]), None),
@@ -189,6 +199,27 @@ def test_the_number_of_heads_is_no_number_of_parts() -> None:
     """Three heads on this rank, and another factor behind: refused if nothing says that three are heads."""
     cut = ShardedOutputs("a", 0, (12,), 24, frozenset({3}))
     assert cut.watch(X.clone()).view(2, 3, 2, 2).shape == (2, 3, 2, 2)
+
+
+def test_what_is_refused_once_is_refused_again() -> None:
+    """A user who calls the model again, as a cell of a notebook does, gets no wrong values."""
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 24)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.up(x)
+            return y.softmax(-1) if len(x) == 2 else y.chunk(3, -1)[0]
+
+    def rank(comm: Any) -> None:
+        model = parallelize(Scores(), {"up": "colwise"}, comm)
+        for length in (2, 2, 3, 3):
+            with pytest.raises(InvalidArgumentError, match="up, whose 24 outputs are cut"):
+                model(torch.ones(length, 4))
+
+    on_ranks(rank, 2)
 
 
 def test_outputs_are_watched_once() -> None:

@@ -189,6 +189,32 @@ def test_a_layer_that_is_used_twice_stays_one() -> None:
     on_ranks(rank, 3)
 
 
+def test_the_module_that_is_passed_itself_has_a_name_in_the_plan() -> None:
+    """An attention alone: without its heads a warning names what to add to the plan, which gives the right values."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads, self.qkv, self.proj = 4, nn.Linear(8, 24), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+            return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    torch.manual_seed(0)
+    model, x = Attention(), torch.randn(2, 5, 8)
+    layers: dict[str, Any] = {"qkv": Colwise(parts=3), "proj": "rowwise"}
+
+    def rank(comm: Any) -> None:
+        sharded = parallelize(copy.deepcopy(model), {"": "heads", **layers}, comm)
+        assert sharded.heads == 2
+        assert close(sharded(x), model(x))
+
+    with pytest.warns(UserWarning, match=r"pass \{'': 'heads'\} in the plan, else 'replicate'"):
+        on_ranks(lambda comm: parallelize(copy.deepcopy(model), layers, comm), 2)
+    on_ranks(rank, 2)
+
+
 def test_norms_that_share_a_weight_sum_its_gradient_once() -> None:
     whole = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6), nn.LayerNorm(6)).double()
     whole[4].weight = whole[0].weight
