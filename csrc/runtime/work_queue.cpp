@@ -1,4 +1,4 @@
-#include "runtime/work/queue.h"
+#include "runtime/work_queue.h"
 
 #include <algorithm>
 #include <chrono>
