@@ -5,7 +5,7 @@ csrc/: a folder includes what stands before it in NATIVE_FLOORS, without what FO
 | folder | may use |
 |---|---|
 | core; call, simulation | the C++ standard library |
-| runtime; observe | core, the operating system |
+| runtime; observe; progress | core, the operating system |
 | cpu: kernels, group, collectives | core, runtime |
 | cuda: device, memory, tuning, streams, launch | core, runtime, the CUDA runtime; kernels (device): core alone |
 | hierarchy | core, runtime: it composes an engine and a transport, whatever they are |
@@ -52,7 +52,7 @@ NATIVE = [
 PYTHON = sorted((ROOT / "ringcomm").rglob("*.py"))
 
 NATIVE_FLOORS = (
-    *("core", "core/call", "core/simulation", "runtime", "runtime/observe"),
+    *("core", "core/call", "core/simulation", "runtime", "runtime/observe", "runtime/progress"),
     *("cpu/kernels", "cpu/group", "cpu/collectives", "cpu"),
     *("cuda/runtime", "cuda/device", "cuda/device/direct", "cuda/device/ring"),
     *("cuda/memory", "cuda/tuning", "cuda/streams", "cuda/launch", "cuda"),

@@ -14,7 +14,7 @@
 #include "cpu/kernels/loops.h"
 #include "cpu/kernels/pack.h"
 #include "runtime/forks.h"
-#include "runtime/work_queue.h"
+#include "runtime/progress/work_queue.h"
 
 namespace ringcomm {
 

@@ -14,7 +14,7 @@
 #include "runtime/interrupt.h"
 #include "runtime/observe/flight_recorder.h"
 #include "runtime/observe/trace.h"
-#include "runtime/work_queue.h"
+#include "runtime/progress/work_queue.h"
 
 namespace ringcomm {
 

@@ -14,7 +14,7 @@
 
 #include "cpu/collectives/streaming.h"
 #include "cpu/group/state.h"
-#include "runtime/work_queue.h"
+#include "runtime/progress/work_queue.h"
 
 namespace ringcomm::cpu {
 

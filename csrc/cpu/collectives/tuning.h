@@ -17,7 +17,7 @@ inline constexpr std::size_t kVisibleBytes = 16u << 10;
 // and the data that they exchange is in the shared cache.
 inline constexpr std::size_t kStagedBytes = 16u << 20;
 // Up to this size the progress thread leaves an asynchronous call to the caller that waits for it
-// (runtime/work_queue.h): to wake the thread takes longer than the call.
+// (runtime/progress/work_queue.h): to wake the thread takes longer than the call.
 inline constexpr std::size_t kSmallCallBytes = 64u << 10;
 // One-way messages are sent in slices of 1/kOneWaySlices of their size, so that the reader works while the writer still
 // writes.

@@ -1,4 +1,4 @@
-#include "runtime/work_queue.h"
+#include "runtime/progress/work_queue.h"
 
 #include <algorithm>
 #include <chrono>
