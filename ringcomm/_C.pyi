@@ -8,11 +8,16 @@ REDUCE_OPS: dict[str, int]
 OPS: dict[str, int]
 ALGORITHMS: dict[str, int]
 RECORD_NAME: str
+RECORD_HEAD_BYTES: int
 
 def build_info() -> dict[str, str]:
     """Returns what this build is and has: its version, compiler, vector instructions and CUDA."""
 
 def scan_mark(dtype: int, op: int, exclusive: bool) -> int: ...
+def record_group(head: bytes) -> int:
+    """Returns the communicator's number in the first RECORD_HEAD_BYTES bytes of a record; 0: not connected, or no
+    record of this version."""
+
 def read_record(
     bytes: bytes,
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]], list[int]]: ...

@@ -141,10 +141,10 @@ def records(pid: int | None = None) -> list[Record]:
 
 def _records(pid: int, wanted: set[int] | None) -> list[Record]:
     """Returns the records of the groups in ``wanted``; None: of all."""
-    if wanted is not None and not _may_have_some(pid):
+    if wanted is not None and not _may_have_some(pid, wanted):
         return []
-    taken, process, own = _taken(pid)
-    found = [_read(each, process, wanted) for each in taken]
+    taken, process, own = _taken(pid, wanted)
+    found = [_read(each, process) for each in taken]
     # Others were inherited from its parent by a fork.
     return [each for each in found if each is not None and each.pid == own]
 
@@ -154,7 +154,7 @@ def totals(pid: int) -> list[tuple[dict[str, Any], list[dict[str, Any]], list[in
     asked for, each with its numbers of calls by chosen algorithm, the ns that it waited for each peer); raises as
     `records`."""
     found = []
-    taken, _, own = _taken(pid)
+    taken, _, own = _taken(pid, None)
     for each in taken:
         facts, _, sums, waited = _C.read_record(each)
         if facts["state"] != _PART and facts["pid"] == own:
@@ -162,21 +162,22 @@ def totals(pid: int) -> list[tuple[dict[str, Any], list[dict[str, Any]], list[in
     return found
 
 
-def _may_have_some(pid: int) -> bool:
-    """Whether a process has a record; most have none, and are not read further."""
+def _may_have_some(pid: int, wanted: set[int]) -> bool:
+    """Whether a process has a record of a group in ``wanted``; most have none, and are not read further."""
     with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-        return next(_memory_files(pid), None) is not None
+        return next(_memory_files(pid, wanted), None) is not None
     return True  # _taken says why not
 
 
-def _taken(pid: int) -> tuple[list[bytes], str, int]:
-    """Returns (the contents of a process's memory files, "running" or "stopped", its own number in its namespace)."""
+def _taken(pid: int, wanted: set[int] | None) -> tuple[list[bytes], str, int]:
+    """Returns (the contents of a process's memory files of the groups in ``wanted``, None: of all; "running" or
+    "stopped"; its own number in its namespace)."""
     try:
         status = _status(pid)
         if status["State"][0] in "ZX":
             raise InvalidArgumentError(f"record: process {pid} has ended; its records ended with it: read its files")
         # The first bytes are written last, when the head of the file is whole.
-        taken = [each for each in _memory_files(pid) if any(each[:8])]
+        taken = [each for each in _memory_files(pid, wanted) if any(each[:8])]
     except (FileNotFoundError, ProcessLookupError):
         raise InvalidArgumentError(f"record: expected a process, got {pid}, which there is none of; see ps") from None
     except PermissionError:
@@ -268,7 +269,7 @@ def _status(pid: int) -> dict[str, str]:
     return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
 
-def _memory_files(pid: int) -> Iterator[bytes]:
+def _memory_files(pid: int, wanted: set[int] | None) -> Iterator[bytes]:
     folder = f"/proc/{pid}/fd"
     # A thread that reads its own process's files has them open twice, and file numbers may be reused.
     seen: set[int] = set()
@@ -276,13 +277,14 @@ def _memory_files(pid: int) -> Iterator[bytes]:
         memory = None
         with suppress(FileNotFoundError):  # the file may be closed at any moment
             if os.readlink(f"{folder}/{name}").startswith(_LINK):
-                memory = _memory(f"{folder}/{name}", seen)
+                memory = _memory(f"{folder}/{name}", seen, wanted)
         if memory is not None:
             yield memory
 
 
-def _memory(path: str, seen: set[int]) -> bytes | None:
-    """Returns the contents of a memory file; None if it is in ``seen``, or its file number was reused."""
+def _memory(path: str, seen: set[int], wanted: set[int] | None) -> bytes | None:
+    """Returns the contents of a memory file; None if it is in ``seen``, its file number was reused, or its head names a
+    group that is not in ``wanted``. A process may have hundreds of communicators: only the head of each is read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -295,17 +297,19 @@ def _memory(path: str, seen: set[int]) -> bytes | None:
             return None
         seen.add(inode)
         with open(fd, "rb", closefd=False) as file:
-            return file.read(_MOST_BYTES)
+            head = file.read(_C.RECORD_HEAD_BYTES)
+            if wanted is not None and _C.record_group(head) not in wanted:
+                return None
+            return head + file.read(_MOST_BYTES)
     finally:
         os.close(fd)
 
 
-def _read(memory: bytes, process: str, wanted: set[int] | None) -> Record | None:
-    """Returns a decoded record; None for an engine that is a part of another one, and for groups that are not
-    wanted."""
+def _read(memory: bytes, process: str) -> Record | None:
+    """Returns a decoded record; None for an engine that is a part of another one."""
     facts, calls, _, _ = _C.read_record(memory)
     state = facts.pop("state")
-    if state == _PART or (wanted is not None and facts["group"] not in wanted):
+    if state == _PART:
         return None
     facts["begun"], facts["closed"] = facts.pop("calls"), bool(state)
     for call in calls:

@@ -103,6 +103,30 @@ def test_a_journal_has_each_kind_of_call() -> None:
         assert all(begin <= end <= found.taken_ns for begin, end in times)
 
 
+def test_a_search_decodes_no_record_of_another_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may have hundreds, and the error that ends one of them searches for it."""
+    before, read, decoded = groups(), record._C.read_record, list[int]()
+
+    def read_record(memory: bytes) -> Any:
+        found = read(memory)
+        decoded.append(found[0]["group"])
+        return found
+
+    def fn(comm: Communicator) -> None:
+        group = new_records(comm.rank, before).group
+        comm.barrier()
+        with comm.dup() as other:
+            other.barrier()
+            if comm.rank == 0:
+                monkeypatch.setattr(record._C, "read_record", read_record)
+                assert sorted(each.rank for each in record.find(group)) == [0, 1]
+                monkeypatch.undo()
+            other.barrier()
+        assert comm.rank == 1 or decoded == [group, group]
+
+    ringcomm.run_ranks(fn, 2, timeout=20)
+
+
 def test_a_journal_has_what_failed_and_what_is_in_flight() -> None:
     before = groups()
 
@@ -275,7 +299,7 @@ def test_there_is_no_record_of_no_process() -> None:
 
 
 def test_a_process_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(pid: int) -> None:
+    def refuse(pid: int, wanted: set[int] | None) -> None:
         raise PermissionError
 
     monkeypatch.setattr(record, "_memory_files", refuse)

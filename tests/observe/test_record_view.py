@@ -218,7 +218,7 @@ def memory_of_a_journal() -> bytes:
     with ringcomm.init() as comm:
         comm.all_reduce(ONES.copy())
         comm.barrier()
-        return list(record._memory_files(os.getpid()))[-1]
+        return list(record._memory_files(os.getpid(), None))[-1]
 
 
 @settings(max_examples=300, deadline=None)
@@ -228,8 +228,9 @@ def test_bytes_of_others_are_read_or_refused(changes: list[tuple[int, int]], len
     for place, value in changes:
         memory[place] = value
     for each in (bytes(memory), bytes(memory[:length])):
+        assert isinstance(record._C.record_group(each), int)
         try:
-            found = record._read(each, "running", None)
+            found = record._read(each, "running")
         except errors.InvalidArgumentError:
             continue
         assert found is None or view(found).note(3, 12)

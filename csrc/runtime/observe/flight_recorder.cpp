@@ -175,6 +175,12 @@ void Unplaced::place(const char* site) {
   for (std::size_t i = 0; i < unplaced->count_; ++i) recorder->place(unplaced->calls_[i].number, site);
 }
 
+std::int64_t RecordText::group(const std::string& head) {
+  RecordHead h;
+  const bool headed = head.size() >= sizeof h && (std::memcpy(&h, head.data(), sizeof h), h.magic == kMagic);
+  return headed ? static_cast<std::int64_t>(h.group) : 0;
+}
+
 RecordText RecordText::read(const std::string& bytes) {
   RecordHead h;
   const bool headed =

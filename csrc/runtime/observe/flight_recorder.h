@@ -143,6 +143,8 @@ struct RecordText {
 
   // Throws kInvalid for anything but a flight recorder's memory of this version.
   static RecordText read(const std::string& bytes);
+  // The group number in the first bytes of a memory file, sizeof(RecordHead) of them; 0 for anything else.
+  static std::int64_t group(const std::string& head);
 };
 
 }  // namespace ringcomm
