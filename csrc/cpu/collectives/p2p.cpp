@@ -94,7 +94,8 @@ void PointToPoint::put(const Call& call, std::size_t total, const char* data, st
   } else {
     const auto begin = Clock::now();
     kernels().copy(slot, data, nbytes, false);
-    out.writing.record(nbytes, std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count());
+    const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count();
+    out.writing.record(nbytes, ns, total);
   }
   if (streaming) drain_streaming_stores();
   store_then_look(&header->flag, ++out.ticket);

@@ -21,7 +21,7 @@ SlotStream::SlotStream(Group& group, Progress& progress, const Call& call, std::
                 call.root};
   factors_[group.rank()] = call.factor;
   group.begin_call(call, signature_);
-  if (call.count * element_bytes(call.dtype) < RateMeter::kLeastBytes) return;
+  if (message_bytes() < RateMeter::kLeastBytes) return;
   for (int p = 0; p < group.world_size() && !someone_wants_streaming_; ++p)
     someone_wants_streaming_ =
         load_relaxed(&group.control(p).wants_streaming[group.rank() / 64].value) >> (group.rank() % 64) & 1;
@@ -67,14 +67,15 @@ void SlotStream::write(std::uint64_t i, void* slot, const void* data, std::size_
   }
   const auto begin = Clock::now();
   kernels().copy(slot, data, nbytes, false);
-  progress_.writing.record(nbytes, std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count());
+  const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count();
+  progress_.writing.record(nbytes, ns, message_bytes());
 }
 
 void SlotStream::record_read(int peer, std::uint64_t i, std::size_t nbytes, std::int64_t ns) {
   if (group_.board(peer).header(base_ + i)->streamed) return;
   RateMeter& meter = progress_.meters[peer];
   const bool before = meter.wants_streaming();
-  meter.record(nbytes, ns);
+  meter.record(nbytes, ns, message_bytes());
   if (meter.wants_streaming() != before) flip(&group_.control().wants_streaming[peer / 64].value, 1ull << (peer % 64));
 }
 

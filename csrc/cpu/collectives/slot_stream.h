@@ -67,6 +67,7 @@ class SlotStream {
   Group& group() const { return group_; }
 
  private:
+  std::size_t message_bytes() const { return call().count * element_bytes(call().dtype); }
   void wait_credit_from(int peer, std::uint64_t i);
   void record_read(int peer, std::uint64_t i, std::size_t nbytes, std::int64_t ns);
   void check_signature(int peer);

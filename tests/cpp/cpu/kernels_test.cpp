@@ -217,17 +217,29 @@ void meter_has_patience() {
   cpu::RateMeter meter;
   const std::size_t nbytes = 1 << 20;
   const std::int64_t slow = 1 << 20, fast = 1 << 16;
-  for (int i = 0; i + 1 < cpu::RateMeter::kStreak; ++i) meter.record(nbytes, slow);
+  const auto record = [&](std::int64_t ns) { meter.record(nbytes, ns, nbytes); };
+  for (int i = 0; i + 1 < cpu::RateMeter::kStreak; ++i) record(slow);
   require(!meter.wants_streaming(), "a few slow reads may have been interrupted");
-  meter.record(nbytes, fast);
-  for (int i = 0; i + 1 < cpu::RateMeter::kStreak; ++i) meter.record(nbytes, slow);
+  record(fast);
+  for (int i = 0; i + 1 < cpu::RateMeter::kStreak; ++i) record(slow);
   require(!meter.wants_streaming(), "a fast read begins the count anew");
-  meter.record(nbytes, slow);
+  record(slow);
   require(meter.wants_streaming(), "slow reads ask for streaming");
-  meter.record(nbytes, fast);
+  record(fast);
   require(meter.wants_streaming(), "one fast probe may be luck");
-  meter.record(nbytes, fast);
+  record(fast);
   require(!meter.wants_streaming(), "fast probes end it");
+}
+
+// 7 GB/s are slow for data that is in the caches, and usual for data that memory has to bring.
+void meter_knows_where_the_data_is() {
+  const auto wants_streaming = [](std::size_t message_bytes) {
+    cpu::RateMeter meter;
+    for (int i = 0; i < cpu::RateMeter::kStreak; ++i) meter.record(7000, 1000, message_bytes);
+    return meter.wants_streaming();
+  };
+  require(wants_streaming(cpu::RateMeter::kCachedMessageBytes), "a message in the caches should pass faster");
+  require(!wants_streaming(2 * cpu::RateMeter::kCachedMessageBytes), "a large message passes as fast as memory");
 }
 
 }  // namespace
@@ -247,5 +259,6 @@ int main(int argc, char** argv) {
   kernels_agree();
   copies_agree();
   meter_has_patience();
+  meter_knows_where_the_data_is();
   std::printf("cpu_kernels_test passed\n");
 }
