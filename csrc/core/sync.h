@@ -48,7 +48,6 @@ inline bool claim(Flag* flag, std::uint64_t expected, std::uint64_t desired) {
   return __atomic_compare_exchange_n(flag, &expected, desired, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 inline void store_relaxed(Flag* flag, std::uint64_t value) { __atomic_store_n(flag, value, __ATOMIC_RELAXED); }
-inline void flip(Flag* flag, std::uint64_t bits) { __atomic_fetch_xor(flag, bits, __ATOMIC_RELAXED); }
 // Makes non-temporal stores visible before the flag that announces them.
 inline void drain_streaming_stores() {
 #if defined(__x86_64__)

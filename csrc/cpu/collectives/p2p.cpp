@@ -87,16 +87,15 @@ void PointToPoint::put(const Call& call, std::size_t total, const char* data, st
   header->signature.root = call.tag;
   header->signature.dtype = static_cast<std::uint8_t>(call.dtype);
   char* slot = board.open(out.ticket, nbytes, out.cursor);
-  const bool streaming =
-      out.writing.wants_streaming() && nbytes >= RateMeter::kLeastBytes && out.ticket % kProbeInterval != 0;
-  if (streaming || !is_measured(out.ticket, nbytes)) {
-    kernels().copy(slot, data, nbytes, streaming);
-  } else {
-    const auto begin = Clock::now();
-    kernels().copy(slot, data, nbytes, false);
-    const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count();
-    out.writing.record(nbytes, ns, total);
-  }
+  const bool can_stream = nbytes >= kLeastStreamedBytes;
+  const Flag* told = &group_.control(destination).p2p_read_costs[group_.rank()][cost_class(total)];
+  const bool streaming = can_stream && out.writing.next(total, SlotCosts::unpacked(load_relaxed(told)));
+  header->streamed = streaming;
+  const auto write = [&] { kernels().copy(slot, data, nbytes, streaming); };
+  if (can_stream && out.writing.measures(streaming, nbytes))
+    out.writing.record(total, streaming, nbytes, ns_of(write));
+  else
+    write();
   if (streaming) drain_streaming_stores();
   store_then_look(&header->flag, ++out.ticket);
 }
@@ -106,7 +105,14 @@ void PointToPoint::take(int source, void* to, std::size_t nbytes, bool streaming
   Incoming& in = incoming_[source];
   const trace::Probe probe(group_.origin(), trace::What::kReceiveSlice, source, static_cast<std::int64_t>(in.ticket),
                            nbytes);
-  if (to) kernels().copy(to, group_.p2p_board(source, group_.rank()).payload(in.ticket), nbytes, streaming);
+  const Board board = group_.p2p_board(source, group_.rank());
+  const SlotHeader* header = board.header(in.ticket);
+  const auto read = [&] { kernels().copy(to, board.payload(in.ticket), nbytes, streaming); };
+  if (to && nbytes >= kLeastStreamedBytes && in.reading.measures(header->streamed, nbytes))
+    in.reading.record(header->signature.count, header->streamed, nbytes, ns_of(read),
+                      group_.control().p2p_read_costs[source]);
+  else if (to)
+    read();
   store_then_look(&group_.control().p2p_consumed[source].value, ++in.ticket);
 }
 

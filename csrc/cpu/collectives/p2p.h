@@ -48,11 +48,12 @@ class PointToPoint {
   struct Outgoing {  // to one destination
     std::uint64_t ticket = 0;
     std::size_t cursor = 0;
-    RateMeter writing;
+    SlotWriting writing;
     std::deque<MessagePtr> queue;
   };
   struct Incoming {  // from one source
     std::uint64_t ticket = 0;
+    SlotReading reading;
     MessagePtr current;            // the receive that is being filled
     std::unique_ptr<Aside> aside;  // or the message that is being stored
     std::deque<std::unique_ptr<Aside>> arrived;

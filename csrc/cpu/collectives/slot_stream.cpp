@@ -1,5 +1,7 @@
 #include "cpu/collectives/slot_stream.h"
 
+#include <algorithm>
+
 #include "core/error.h"
 #include "cpu/kernels/loops.h"
 
@@ -21,10 +23,12 @@ SlotStream::SlotStream(Group& group, Progress& progress, const Call& call, std::
                 call.root};
   factors_[group.rank()] = call.factor;
   group.begin_call(call, signature_);
-  if (message_bytes() < RateMeter::kLeastBytes) return;
-  for (int p = 0; p < group.world_size() && !someone_wants_streaming_; ++p)
-    someone_wants_streaming_ =
-        load_relaxed(&group.control(p).wants_streaming[group.rank() / 64].value) >> (group.rank() % 64) & 1;
+  if (message_bytes() < kLeastStreamedBytes) return;
+  for (int p = 0; p < group.world_size(); ++p) {
+    const Flag* told = &group.control(p).read_costs[group.rank()][cost_class(message_bytes())];
+    const SlotCosts costs = SlotCosts::unpacked(load_relaxed(told));
+    reading_ = {std::max(reading_.cached, costs.cached), std::max(reading_.streamed, costs.streamed)};
+  }
 }
 
 void SlotStream::wait_credit(std::uint64_t i) {
@@ -35,6 +39,7 @@ void SlotStream::wait_credit(std::uint64_t i) {
 char* SlotStream::open(std::uint64_t i, std::size_t nbytes) {
   wait_credit(i);
   board_.header(base_ + i)->streamed = 0;
+  streaming_ = nbytes >= kLeastStreamedBytes && progress_.writing.next(message_bytes(), reading_);
   return board_.open(base_ + i, nbytes, progress_.cursor);
 }
 
@@ -53,30 +58,18 @@ void SlotStream::set_buffers(const Location& input, const Location& output) {
   output_ = output;
 }
 
-bool SlotStream::streams(std::uint64_t i, std::size_t nbytes) const {
-  const bool wanted = someone_wants_streaming_ || progress_.writing.wants_streaming();
-  return wanted && nbytes >= RateMeter::kLeastBytes && (base_ + i) % kProbeInterval != 0;
-}
-
 void SlotStream::write(std::uint64_t i, void* slot, const void* data, std::size_t nbytes) {
   const auto probe = this->probe(trace::What::kWrite, -1, i, nbytes);
-  const bool streaming = streams(i, nbytes);
-  if (streaming || !is_measured(base_ + i, nbytes)) {
-    board_.header(base_ + i)->streamed |= streaming;
+  const bool streaming = streams(nbytes);
+  board_.header(base_ + i)->streamed |= streaming;
+  if (nbytes < kLeastStreamedBytes || !progress_.writing.measures(streaming, nbytes))
     return kernels().copy(slot, data, nbytes, streaming);
-  }
-  const auto begin = Clock::now();
-  kernels().copy(slot, data, nbytes, false);
-  const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count();
-  progress_.writing.record(nbytes, ns, message_bytes());
+  const std::int64_t ns = ns_of([&] { kernels().copy(slot, data, nbytes, streaming); });
+  progress_.writing.record(message_bytes(), streaming, nbytes, ns);
 }
 
 void SlotStream::record_read(int peer, std::uint64_t i, std::size_t nbytes, std::int64_t ns) {
-  if (group_.board(peer).header(base_ + i)->streamed) return;
-  RateMeter& meter = progress_.meters[peer];
-  const bool before = meter.wants_streaming();
-  meter.record(nbytes, ns, message_bytes());
-  if (meter.wants_streaming() != before) flip(&group_.control().wants_streaming[peer / 64].value, 1ull << (peer % 64));
+  progress_.reading[peer].record(message_bytes(), was_streamed(peer, i), nbytes, ns, group_.control().read_costs[peer]);
 }
 
 void SlotStream::publish(std::uint64_t i) {

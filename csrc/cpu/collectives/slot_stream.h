@@ -11,15 +11,15 @@ namespace ringcomm::cpu {
 
 // The state that a rank keeps from call to call.
 struct Progress {
-  explicit Progress(int world_size) : seen_consumed(world_size, 0), meters(world_size) {}
+  explicit Progress(int world_size) : seen_consumed(world_size, 0), reading(world_size) {}
 
   std::uint64_t ticket = 0;    // the next ticket
   std::size_t cursor = 0;      // position in the area of this rank's board
   std::uint64_t sequence = 0;  // number of calls made
   std::uint64_t history = 0;   // hash of these calls
   std::vector<std::uint64_t> seen_consumed;
-  std::vector<RateMeter> meters;  // of reading, by the rank that wrote the slot
-  RateMeter writing;
+  std::vector<SlotReading> reading;  // by the rank that wrote the slot
+  SlotWriting writing;
 };
 
 class SlotStream {
@@ -33,9 +33,9 @@ class SlotStream {
   const char* slot_of(int peer, std::uint64_t i) const { return group_.board(peer).payload(base_ + i); }
   // Waits until ticket i may be written: every peer has read the previous ticket in its header.
   void wait_credit(std::uint64_t i);
-  // slot <- data, with streaming stores if a reader of this rank's slots prefers them.
+  // slot <- data, with streaming stores if they were chosen when the slot was opened.
   void write(std::uint64_t i, void* slot, const void* data, std::size_t nbytes);
-  bool streams(std::uint64_t i, std::size_t nbytes) const;
+  bool streams(std::size_t nbytes) const { return streaming_ && nbytes >= kLeastStreamedBytes; }
   void publish(std::uint64_t i);
   void await(int peer, std::uint64_t i);
   void await_all(std::uint64_t i);
@@ -69,6 +69,10 @@ class SlotStream {
  private:
   std::size_t message_bytes() const { return call().count * element_bytes(call().dtype); }
   void wait_credit_from(int peer, std::uint64_t i);
+  bool was_streamed(int peer, std::uint64_t i) const { return group_.board(peer).header(base_ + i)->streamed; }
+  bool measures_read(int peer, std::uint64_t i, std::size_t nbytes) {
+    return nbytes >= kLeastStreamedBytes && progress_.reading[peer].measures(was_streamed(peer, i), nbytes);
+  }
   void record_read(int peer, std::uint64_t i, std::size_t nbytes, std::int64_t ns);
   void check_signature(int peer);
 
@@ -79,7 +83,8 @@ class SlotStream {
   const std::uint64_t base_;
   Signature signature_;
   Location input_{-1, 0, 0}, output_{-1, 0, 0};
-  bool someone_wants_streaming_ = false;
+  SlotCosts reading_;       // of the slowest reader of this rank's slots
+  bool streaming_ = false;  // the slot that was opened last
   bool published_ = false;
   std::uint64_t checked_[kMaxWorldSize / 64] = {};
   int num_checked_ = 0;
@@ -90,10 +95,8 @@ template <typename Read>
 void SlotStream::metered(int first_peer, int last_peer, std::uint64_t i, std::size_t nbytes, const Read& read) {
   const bool one = first_peer + 1 == last_peer;
   const auto probe = this->probe(one ? trace::What::kRead : trace::What::kReduce, one ? first_peer : -1, i, nbytes);
-  if (!is_measured(base_ + i, nbytes)) return read();
-  const auto begin = Clock::now();
-  read();
-  const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count();
+  if (!measures_read(first_peer == group_.rank() ? last_peer - 1 : first_peer, i, nbytes)) return read();
+  const std::int64_t ns = ns_of(read);
   const std::int64_t peers = last_peer - first_peer - (first_peer <= group_.rank() && group_.rank() < last_peer);
   for (int p = first_peer; p < last_peer; ++p)
     if (p != group_.rank()) record_read(p, i, nbytes, ns / peers);

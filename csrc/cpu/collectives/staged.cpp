@@ -141,8 +141,8 @@ std::uint64_t staged_two_phase_reduce(SlotStream& slots, std::uint64_t first) {
           p == f.rank ? input + s.offset * f.element : slots.slot_of(p, first + w) + f.rank * slice_bytes;
     reducer.outputs[0] = slot + result_offset;
     if (gathers) reducer.outputs[1] = output + s.offset * f.element;
-    const auto probe = slots.probe(trace::What::kReduce, -1, first + w, s.count * f.element);
-    reducer.run(s.count, gathers ? 2 : 1, streaming || slots.streams(first + w + lag, slice_bytes));
+    slots.metered(0, f.world_size, first + w, s.count * f.element,
+                  [&] { reducer.run(s.count, gathers ? 2 : 1, streaming || slots.streams(slice_bytes)); });
   };
   const auto copy_out = [&](std::uint64_t w, std::uint64_t ticket) {
     for (int p = 0; p < f.world_size; ++p) {

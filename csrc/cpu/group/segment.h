@@ -81,8 +81,9 @@ struct alignas(kLineBytes) Control {
   AbortState abort_state;        // on rank 0: the one for all ranks
   FlagLine decider;              // on rank 0: round << 16 | rank + 1 of the rank whose `members` are valid
   ShrinkBoard shrink;
-  FlagLine wants_streaming[kMaxWorldSize / 64];  // bit p: rank p should use streaming stores for its slots
-  FlagLine p2p_consumed[kMaxWorldSize];          // by source
+  // What this rank's reads of rank p's slots cost, see SlotCosts: of collectives, and of messages.
+  alignas(kLineBytes) Flag read_costs[kMaxWorldSize][2], p2p_read_costs[kMaxWorldSize][2];
+  FlagLine p2p_consumed[kMaxWorldSize];  // by source
   ArenaRecord arenas[kMaxArenas];
 };
 static_assert(std::is_trivially_copyable_v<Control>, "it begins as zeros");

@@ -213,33 +213,52 @@ void copies_agree() {
       }
 }
 
-void meter_has_patience() {
-  cpu::RateMeter meter;
-  const std::size_t nbytes = 1 << 20;
-  const std::int64_t slow = 1 << 20, fast = 1 << 16;
-  const auto record = [&](std::int64_t ns) { meter.record(nbytes, ns, nbytes); };
-  for (int i = 0; i + 1 < cpu::RateMeter::kStreak; ++i) record(slow);
-  require(!meter.wants_streaming(), "a few slow reads may have been interrupted");
-  record(fast);
-  for (int i = 0; i + 1 < cpu::RateMeter::kStreak; ++i) record(slow);
-  require(!meter.wants_streaming(), "a fast read begins the count anew");
-  record(slow);
-  require(meter.wants_streaming(), "slow reads ask for streaming");
-  record(fast);
-  require(meter.wants_streaming(), "one fast probe may be luck");
-  record(fast);
-  require(!meter.wants_streaming(), "fast probes end it");
+// Returns how many of the next slots are written with streaming stores, each costing what its kind does.
+int streamed_of(cpu::SlotWriting& writing, int slots, std::int64_t cached_ns, std::int64_t streamed_ns,
+                const cpu::SlotCosts& reading) {
+  int count = 0;
+  for (int i = 0; i < slots; ++i) {
+    const bool streamed = writing.next(1 << 20, reading);
+    writing.record(1 << 20, streamed, 1 << 20, streamed ? streamed_ns : cached_ns);
+    count += streamed;
+  }
+  return count;
 }
 
-// 7 GB/s are slow for data that is in the caches, and usual for data that memory has to bring.
-void meter_knows_where_the_data_is() {
-  const auto wants_streaming = [](std::size_t message_bytes) {
-    cpu::RateMeter meter;
-    for (int i = 0; i < cpu::RateMeter::kStreak; ++i) meter.record(7000, 1000, message_bytes);
-    return meter.wants_streaming();
-  };
-  require(wants_streaming(cpu::RateMeter::kCachedMessageBytes), "a message in the caches should pass faster");
-  require(!wants_streaming(2 * cpu::RateMeter::kCachedMessageBytes), "a large message passes as fast as memory");
+void the_cheaper_kind_of_slot_is_chosen() {
+  constexpr std::int64_t fast = 40000, medium = 100000, slow = 250000;
+  const cpu::SlotCosts equal = {50, 50};
+  cpu::SlotWriting writing;
+  require(streamed_of(writing, 160, slow, medium, {}) == 10,
+          "some slots of both kinds until the reader tells its costs");
+  const int found_out = streamed_of(writing, 1000, slow, medium, equal);
+  require(found_out > 900, "slots that are slow are streamed");
+  require(found_out < 1000, "some are still written through the caches");
+  require(streamed_of(writing, 1000, fast, medium, equal) < 200, "slots that have become fast are streamed no longer");
+  require(streamed_of(writing, 10, slow, medium, equal) <= 1, "a few slow slots may have been interrupted");
+  require(streamed_of(writing, 1000, fast, medium, {800, 100}) > 900, "what the readers pay counts");
+  require(streamed_of(writing, 1000, slow, medium, {10, 900}) < 20, "for either kind");
+}
+
+// What a reader measures reaches the writer in one word, and only if it has changed.
+void a_reader_tells_what_reading_costs() {
+  cpu::SlotReading reading;
+  Flag told[cpu::kCostClasses] = {};
+  const std::size_t large = 2 * cpu::kCachedMessageBytes;
+  reading.record(large, true, 2048, 300, told);
+  require(told[0] == 0 && told[1] == 0, "one kind alone says nothing");
+  reading.record(large, false, 1024, 300, told);
+  require(told[0] == 0, "small messages have costs of their own");
+  const cpu::SlotCosts costs = cpu::SlotCosts::unpacked(told[1]);
+  require(costs.known() && costs.streamed == 150 && costs.cached == 300, "the costs of both kinds");
+  const Flag before = told[1];
+  reading.record(large, true, 1024, 9000, told);
+  require(told[1] == before, "one slow slot adds an eighth, which is not told");
+  reading.record(large, true, 1024, 9000, told);
+  require(told[1] != before, "what changes is told");
+  require(reading.measures(true, 4096), "a slot of another kind is measured");
+  require(!reading.measures(true, 4096), "of the same kind, only some are");
+  require(reading.measures(true, cpu::kAlwaysMeasuredBytes), "large ones are measured");
 }
 
 }  // namespace
@@ -258,7 +277,7 @@ int main(int argc, char** argv) {
 #endif
   kernels_agree();
   copies_agree();
-  meter_has_patience();
-  meter_knows_where_the_data_is();
+  the_cheaper_kind_of_slot_is_chosen();
+  a_reader_tells_what_reading_costs();
   std::printf("cpu_kernels_test passed\n");
 }
