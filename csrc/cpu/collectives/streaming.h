@@ -73,7 +73,8 @@ class SlotWriting {
     const SlotCosts& writing = costs_[cost_class(message_bytes)];
     const bool known = writing.known() && reading.known();
     const bool streaming = known && (writing.streamed + reading.streamed) * kMargin < writing.cached + reading.cached;
-    const unsigned interval = streaming ? kCachedInterval : (known ? kStreamedInterval : kFirstInterval);
+    const bool first = !known || slots_ < kFirstSlots;
+    const unsigned interval = streaming ? kCachedInterval : (first ? kFirstInterval : kStreamedInterval);
     return (++slots_ % interval == 0) != streaming;
   }
   // Whether a write is to be measured.
@@ -88,7 +89,9 @@ class SlotWriting {
  private:
   static constexpr float kMargin = 1.1f;
   // Every so many slots one is of the other kind. One that is streamed without need costs up to five times as much.
-  static constexpr unsigned kFirstInterval = 16, kStreamedInterval = 512, kCachedInterval = 64;
+  static constexpr unsigned kStreamedInterval = 512, kCachedInterval = 64;
+  // The first slots cost more than later ones, because their pages are new.
+  static constexpr unsigned kFirstSlots = 512, kFirstInterval = 16;
 
   SlotCosts costs_[kCostClasses];
   unsigned slots_ = 0, writes_ = 0;

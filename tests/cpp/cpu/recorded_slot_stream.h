@@ -150,7 +150,7 @@ class RecordedSlotStream {
   void write(std::uint64_t, void* slot, const void* data, std::size_t nbytes) {
     recorded_kernels().copy(slot, data, nbytes, false);
   }
-  bool streams(std::uint64_t, std::size_t) const { return false; }
+  bool streams(std::size_t) const { return false; }
   void publish(std::uint64_t i) {
     if (!published_) mine_.write_header(base_ + i);
     published_ = true;
