@@ -4,9 +4,13 @@ Python imports it for seconds."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import multiprocessing
 import os
+import signal
+import subprocess
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +54,29 @@ def replacement() -> Any:
 def install() -> None:
     """From now on `ringcomm.run_ranks` makes its processes so."""
     launch.multiprocessing = replacement()  # type: ignore[attr-defined]
+
+
+def run(target: Callable[..., Any], *args: Any, limit_s: float) -> subprocess.CompletedProcess[str]:
+    """What a function and the processes that it starts wrote, and its exit code, as of a program in a new Python.
+    TimeoutError: it ran for longer; then all of them are ended."""
+    with tempfile.TemporaryDirectory(prefix="ringcomm-test-") as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        process = context().Process(target=_written, args=(str(out), str(err), target, *args))
+        process.start()
+        process.join(limit_s)
+        if process.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise TimeoutError(f"{target.__name__} did not end within {limit_s:g} s\n{out.read_text()}{err.read_text()}")
+        return subprocess.CompletedProcess([], process.exitcode, out.read_text(), err.read_text())
+
+
+def _written(out: str, err: str, target: Callable[..., Any], *args: Any) -> None:
+    os.setsid()
+    for to, path in enumerate((out, err), 1):
+        with open(path, "ab") as file:
+            os.dup2(file.fileno(), to)
+    target(*args)
 
 
 def _of_the_server(target: Callable[..., Any], args: tuple[Any, ...] = (), **options: Any) -> Any:
