@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import multiprocessing
 import os
 import signal
@@ -67,7 +68,9 @@ def run(target: Callable[..., Any], *args: Any, limit_s: float) -> subprocess.Co
         if process.exitcode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            raise TimeoutError(f"{target.__name__} did not end within {limit_s:g} s\n{out.read_text()}{err.read_text()}")
+            raise TimeoutError(
+                f"{target.__name__} did not end within {limit_s:g} s\n{out.read_text()}{err.read_text()}"
+            )
         return subprocess.CompletedProcess([], process.exitcode, out.read_text(), err.read_text())
 
 
@@ -96,6 +99,7 @@ def _with_environment(environment: dict[str, str], target: Callable[..., Any], *
 
 
 def _like_a_new_python(target: Callable[..., Any], *args: Any) -> None:
+    gc.freeze()  # the garbage collector does not look through what was imported
     try:
         target(*args)
     finally:
