@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import itertools
 import multiprocessing
@@ -58,6 +59,19 @@ def without_a_part(cases: list[tuple[object, ...]]) -> list[bool]:
         kept.add(best)
         missing -= parts[best]
     return [i not in kept for i in range(len(cases))]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """The garbage collector never looks at what exists when the tests have been collected: it would take most of a
+    second each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import array
 import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -243,16 +243,6 @@ def arenas() -> int:
     return Path("/proc/self/maps").read_text().count("ringcomm-arena")
 
 
-@pytest.fixture
-def fast_collections() -> Iterator[None]:
-    """The garbage collector reads only objects that the test makes: it takes long for those of all modules."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.mark.usefixtures("fast_collections")
 @pytest.mark.parametrize("like", ["torch", "numpy"])
 def test_lent_memory_lives_as_long_as_a_view_of_it(like: str) -> None:
     """Whatever becomes of the communicator and of the array; with the last view it is unmapped."""

@@ -7,9 +7,10 @@ the allocator is told that stream 1 uses memory. Stream 7 is the caller's.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
-import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
 from ringcomm import backend, errors
-from tests.support import ROOT
+from tests.support import ROOT, emulated, forked
 from tests.support.torch_checks import raised
 
 pytestmark = pytest.mark.timeout(300)
@@ -33,15 +34,18 @@ Log = list[str]
 
 
 @pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+def process() -> Iterator[Pool]:
     """A Python whose torch takes `fake_cuda` for CUDA."""
     if torch.backends.cuda.is_built():
         pytest.skip("a torch with CUDA brings its own device guard; needs a build of torch for the cpu")
-    folder = tmp_path_factory.mktemp("fake_cuda")
-    sources = [
-        str(ROOT / "tests" / "support" / "fake_cuda" / "fake_cuda.cpp"),
-        str(ROOT / "csrc" / "core" / "names.cpp"),
-    ]
+    with forked.server().Pool(1, _prepare, (str(_compiled()),)) as pool:
+        yield pool
+
+
+def _compiled() -> Path:
+    """The module `fake_cuda`. It takes twenty seconds to compile, so a later run of the tests takes an earlier one's,
+    if the sources, torch and the command are the same."""
+    sources = [ROOT / "tests" / "support" / "fake_cuda" / "fake_cuda.cpp", ROOT / "csrc" / "core" / "names.cpp"]
     torch_folder = Path(torch.__file__).parent
     includes = [
         torch_folder / "include",
@@ -50,14 +54,24 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     ]
     words = [os.environ.get("CXX", "g++"), "-std=c++20", "-O0", "-shared", "-fPIC", "-fvisibility=hidden", "-w"]
     words += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", "-DUSE_C10D", "-DUSE_DISTRIBUTED"]
-    words += [f"-I{ROOT / 'csrc'}", *(f"-isystem{each}" for each in includes), *sources]
-    module = str(folder / f"fake_cuda{sysconfig.get_config_var('EXT_SUFFIX')}")
-    words += ["-o", module, f"-L{torch_folder / 'lib'}"]
-    words += ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", f"-Wl,-rpath,{torch_folder / 'lib'}"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    with multiprocessing.get_context("spawn").Pool(1, _prepare, (module,)) as pool:
-        yield pool
+    words += [f"-I{ROOT / 'csrc'}", *(f"-isystem{each}" for each in includes), *map(str, sources)]
+    words += [f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+    words += [f"-Wl,-rpath,{torch_folder / 'lib'}"]
+    key = hashlib.sha256(repr((torch.__version__, words)).encode())
+    for path in (*sources, *sorted((ROOT / "csrc" / "core").rglob("*.h"))):
+        key.update(path.read_bytes())
+    folder = ROOT / "build" / "fake_cuda"
+    module = folder / key.hexdigest()[:16] / f"fake_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
+    with emulated.building(folder):
+        if not module.exists():
+            for old in folder.glob("*/"):
+                shutil.rmtree(old)
+            module.parent.mkdir()
+            unfinished = module.with_name("unfinished.so")
+            done = subprocess.run([*words, "-o", str(unfinished)], capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr[-4000:]
+            unfinished.rename(module)
+    return module
 
 
 def _prepare(path: str) -> None:

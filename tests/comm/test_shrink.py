@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from ringcomm import Communicator, run_ranks
 from ringcomm.comm import launch
 from ringcomm.comm.hosts import Network, memory_store
 from ringcomm.errors import AbortedError, CollectiveTimeoutError, MismatchError, RankLostError, RingcommError
-from tests.support import ROOT
+from tests.support import forked
 
 HERE = os.path.relpath(__file__)
 
@@ -185,12 +187,18 @@ def test_processes_go_on_without_one(tmp_path: Any, how: str, kind: str, monkeyp
         assert (tmp_path / str(old)).read_text() == repr(facts)
 
 
+def survive(*words: str) -> None:
+    """The example, whose ranks are forked."""
+    program = importlib.import_module("survive")  # pytest's pythonpath names its folder
+    program.multiprocessing = SimpleNamespace(get_context=lambda _: multiprocessing.get_context("fork"))
+    sys.argv = ["survive.py", *words]
+    program.main()
+
+
 @pytest.mark.timeout(280)
 def test_a_training_outlives_ranks() -> None:
     """Two in one step, of which the second may be noticed as late as in the recovery from the first, and one more."""
-    script = ROOT / "examples" / "survive.py"
-    words = [sys.executable, str(script), "--steps", "12", "--kill-at", "5", "5", "8"]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=240)
+    ended = forked.run(survive, "--steps", "12", "--kill-at", "5", "5", "8", limit_s=240)
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
     gone_on = [line for line in lines if line.startswith("goes on from step ")]

@@ -10,19 +10,20 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import PrefixStore, TCPStore
 
 import ringcomm
 from ringcomm import Communicator, run_ranks
 from ringcomm.errors import MismatchError, RingcommError
-from tests.support import torch_ranks
+from tests.support import forked, torch_ranks
 from tests.support.hierarchy import namespaces
 from tests.support.hierarchy.namespaces import Cluster
 
@@ -239,51 +240,43 @@ def test_a_rank_that_does_not_come_is_named_with_its_host() -> None:
 
 # ---- with a network that fails -----------------------------------------------------------------------------------
 
-PROGRAM = '''
-import os, sys, time
-from pathlib import Path
-import torch
-from torch.distributed import TCPStore
-from datetime import timedelta
-import ringcomm
 
-rank, world, folder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(sys.argv[1])
-limit = timedelta(seconds=60)
-store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, rank == 0, limit)
+def run_rank(namespace: str, environment: dict[str, str], rank: int, world_size: int, path: str) -> None:
+    """One rank of a job, on a host: calls until one fails, and then a call of those that are told to go on."""
+    namespaces.enter(namespace)
+    os.environ.update(environment)
+    folder = Path(path)
+    limit = timedelta(seconds=60)
+    store = TCPStore(namespaces.address(0), 29600, world_size, rank == 0, limit)
 
-def until(name):
-    while not (folder / name).exists():
-        time.sleep(0.02)
+    def until(name: str) -> None:
+        while not (folder / name).exists():
+            time.sleep(0.02)
 
-def fail(part, comm):
-    """Calls until one fails, and writes what it said."""
+    (folder / f"started-{rank}").touch()
+    for each in range(world_size):
+        until(f"started-{each}")
+    comm = ringcomm.init(rank, world_size, store=store, timeout=4)
+    text = ""
     try:
         for i in range(10**6):
             comm.all_reduce(torch.ones(500_000))
             if i == 2:
-                (folder / f"{part}-running-{rank}").touch()
-    except ringcomm.RingcommError as error:
+                (folder / f"first-running-{rank}").touch()
+    except RingcommError as error:
         text = f"{type(error).__name__} {error}"
-    (folder / f"{part}-{rank}.part").write_text(text)
-    (folder / f"{part}-{rank}.part").rename(folder / f"{part}-{rank}")
-
-(folder / f"started-{rank}").touch()
-for each in range(world):
-    until(f"started-{each}")  # Python takes long to start on a busy machine
-comm = ringcomm.init(rank, world, store=store, timeout=4)
-fail("first", comm)
-until("go on")
-comm.close()
-ranks = [int(word) for word in (folder / "go on").read_text().split()]
-from torch.distributed import PrefixStore
-comm = ringcomm.init(ranks.index(rank), len(ranks), store=PrefixStore("again", store), timeout=20)
-x = comm.all_reduce(torch.full((100_000,), 1.0))
-assert bool((x == len(ranks)).all())
-comm.barrier()
-(folder / f"again-{rank}").touch()
-until("end")
-os._exit(0)
-'''
+    (folder / f"first-{rank}.part").write_text(text)
+    (folder / f"first-{rank}.part").rename(folder / f"first-{rank}")
+    until("go on")
+    comm.close()
+    ranks = [int(word) for word in (folder / "go on").read_text().split()]
+    comm = ringcomm.init(ranks.index(rank), len(ranks), store=PrefixStore("again", store), timeout=20)
+    x = comm.all_reduce(torch.full((100_000,), 1.0))
+    assert bool((x == len(ranks)).all())
+    comm.barrier()
+    (folder / f"again-{rank}").touch()
+    until("end")
+    os._exit(0)
 
 
 class Job:
@@ -291,16 +284,12 @@ class Job:
 
     def __init__(self, cluster: Cluster, ranks: list[int], folder: Path) -> None:
         self.cluster, self.folder = cluster, folder
-        program = folder / "program.py"
-        program.write_text(PROGRAM)
-        self.world_size = sum(ranks)
-        self.processes: list[subprocess.Popen[Any]] = []
+        self.processes: list[Any] = []
         for host, count in enumerate(ranks):
             for _ in range(count):
-                env = {"RANK": str(len(self.processes)), "WORLD_SIZE": str(self.world_size)}
-                env |= {"MASTER_ADDR": namespaces.address(0), "MASTER_PORT": "29600"}
-                words = [sys.executable, str(program), str(folder)]
-                self.processes.append(cluster.start(host, words, env))
+                given = (cluster.names[host], cluster.environment(host), len(self.processes), sum(ranks), str(folder))
+                self.processes.append(forked.context().Process(target=run_rank, args=given, daemon=True))
+                self.processes[-1].start()
 
     def wait(self, name: str, ranks: list[int], timeout_s: float) -> list[str]:
         """The files of that name that the ranks have written by then."""
@@ -309,7 +298,7 @@ class Job:
         while not all(path.exists() for path in paths):
             missing = [path.name for path in paths if not path.exists()]
             assert time.monotonic() < end, f"{missing} did not come within {timeout_s:g} s"
-            dead = [rank for rank in ranks if self.processes[rank].poll() is not None]
+            dead = [rank for rank in ranks if self.processes[rank].exitcode is not None]
             assert not dead, f"ranks {dead} ended"
             time.sleep(0.02)
         return [path.read_text() for path in paths]
@@ -326,7 +315,8 @@ class Job:
         self.wait("again", ranks, 30)
         (self.folder / "end").touch()
         for rank in ranks:
-            assert self.processes[rank].wait(10) == 0
+            self.processes[rank].join(10)
+            assert self.processes[rank].exitcode == 0
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ringcomm import run_ranks
-from tests.support import torch_ranks
+from tests.support import torch_ranks, torchrun
 from tests.support.choice import slow
 from tests.support.hierarchy import cases, namespaces
 from tests.support.hierarchy.namespaces import Cluster
@@ -47,13 +47,9 @@ def possible() -> None:
 
 
 def by_torchrun(cluster: Cluster, folder: Path) -> None:
-    jobs = [
-        cluster.torchrun(
-            host, 2, [PROGRAM, str(folder), str(COUNT)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for host in range(2)
-    ]
-    namespaces.wait_for(jobs, LIMIT_S)
+    words = [str(folder), str(COUNT)]
+    agents = [cluster.torchrun(host, 2, cases.main, words, folder / f"host{host}.txt") for host in range(2)]
+    torchrun.finish(agents, LIMIT_S)
 
 
 def by_itself(cluster: Cluster, folder: Path) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-from typing import Any
+from pathlib import Path
 
 import pytest
 
+from tests.support import torchrun
 from tests.support.hierarchy import namespaces
 from tests.support.hierarchy.namespaces import Cluster
 from tests.support.training import runs
@@ -58,11 +58,11 @@ def one_host() -> Outcome:
 
 @pytest.mark.slow  # test_namespaces.py starts two hosts so, and the training is that of three hosts
 @pytest.mark.parametrize("stage", ["0", "3"])
-def test_two_hosts_of_two_ranks_train_as_one_host(stage: str, one_host: Outcome) -> None:
+def test_two_hosts_of_two_ranks_train_as_one_host(stage: str, one_host: Outcome, tmp_path: Path) -> None:
     with Cluster(2) as cluster:
-        options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        jobs = [cluster.torchrun(h, 2, [PROGRAM, *SMALL, "--stage", stage], **options) for h in range(2)]
-        text = namespaces.wait_for(jobs, LIMIT_S)[0]
+        words = [*SMALL, "--stage", stage]
+        agents = [cluster.torchrun(h, 2, runs.run_program, words, tmp_path / f"host{h}.txt") for h in range(2)]
+        text = torchrun.finish(agents, LIMIT_S)
         sent = cluster.sent_bytes(0)
     assert outcome(text) == one_host
     assert len(outcome(text)[1]) == 3

@@ -4,9 +4,14 @@ Python imports it for seconds."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
+import gc
 import multiprocessing
 import os
+import signal
+import subprocess
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +57,31 @@ def install() -> None:
     launch.multiprocessing = replacement()  # type: ignore[attr-defined]
 
 
+def run(target: Callable[..., Any], *args: Any, limit_s: float) -> subprocess.CompletedProcess[str]:
+    """What a function and the processes that it starts wrote, and its exit code, as of a program in a new Python.
+    TimeoutError: it ran for longer; then all of them are ended."""
+    with tempfile.TemporaryDirectory(prefix="ringcomm-test-") as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        process = context().Process(target=_written, args=(str(out), str(err), target, *args))
+        process.start()
+        process.join(limit_s)
+        if process.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise TimeoutError(
+                f"{target.__name__} did not end within {limit_s:g} s\n{out.read_text()}{err.read_text()}"
+            )
+        return subprocess.CompletedProcess([], process.exitcode, out.read_text(), err.read_text())
+
+
+def _written(out: str, err: str, target: Callable[..., Any], *args: Any) -> None:
+    os.setsid()
+    for to, path in enumerate((out, err), 1):
+        with open(path, "ab") as file:
+            os.dup2(file.fileno(), to)
+    target(*args)
+
+
 def _of_the_server(target: Callable[..., Any], args: tuple[Any, ...] = (), **options: Any) -> Any:
     """With the environment of this process as it is now: the server's is older."""
     return server().Process(target=_with_environment, args=(dict(os.environ), target, *args), **options)
@@ -69,6 +99,7 @@ def _with_environment(environment: dict[str, str], target: Callable[..., Any], *
 
 
 def _like_a_new_python(target: Callable[..., Any], *args: Any) -> None:
+    gc.freeze()  # the garbage collector does not look through what was imported
     try:
         target(*args)
     finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import multiprocessing.connection
 import os
 import pickle
@@ -140,6 +141,7 @@ def _serve(pipe: multiprocessing.connection.Connection, rank: int) -> None:
         import ringcomm  # noqa: F401  registers the backend
 
         torch.set_num_threads(1)
+        gc.freeze()
         _reply(pipe, (True, None))
     except BaseException:
         _reply(pipe, (False, f"rank {rank}:\n{traceback.format_exc()}"))

@@ -1,7 +1,10 @@
 // For tests of streams without a GPU: "cuda" tensors in host memory, a device guard that writes down what is asked of
 // streams and events, and an engine of one rank that writes down its calls and the streams they run on. A torch that is
 // built for the cpu alone takes them for CUDA.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>

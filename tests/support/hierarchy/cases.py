@@ -23,7 +23,6 @@ REDUCED = {
     torch.int32: ("sum", "avg", "max", "prod", "band"),
 }
 COUNTS = (0, 1, 1000, 300_001)
-COUNTER = "/sys/class/net/rc0/statistics/tx_bytes"
 
 
 def values(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -241,15 +240,21 @@ def sent_by(comm: Any, count: int, dtype: torch.dtype) -> int:
     return sent_bytes(comm) - between - (between - before)
 
 
+def packet_bytes() -> int:
+    """Bytes of packets that this host has sent to others so far."""
+    (line,) = [line for line in Path("/proc/self/net/dev").read_text().splitlines() if line.strip().startswith("rc0:")]
+    return int(line.split()[9])
+
+
 def packets(comm: Any, count: int, times: int) -> int:
     """Bytes of packets that this host sends in so many all_reduces of float32."""
     x = values(comm.rank, count, torch.float32)
     comm.barrier()
-    before = int(Path(COUNTER).read_text())
+    before = packet_bytes()
     for _ in range(times):
         comm.all_reduce(x, "avg")
     comm.barrier()
-    return int(Path(COUNTER).read_text()) - before
+    return packet_bytes() - before
 
 
 def traffic(count: int) -> dict[str, Any]:
@@ -272,24 +277,24 @@ def traffic(count: int) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    """One rank: all cases, the same through torch.distributed, and what crossed the network."""
+def main(folder: str, elements: str) -> None:
+    """One rank: all cases, the same through torch.distributed, and what crossed the network. Writes a file of it all
+    into the folder."""
     import torch.distributed as dist
 
     import ringcomm
 
-    folder, count = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("ringcomm")
     with ringcomm.init(timeout=30) as comm:
         found: dict[str, Any] = {"hosts": comm.hosts, "order": comm.order, "cases": suite(comm)}
         comm.barrier()
     found["cases"] |= through_torch()
-    found["traffic"] = traffic(count)
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    found["traffic"] = traffic(int(elements))
+    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -20,13 +20,18 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.support import torchrun
 
 INTERFACE = "rc0"
 MTU = 16000  # fewer packets for a program to carry
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _CLONE_NEWNET = 0x40000000
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def address(host: int) -> str:
@@ -112,13 +117,15 @@ class Cluster:
         return process
 
     def torchrun(
-        self, host: int, ranks: int, words: Sequence[str], options: Sequence[str] = (), **more: Any
-    ) -> subprocess.Popen[Any]:
-        """torchrun with ``ranks`` processes on a host; every host starts it. Without options: one static job."""
-        static = ["--nnodes", str(self.hosts), "--node-rank", str(host), "--master-addr", address(0)]
-        static += ["--master-port", str(self.port)]
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        return self.start(host, [*launcher, *(options or static), *words], **more)
+        self, host: int, ranks: int, worker: Callable[..., None], arguments: Sequence[str], output: Path
+    ) -> torchrun.Agent:
+        """torchrun with ``ranks`` processes on a host; every host starts it, for one static job."""
+        options = ["--nnodes", str(self.hosts), "--node-rank", str(host), "--master-addr", address(0)]
+        options += ["--master-port", str(self.port), "--nproc-per-node", str(ranks)]
+        from tests.support import torchrun  # torch is not imported for the links
+
+        environment = self.environment(host)
+        return torchrun.Agent(options, worker, arguments, environment, output, enter, self.names[host])
 
     def run(self, ranks: Sequence[int], words: Sequence[str], timeout_s: float, **more: Any) -> list[str]:
         """One job over all hosts, ``ranks[h]`` processes on host h; what each host wrote. Raises if one failed."""
@@ -166,6 +173,13 @@ def wait_for(jobs: Sequence[subprocess.Popen[Any]], timeout_s: float) -> list[st
     return texts
 
 
+def enter(namespace: str) -> None:
+    """This thread, and what it starts from now on, is on that host."""
+    with open(f"/run/netns/{namespace}") as there:
+        if _libc.setns(there.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+
+
 def kill(process: subprocess.Popen[Any]) -> None:
     """Ends a program and all that it started in its session."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -183,15 +197,13 @@ def _ip(*words: str) -> None:
 
 def open_tun(namespace: str) -> int:
     """The other end of a new interface in a namespace."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open("/proc/self/ns/net") as here, open(f"/run/netns/{namespace}") as there:
-        if libc.setns(there.fileno(), _CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+    with open("/proc/self/ns/net") as here:
         try:
+            enter(namespace)
             tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
             fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH22x", INTERFACE.encode(), _IFF_TUN | _IFF_NO_PI))
         finally:
-            libc.setns(here.fileno(), _CLONE_NEWNET)
+            _libc.setns(here.fileno(), _CLONE_NEWNET)
     return tun
 
 

@@ -23,6 +23,12 @@ def example(name: str) -> Any:
     return importlib.import_module(name)
 
 
+def run_program(*words: str) -> None:
+    """The program with words of its command line, in a process of its own."""
+    sys.argv = ["train_gpt.py", *words]
+    example("train_gpt").main()
+
+
 def run_main(words: tuple[str, ...], port: int, change: Callable[[dict[str, torch.Tensor]], None] | None) -> Any:
     """What the program prints on one rank of a pool, and its exit status."""
     os.environ["MASTER_PORT"] = str(port)
