@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
 import warnings
 import weakref
@@ -790,18 +791,22 @@ def different_and_prepared_in_c(comm: Communicator) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def different_and_not_waited_for(comm: Communicator, as_list: bool) -> str:
+def different_and_not_waited_for(
+    comm: Communicator, as_list: bool, has_called: threading.Event, was_told: threading.Event
+) -> str:
     if comm.rank == 0:
         request = comm.all_reduce(torch.ones(10), async_op=True)
-        time.sleep(1)  # it is the other rank that has to tell the engine beside
+        has_called.set()
+        assert was_told.wait(LIMIT_S)  # it is the other rank that has to tell the engine beside
         with pytest.raises(errors.MismatchError):
             request.wait()
         return ""
-    time.sleep(0.3)
+    assert has_called.wait(LIMIT_S)
     xs = [torch.ones(11), torch.ones(12)]
     with pytest.raises(errors.MismatchError) as caught:
         comm.all_reduce_coalesced(xs) if as_list else comm.all_reduce(xs[0], async_op=True)
     assert comm._open._beside.aborted  # type: ignore[attr-defined]
+    was_told.set()
     return str(caught.value)
 
 
@@ -825,7 +830,7 @@ def failures(kind: str) -> None:
     assert all("MismatchError" in text for text in said), said
     if kind == "threads":  # the host finds it when the second one calls
         for as_list in (False, True):
-            ranks(different_and_not_waited_for, 2, as_list)
+            ranks(different_and_not_waited_for, 2, as_list, threading.Event(), threading.Event())
     ranks(given_up, 3, kind=kind)
     assert ranks(lambda comm: float(comm.all_reduce(torch.ones(3))[0]), 2) == [2.0, 2.0]  # and life goes on
 
