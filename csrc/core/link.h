@@ -95,6 +95,8 @@ struct Board {
   RINGCOMM_HD char* payload(std::uint64_t ticket) const { return area + header(ticket)->offset; }
   // On a device a ticket's place follows from its number: no offset is read, and the area is `depth` slots.
   RINGCOMM_HD char* slot(std::uint64_t ticket) const { return area + ticket % depth * slot_bytes; }
+  // Whether the payload lies by its header.
+  RINGCOMM_HD bool is_tiny(std::uint64_t ticket) const { return header(ticket)->offset < tiny_bytes(); }
   RINGCOMM_HD std::size_t tiny_bytes() const { return depth * (kTinyBytes + kLineBytes); }
   RINGCOMM_HD std::size_t area_bytes() const { return tiny_bytes() + (depth + 1) * slot_bytes; }
   RINGCOMM_HD std::size_t nbytes() const { return depth * sizeof(SlotHeader) + area_bytes(); }

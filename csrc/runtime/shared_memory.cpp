@@ -25,6 +25,14 @@ char* map(int fd, std::size_t nbytes) {
 
 }  // namespace
 
+void map_pages(const void* begin, std::size_t nbytes, bool for_writing) {
+  constexpr int kPopulateRead = 22, kPopulateWrite = 23;  // older headers lack the names
+  const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto first = (reinterpret_cast<std::uintptr_t>(begin) + page - 1) / page * page;
+  const auto last = (reinterpret_cast<std::uintptr_t>(begin) + nbytes) / page * page;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, for_writing ? kPopulateWrite : kPopulateRead);
+}
+
 SharedMemory::~SharedMemory() {
   if (data_) munmap(data_, nbytes_);
   close_fd();

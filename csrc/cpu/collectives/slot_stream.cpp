@@ -4,6 +4,7 @@
 
 #include "core/error.h"
 #include "cpu/kernels/loops.h"
+#include "runtime/shared_memory.h"
 
 namespace ringcomm::cpu {
 
@@ -40,7 +41,17 @@ char* SlotStream::open(std::uint64_t i, std::size_t nbytes) {
   wait_credit(i);
   board_.header(base_ + i)->streamed = 0;
   streaming_ = nbytes >= kLeastStreamedBytes && progress_.writing.next(message_bytes(), reading_);
-  return board_.open(base_ + i, nbytes, progress_.cursor);
+  char* const payload = board_.open(base_ + i, nbytes, progress_.cursor);
+  if (!progress_.mapped[group_.rank()] && !board_.is_tiny(base_ + i)) map_area(group_.rank());
+  return payload;
+}
+
+// With the first payload in the area: a rank that sends none needs no pages for it. Its writer comes first, so that the
+// pages lie in its own part of the memory.
+void SlotStream::map_area(int peer) {
+  const Board board = group_.board(peer);
+  map_pages(board.area + board.tiny_bytes(), board.area_bytes() - board.tiny_bytes(), peer == group_.rank());
+  progress_.mapped[peer] = true;
 }
 
 void SlotStream::wait_credit_from(int peer, std::uint64_t i) {

@@ -11,7 +11,7 @@ namespace ringcomm::cpu {
 
 // The state that a rank keeps from call to call.
 struct Progress {
-  explicit Progress(int world_size) : seen_consumed(world_size, 0), reading(world_size) {}
+  explicit Progress(int world_size) : seen_consumed(world_size, 0), reading(world_size), mapped(world_size, false) {}
 
   std::uint64_t ticket = 0;    // the next ticket
   std::size_t cursor = 0;      // position in the area of this rank's board
@@ -20,6 +20,7 @@ struct Progress {
   std::vector<std::uint64_t> seen_consumed;
   std::vector<SlotReading> reading;  // by the rank that wrote the slot
   SlotWriting writing;
+  std::vector<bool> mapped;  // by rank: this process has all pages of its board's area
 };
 
 class SlotStream {
@@ -30,7 +31,11 @@ class SlotStream {
   // Waits for credit, and returns memory for the payload of ticket i.
   char* open(std::uint64_t i, std::size_t nbytes);
   char* slot(std::uint64_t i) const { return board_.payload(base_ + i); }
-  const char* slot_of(int peer, std::uint64_t i) const { return group_.board(peer).payload(base_ + i); }
+  const char* slot_of(int peer, std::uint64_t i) {
+    const Board board = group_.board(peer);
+    if (!progress_.mapped[peer] && !board.is_tiny(base_ + i)) map_area(peer);
+    return board.payload(base_ + i);
+  }
   // Waits until ticket i may be written: every peer has read the previous ticket in its header.
   void wait_credit(std::uint64_t i);
   // slot <- data, with streaming stores if they were chosen when the slot was opened.
@@ -69,6 +74,7 @@ class SlotStream {
  private:
   std::size_t message_bytes() const { return call().count * element_bytes(call().dtype); }
   void wait_credit_from(int peer, std::uint64_t i);
+  void map_area(int peer);
   bool was_streamed(int peer, std::uint64_t i) const { return group_.board(peer).header(base_ + i)->streamed; }
   bool measures_read(int peer, std::uint64_t i, std::size_t nbytes) {
     return nbytes >= kLeastStreamedBytes && progress_.reading[peer].measures(was_streamed(peer, i), nbytes);
