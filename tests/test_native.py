@@ -22,7 +22,7 @@ SANITIZED = {  # what to instrument: world sizes of cpu_engine_test
 KINDS = [PLAIN, *map(slow, SANITIZED)]  # the builds alone take minutes
 CORE_AND_ENGINE = (
     *("cpu_engine_test", "cpu_deadlock_test", "cpu_faults_test", "cpu_kernels_test"),
-    *("hierarchy_engine_test", "runtime_trace_test"),
+    *("hierarchy_engine_test", "runtime_trace_test", "runtime_shared_memory_test"),
 )
 EMULATED = sorted(
     f"{room}_{path.stem}" for room in ("cuda", "emulator") for path in ROOT.glob(f"tests/cpp/{room}/**/*_test.cpp")
