@@ -553,11 +553,13 @@ class Bucket:
         master weight, the master weight keeps its extra bits."""
         if not self.separate:
             return weight
-        bits = _BITS[self.types.compute.itemsize]  # compared as bits, so that -0.0 differs from 0.0
+        bits = _BITS.get(self.types.compute.itemsize, torch.int64)  # compared as bits, so that -0.0 differs from 0.0
         published = self.master.to(self.types.compute).to(self.device).view(bits)
         if self.device.type == "cpu" and torch.equal(published, weight.view(bits)):
             return self.master
         kept, where = published == weight.view(bits), self.master.device
+        if kept.numel() != weight.numel():  # complex128 is compared as two integers
+            kept = kept.view(-1, 2).all(1)
         return torch.where(kept.to(where), self.master, weight.to(where, self.master.dtype))
 
     # ---- the rest of a mesh ---------------------------------------------------------------------------------------

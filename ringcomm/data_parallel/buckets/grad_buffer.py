@@ -836,6 +836,11 @@ class ShardedGradient(torch.Tensor):
 
     # ---- what it stands for ---------------------------------------------------------------------------------------
 
+    @property
+    def _dtype_of_base(self) -> torch.dtype:
+        """The parameter's type; a view (`p.grad.real`, `p.grad.view(torch.int32)`) may have another."""
+        return self._home.params[self._index].dtype
+
     def _through(self, unsharded: torch.Tensor) -> torch.Tensor:
         """Applies this view to the unsharded gradient."""
         for view in self._views:
@@ -844,11 +849,11 @@ class ShardedGradient(torch.Tensor):
 
     def _read(self) -> torch.Tensor:
         """Returns the values; a collective, unless the bucket was read just before."""
-        return self._through(self._home.unsharded(self._index).to(self.dtype))
+        return self._through(self._home.unsharded(self._index).to(self._dtype_of_base)).resolve_conj().resolve_neg()
 
     def _viewed(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Returns a view without reading values."""
-        if self._home.dtype != self.dtype and name == "view" and args and isinstance(args[0], torch.dtype):
+        if self._home.dtype != self._dtype_of_base and name == "view" and args and isinstance(args[0], torch.dtype):
             raise InvalidArgumentError(
                 f"view: rank {self._home.ranks.rank} got {args[0]} for the gradient of {self._name}, which is kept as "
                 f"{self._home.dtype}, expected a shape; take the view of p.grad.clone()"
@@ -889,7 +894,7 @@ class ShardedGradient(torch.Tensor):
 
     def _unrounded(self, x: torch.Tensor) -> torch.Tensor:
         """Casts an argument from the parameter's type to the gradient's, if they differ."""
-        return x.to(self._home.dtype) if x.dtype == self.dtype else x
+        return x.to(self._home.dtype) if x.dtype == self._dtype_of_base else x
 
     # ---- what torch does not dispatch ------------------------------------------------------------------------------
 
@@ -977,14 +982,18 @@ def _change(func: Any, args: Any, kwargs: Any) -> Any:
         )
     written = [x for x in _written(func, args, kwargs) if isinstance(x, ShardedGradient)]
     replaced: dict[int, Any] = {}
+    copied: list[tuple[torch.Tensor, torch.Tensor]] = []  # views into gradients, and the copies that are written
 
     def opened(x: Any) -> Any:
         if isinstance(x, ShardedGradient):
             key = (x._home, x._index)
             if key not in bases:
                 bases[key] = x._home.unsharded(x._index).clone()
-            unsharded = x._through(bases[key])
+            view = x._through(bases[key])
+            unsharded = view.resolve_conj().resolve_neg()  # operations called from here ignore the bits of both
             replaced[id(unsharded)] = x, unsharded  # keeps `unsharded` alive, so that no other object gets its id
+            if unsharded is not view and any(x is each for each in written):
+                copied.append((view, unsharded))
             return unsharded
         return written[0]._unrounded(x) if isinstance(x, torch.Tensor) else x
 
@@ -993,6 +1002,8 @@ def _change(func: Any, args: Any, kwargs: Any) -> Any:
         work = torch.distributed.Work.unbox(tree_leaves(result)[-1])
         if work is not None:
             work.wait()
+    for view, values in copied:
+        view.copy_(values)
     for home, index in dict.fromkeys((x._home, x._index) for x in written):
         home.write(index, bases[home, index])
     return tree_map(lambda x: replaced[id(x)][0] if id(x) in replaced else x, result)

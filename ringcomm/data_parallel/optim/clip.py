@@ -78,7 +78,7 @@ def clip_grad_norm_(
         alone = flat.ranks.replicas is None or flat.ranks.replicas.rank == 0
         norm = total_norm(parts if alone else [], norm_type, mesh.comm, count, device=flat.device)
     else:
-        wide = any(bucket.gradient.dtype == torch.float64 for bucket in picked)
+        wide = any(bucket.gradient.dtype in (torch.float64, torch.complex128) for bucket in picked)
         dtype = torch.float64 if wide else torch.float32
         norm = total_norm(parts, norm_type, flat.ranks.comm, count, dtype=dtype, device=flat.device)
     if beside and flat.ranks.replicas is not None and mesh is None:  # each replica checked only its own gradients

@@ -39,6 +39,7 @@ _RUN = 256  # integers of at most 2^45 whose sum is exact in a float64
 _CHUNK = {"cpu": 1 << 16}  # elements at a time, so that temporaries stay in cache; on other devices:
 _DEVICE_CHUNK = 1 << 22
 _WIRE = {torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_COMPLEX = {torch.complex64: "complex64", torch.complex128: "complex128"}
 _MAGNITUDE = (1 << 63) - 1  # masks the sign of a float64; the remaining bits order like the numbers, with NaN on top
 _SMALLEST = -200.0  # a power of two that every fold treats as zero
 _LARGEST = 3000.0  # a power of two that stays infinite even times the smallest float64
@@ -62,12 +63,13 @@ def total_norm(
         comm: the ranks; None: this process alone.
         count: number of elements of all ranks together, the same on all ranks; it is only checked and does not affect
             the bits.
-        dtype: type of the result. None: float64 if any rank has a float64 fragment, else float32; finding out waits for
-            the device.
+        dtype: type of the result. None: float64 if any rank has a fragment of float64 or complex128, else float32;
+            finding out waits for the device.
         device: of the result and of the messages, the same kind on all ranks. None: that of ``comm``, or the CPU if it
             serves several; without ``comm`` that of the first tensor.
     Shapes:  any; returns one number, shape ().
-    Dtypes:  float32, float64, float16, bfloat16; they may be mixed.
+    Dtypes:  float32, float64, float16, bfloat16, complex64, complex128; they may be mixed. A complex number counts with
+             its magnitude.
     Order:   none: sums are exact.
     Cost:    two passes over the elements, two all_reduces of at most 32 bytes (p = 0 and inf: one of each).
     Returns: the norm, on every rank. NaN if an element is NaN; else inf if an element is infinite or the norm exceeds
@@ -79,13 +81,14 @@ def total_norm(
     _check(tensors, p, count, rank)
     place = device or _place(tensors, comm)
     parts = [x.detach().reshape(-1) for x in tensors if x.numel()]
-    wide = any(x.dtype == torch.float64 for x in parts)
+    wide = any(x.dtype in (torch.float64, torch.complex128) for x in parts)
     if p == 0:
         present = sum(
             (torch.count_nonzero(x).to(place) for x in parts), torch.zeros((), dtype=torch.int64, device=place)
         )
         found = _reduce(torch.stack([present, torch.full_like(present, wide)]), "sum", comm)
         return found[0].to(dtype or _result(found[1]))
+    parts = [_real(x, p) if x.is_complex() else x for x in parts]
     head = torch.full((2,), int(wide), dtype=torch.int64, device=place)
     head[0] = _largest(parts, place).view(torch.int64) & _MAGNITUDE
     head = _reduce(head, "max", comm)
@@ -102,10 +105,10 @@ def _check(tensors: Sequence[torch.Tensor], p: float, count: int, rank: int) -> 
             f"total_norm: rank {rank} got norm_type={p}, expected 0, a positive number or inf; pass one of these"
         )
     for x in tensors:
-        if x.dtype not in _WIRE or x.layout != torch.strided:
+        if x.dtype not in (*_WIRE, *_COMPLEX) or x.layout != torch.strided:
             raise DtypeError(
                 f"total_norm: rank {rank} got a tensor of {x.dtype} with layout {x.layout}, expected a dense one of "
-                f"{', '.join(_WIRE.values())}; convert it first"
+                f"{', '.join((*_WIRE.values(), *_COMPLEX.values()))}; convert it first"
             )
     own = sum(x.numel() for x in tensors)
     if own > count:
@@ -129,6 +132,19 @@ def _place(tensors: Sequence[torch.Tensor], comm: Communicator | None) -> torch.
 
 def _result(wide: torch.Tensor) -> torch.dtype:
     return torch.float64 if bool(wide) else torch.float32
+
+
+def _real(x: torch.Tensor, p: float) -> torch.Tensor:
+    """Returns real numbers that have the p-norm of complex ones of shape (n,): for p = 2 the real and imaginary parts,
+    else the magnitudes in float64."""
+    pairs = torch.view_as_real(x.resolve_conj())
+    if p == 2:
+        return pairs.reshape(-1)
+    pairs = pairs.double().abs()
+    top = pairs.amax(1)
+    down, up = (_halves(sign * torch.frexp(top).exponent.long()) for sign in (-1, 1))
+    first, second = (pairs * down[0][:, None] * down[1][:, None]).unbind(1)
+    return torch.where(top.isfinite() & (top > 0), _sqrt(first * first + second * second) * up[0] * up[1], top)
 
 
 def _reduce(x: torch.Tensor, op: str, comm: Communicator | None) -> torch.Tensor:

@@ -739,3 +739,51 @@ def test_a_rank_that_reads_a_gradient_alone_gets_no_other_values(stage: int) -> 
                 model(torch.ones(2, 4)) if stage == 3 else opt.step()
 
     ringcomm.run_ranks(rank, 2, ranks="threads", timeout=10)
+
+
+_OF_COMPLEX = {
+    "real": lambda g: g.real.clone(),
+    "imag": lambda g: g.imag + 0,
+    "conj": lambda g: g.conj() + 0,
+    "sum of conj": lambda g: (g.conj() * 2).sum(),
+    "pairs": lambda g: torch.view_as_real(g).sum(0),
+    "integers": lambda g: torch.view_as_real(g).view(torch.int32).clone(),
+    "written integers": lambda g: torch.view_as_real(g).view(torch.int32).fill_(1066192077),
+    "copied integers": lambda g: torch.view_as_real(g).view(torch.int32).copy_(torch.arange(12).int().view(6, 2)),
+    "written imag": lambda g: g.imag.zero_(),
+    "written conj": lambda g: g.conj().mul_(2j),
+}
+
+
+@pytest.mark.parametrize("what", _OF_COMPLEX)
+def test_views_of_another_type_and_conjugates_have_the_values_of_stage_0(what: str) -> None:
+    def rank(comm: ringcomm.Communicator, stage: int) -> list[torch.Tensor]:
+        model = nn.ParameterList([torch.arange(1, 7) * (1 + 2j) + torch.arange(6) ** 2 * 1j])
+        ringcomm.shard(model, stage=stage, comm=comm)
+        model[0].abs().pow(2).sum().backward()
+        grad = model[0].grad
+        assert grad is not None
+        return [_OF_COMPLEX[what](grad).clone(), grad.clone()]
+
+    expected = ringcomm.run_ranks(rank, 2, 0, timeout=30)
+    for found, wanted in zip(ringcomm.run_ranks(rank, 2, 2, timeout=30), expected, strict=True):
+        for x, y in zip(found, wanted, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_complex_parameters_can_be_offloaded(dtype: torch.dtype) -> None:
+    def rank(comm: ringcomm.Communicator, offload: bool) -> torch.Tensor:
+        model = nn.ParameterList([torch.arange(1, 7).to(dtype) * (1 + 2j)])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        ringcomm.shard(model, optimizer, stage=1, comm=comm, offload=offload)
+        for _ in range(2):
+            model[0].abs().pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model[0][1].mul_(1j)
+        return model[0].detach().clone()
+
+    plain, offloaded = (ringcomm.run_ranks(rank, 2, offload, timeout=30) for offload in (False, True))
+    assert all(torch.equal(x, y) for x, y in zip(plain, offloaded, strict=True))

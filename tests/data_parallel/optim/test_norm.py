@@ -464,7 +464,6 @@ def test_gradients_are_left_alone() -> None:
         (([torch.ones(3), torch.ones(4)], 2.0, None, 6), InvalidArgumentError, "count=6 and 7 elements of its own"),
         (([torch.ones(3)], 2.0, None, (1 << 40) + 1), UnsupportedError, "expected at most 1099511627776"),
         (([torch.ones(3, dtype=torch.int64)], 2.0, None, 3), DtypeError, "got a tensor of torch.int64"),
-        (([torch.ones(3, dtype=torch.complex64)], 2.0, None, 3), DtypeError, "got a tensor of torch.complex64"),
         (([torch.ones(3).to_sparse()], 2.0, None, 3), DtypeError, "torch.sparse_coo, expected a dense one"),
     ],
 )
@@ -487,3 +486,62 @@ def test_parts_of_several_types_are_one_norm() -> None:
     wide = torch.cat([x.double() for x in parts])
     assert torch.equal(together, total_norm([wide], 2.0, None, wide.numel()))
     assert torch.allclose(together, wide.norm(), rtol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+@pytest.mark.parametrize("p", [2.0, 1.0, 2.5, math.inf, 0.0])
+def test_complex_numbers_count_with_their_magnitude(dtype: torch.dtype, p: float) -> None:
+    x = torch.complex(values(3000, torch.float64, 1), values(3000, torch.float64, 2)).to(dtype)
+    x[:9], x[9] = 0, 1j
+    expected = total_norm([x.conj()], p, None, x.numel(), dtype=torch.float64)
+    assert float(expected) == pytest.approx(float(torch.linalg.vector_norm(x.to(torch.complex128), p)), rel=1e-14)
+    got = everywhere(cut(x, 3, 0), p, dtype=torch.float64)
+    assert {bits(each) for each in got} == {bits(expected)}
+    narrow = torch.float32 if dtype == torch.complex64 else torch.float64
+    assert total_norm([x, torch.ones(1)], p, None, x.numel() + 1).dtype == narrow
+
+
+@pytest.mark.parametrize("p", [2.0, 1.0, math.inf])
+def test_complex_numbers_near_the_ends_of_the_range(p: float) -> None:
+    largest, least = 2.0**1022, 2.0**-1073
+    for unit in (largest, least):
+        x = complex(0.6 * unit, -0.8 * unit) if unit == largest else complex(0, unit)
+        assert alone(torch.tensor([x], dtype=torch.complex128), p) == pytest.approx(unit, rel=1e-15, abs=0)
+    assert alone(torch.tensor([1j, complex(0, -math.inf)]), p) == math.inf
+    assert math.isnan(alone(torch.tensor([1j, complex(0, math.nan)]), p))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_clipping_complex_parameters_follows_torch(stage: int) -> None:
+    def model() -> torch.nn.ParameterList:
+        random = torch.Generator().manual_seed(0)
+        wide = torch.randn(40, 3, generator=random, dtype=torch.complex128)
+        return torch.nn.ParameterList([wide, torch.randn(7, generator=random)])
+
+    def loss(parameters: torch.nn.ParameterList) -> torch.Tensor:
+        first, second = parameters
+        return first.abs().pow(3).sum() + second.double().pow(2).sum()
+
+    def rank(comm: ringcomm.Communicator) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        class Loss(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.parameters_of_loss = model()
+
+            def forward(self) -> torch.Tensor:
+                return loss(self.parameters_of_loss)
+
+        whole = Loss()
+        ringcomm.shard(whole, torch.optim.SGD(whole.parameters(), lr=0.1), stage=stage, comm=comm)
+        whole().backward()
+        norm_before = ringcomm.clip_grad_norm_(whole, 0.5)
+        return norm_before, [p.grad.clone() for p in whole.parameters() if p.grad is not None]
+
+    plain = model()
+    loss(plain).backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    for norm_before, grads in ringcomm.run_ranks(rank, 3, timeout=30):
+        assert norm_before.dtype == torch.float64
+        assert float(norm_before) == pytest.approx(float(expected), rel=1e-6)
+        for p, grad in zip(plain, grads, strict=True):
+            torch.testing.assert_close(grad, p.grad, rtol=1e-5, atol=0)
