@@ -292,9 +292,10 @@ std::uint64_t staged_scatter(SlotStream& slots, std::uint64_t first) {
         const Slice s = cut.slice(0, w);
         if (!is_root) {
           slots.await(f.call.root, first + w);
-          const auto probe = slots.probe(trace::What::kRead, f.call.root, first + w, s.count * f.element);
-          kernels().copy(output + s.offset * f.element, slots.slot_of(f.call.root, first + w) + f.rank * slice_bytes,
-                         s.count * f.element, streaming);
+          slots.metered(f.call.root, f.call.root + 1, first + w, s.count * f.element, [&] {
+            kernels().copy(output + s.offset * f.element, slots.slot_of(f.call.root, first + w) + f.rank * slice_bytes,
+                           s.count * f.element, streaming);
+          });
         }
         slots.release(first + w);
       });
@@ -356,9 +357,10 @@ std::uint64_t staged_all_to_all(SlotStream& slots, std::uint64_t first) {
           if (p == f.rank) continue;
           const Slice s = clip(cut, w, output.count(p));
           slots.await(p, begin + w);
-          const auto probe = slots.probe(trace::What::kRead, p, begin + w, s.count * f.element);
-          kernels().copy(output.data(p) + s.offset * f.element, slots.slot_of(p, begin + w) + f.rank * slice_bytes,
-                         s.count * f.element, streaming);
+          slots.metered(p, p + 1, begin + w, s.count * f.element, [&] {
+            kernels().copy(output.data(p) + s.offset * f.element, slots.slot_of(p, begin + w) + f.rank * slice_bytes,
+                           s.count * f.element, streaming);
+          });
         }
         slots.release(begin + w);
       });

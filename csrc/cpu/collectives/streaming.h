@@ -90,7 +90,7 @@ class SlotWriting {
   static constexpr float kMargin = 1.1f;
   // Every so many slots one is of the other kind. One that is streamed without need costs up to five times as much.
   static constexpr unsigned kStreamedInterval = 512, kCachedInterval = 64;
-  // The first slots cost more than later ones, because their pages are new.
+  // The first slots tell little: pages may be new, and caches are cold.
   static constexpr unsigned kFirstSlots = 512, kFirstInterval = 16;
 
   SlotCosts costs_[kCostClasses];
