@@ -16,7 +16,7 @@ def build_info() -> dict[str, str]:
 def scan_mark(dtype: int, op: int, exclusive: bool) -> int: ...
 def record_group(head: bytes) -> int:
     """Returns the communicator's number in the first RECORD_HEAD_BYTES bytes of a record; 0: not connected, or no
-    record of this version."""
+    record."""
 
 def read_record(
     bytes: bytes,

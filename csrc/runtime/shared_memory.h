@@ -42,8 +42,8 @@ class SharedMemory {
   int fd_ = -1;
 };
 
-// Maps a range of shared memory at once where Linux can (5.14). Otherwise each of its pages costs a fault in every
-// process, at the first access to it.
+// Maps a range of shared memory at once where Linux can (5.14). Otherwise, or where memory is short, each of its pages
+// costs a fault in every process, at the first access to it.
 void map_pages(const void* begin, std::size_t nbytes, bool for_writing);
 
 }  // namespace ringcomm

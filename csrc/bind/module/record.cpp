@@ -49,8 +49,7 @@ void define_record(py::module_& m) {
   m.attr("RECORD_NAME") = kRecordName;
   m.attr("RECORD_HEAD_BYTES") = sizeof(RecordHead);
   m.def("record_group", &RecordText::group, py::arg("head"),
-        "The communicator's number in the first RECORD_HEAD_BYTES bytes of a record; 0: not connected, or no record of "
-        "this version.");
+        "The communicator's number in the first RECORD_HEAD_BYTES bytes of a record; 0: not connected, or no record.");
   m.def("read_record", &read_record, py::arg("bytes"),
         "What a record of calls says: facts about its rank; its last calls, from old to new, with times in ns since "
         "1970; the totals of all calls by op and algorithm asked for, each with its numbers of calls by the algorithm "

@@ -65,8 +65,8 @@ class CpuRing {
   void copy_in(std::uint64_t t, int chunk, std::size_t window, const Outgoing& out) {
     const char* inbox = slots_.slot_of(prev_, t);
     if (out.any) to_slot(out.ticket, inbox, nbytes(chunk, window));
-    slots_.metered(prev_, prev_ + 1, t, nbytes(chunk, window),
-                   [&] { kernels().copy(output(chunk, window), inbox, nbytes(chunk, window), false); });
+    const auto probe = slots_.probe(trace::What::kRead, prev_, t, nbytes(chunk, window));
+    kernels().copy(output(chunk, window), inbox, nbytes(chunk, window), false);
   }
   void combine(std::uint64_t t, int chunk, std::size_t window, bool final, const Outgoing& out) {
     const void* sources[] = {slots_.slot_of(prev_, t), input(chunk, window)};

@@ -24,11 +24,12 @@ SlotStream::SlotStream(Group& group, Progress& progress, const Call& call, std::
                 call.root};
   factors_[group.rank()] = call.factor;
   group.begin_call(call, signature_);
+  static_assert(sizeof(Control::read_costs[0]) == kCostClasses * sizeof(Flag), "a word for each class");
   if (message_bytes() < kLeastStreamedBytes) return;
   for (int p = 0; p < group.world_size(); ++p) {
     const Flag* told = &group.control(p).read_costs[group.rank()][cost_class(message_bytes())];
     const SlotCosts costs = SlotCosts::unpacked(load_relaxed(told));
-    reading_ = {std::max(reading_.cached, costs.cached), std::max(reading_.streamed, costs.streamed)};
+    told_ = {std::max(told_.cached, costs.cached), std::max(told_.streamed, costs.streamed)};
   }
 }
 
@@ -39,8 +40,8 @@ void SlotStream::wait_credit(std::uint64_t i) {
 
 char* SlotStream::open(std::uint64_t i, std::size_t nbytes) {
   wait_credit(i);
-  board_.header(base_ + i)->streamed = 0;
-  streaming_ = nbytes >= kLeastStreamedBytes && progress_.writing.next(message_bytes(), reading_);
+  streaming_ = nbytes >= kLeastStreamedBytes && progress_.writing.next(message_bytes(), told_);
+  board_.header(base_ + i)->streamed = streaming_;
   char* const payload = board_.open(base_ + i, nbytes, progress_.cursor);
   if (!progress_.mapped[group_.rank()] && !board_.is_tiny(base_ + i)) map_area(group_.rank());
   return payload;
@@ -72,7 +73,6 @@ void SlotStream::set_buffers(const Location& input, const Location& output) {
 void SlotStream::write(std::uint64_t i, void* slot, const void* data, std::size_t nbytes) {
   const auto probe = this->probe(trace::What::kWrite, -1, i, nbytes);
   const bool streaming = streams(nbytes);
-  board_.header(base_ + i)->streamed |= streaming;
   if (nbytes < kLeastStreamedBytes || !progress_.writing.measures(streaming, nbytes))
     return kernels().copy(slot, data, nbytes, streaming);
   const std::int64_t ns = ns_of([&] { kernels().copy(slot, data, nbytes, streaming); });

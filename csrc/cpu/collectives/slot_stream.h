@@ -31,6 +31,7 @@ class SlotStream {
   // Waits for credit, and returns memory for the payload of ticket i.
   char* open(std::uint64_t i, std::size_t nbytes);
   char* slot(std::uint64_t i) const { return board_.payload(base_ + i); }
+  // After await(peer, i).
   const char* slot_of(int peer, std::uint64_t i) {
     const Board board = group_.board(peer);
     if (!progress_.mapped[peer] && !board.is_tiny(base_ + i)) map_area(peer);
@@ -44,7 +45,8 @@ class SlotStream {
   void publish(std::uint64_t i);
   void await(int peer, std::uint64_t i);
   void await_all(std::uint64_t i);
-  // Runs `read`, which reads `nbytes` from the given peers' slots of ticket i, and records how long it took.
+  // Runs `read`, which reads `nbytes` from the given peers' slots of ticket i, and records how long it took, in equal
+  // shares.
   template <typename Read>
   void metered(int first_peer, int last_peer, std::uint64_t i, std::size_t nbytes, const Read& read);
   // Marks ticket i of all peers, and all tickets before it, as read by this rank.
@@ -76,8 +78,11 @@ class SlotStream {
   void wait_credit_from(int peer, std::uint64_t i);
   void map_area(int peer);
   bool was_streamed(int peer, std::uint64_t i) const { return group_.board(peer).header(base_ + i)->streamed; }
-  bool measures_read(int peer, std::uint64_t i, std::size_t nbytes) {
-    return nbytes >= kLeastStreamedBytes && progress_.reading[peer].measures(was_streamed(peer, i), nbytes);
+  bool measures_read(int first_peer, int last_peer, std::uint64_t i, std::size_t nbytes) {
+    bool measures = false;
+    for (int p = first_peer; p < last_peer && nbytes >= kLeastStreamedBytes; ++p)
+      if (p != group_.rank()) measures |= progress_.reading[p].measures(was_streamed(p, i), nbytes);
+    return measures;
   }
   void record_read(int peer, std::uint64_t i, std::size_t nbytes, std::int64_t ns);
   void check_signature(int peer);
@@ -89,7 +94,7 @@ class SlotStream {
   const std::uint64_t base_;
   Signature signature_;
   Location input_{-1, 0, 0}, output_{-1, 0, 0};
-  SlotCosts reading_;       // of the slowest reader of this rank's slots
+  SlotCosts told_;          // what the slowest reader of this rank's slots has told
   bool streaming_ = false;  // the slot that was opened last
   bool published_ = false;
   std::uint64_t checked_[kMaxWorldSize / 64] = {};
@@ -101,7 +106,7 @@ template <typename Read>
 void SlotStream::metered(int first_peer, int last_peer, std::uint64_t i, std::size_t nbytes, const Read& read) {
   const bool one = first_peer + 1 == last_peer;
   const auto probe = this->probe(one ? trace::What::kRead : trace::What::kReduce, one ? first_peer : -1, i, nbytes);
-  if (!measures_read(first_peer == group_.rank() ? last_peer - 1 : first_peer, i, nbytes)) return read();
+  if (!measures_read(first_peer, last_peer, i, nbytes)) return read();
   const std::int64_t ns = ns_of(read);
   const std::int64_t peers = last_peer - first_peer - (first_peer <= group_.rank() && group_.rank() < last_peer);
   for (int p = first_peer; p < last_peer; ++p)

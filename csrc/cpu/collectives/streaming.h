@@ -28,7 +28,8 @@ struct SlotCosts {
   float cached = 0, streamed = 0;
 
   bool known() const { return cached > 0 && streamed > 0; }
-  // The cheapest of the last slots counts, because an interruption only adds time; older ones count less and less.
+  // The cheapest of the last slots counts, because an interruption only adds time. Each slot that costs more raises the
+  // cost by at most an eighth.
   void record(bool was_streamed, std::size_t nbytes, std::int64_t ns) {
     float& cost = was_streamed ? streamed : cached;
     const float sample = static_cast<float>(ns > 0 ? ns : 1) * 1024 / static_cast<float>(nbytes);
@@ -73,9 +74,9 @@ class SlotWriting {
     const SlotCosts& writing = costs_[cost_class(message_bytes)];
     const bool known = writing.known() && reading.known();
     const bool streaming = known && (writing.streamed + reading.streamed) * kMargin < writing.cached + reading.cached;
-    const bool first = !known || slots_ < kFirstSlots;
-    const unsigned interval = streaming ? kCachedInterval : (first ? kFirstInterval : kStreamedInterval);
-    return (++slots_ % interval == 0) != streaming;
+    unsigned& slots = slots_[cost_class(message_bytes)];
+    const unsigned seldom = slots < kFirstSlots ? kFirstInterval : kStreamedInterval;
+    return (++slots % (streaming ? kCachedInterval : seldom) == 0) != streaming;
   }
   // Whether a write is to be measured.
   bool measures(bool streamed, std::size_t nbytes) {
@@ -88,17 +89,17 @@ class SlotWriting {
 
  private:
   static constexpr float kMargin = 1.1f;
-  // Every so many slots one is of the other kind. One that is streamed without need costs up to five times as much.
-  static constexpr unsigned kStreamedInterval = 512, kCachedInterval = 64;
-  // The first slots tell little: pages may be new, and caches are cold.
-  static constexpr unsigned kFirstSlots = 512, kFirstInterval = 16;
+  // Every so many slots one is of the other kind: prime numbers, so that it is not always the same one of a program's
+  // loop. One that is streamed without need costs up to five times as much. The first slots tell little, because pages
+  // may be new and caches are cold.
+  static constexpr unsigned kFirstSlots = 512, kFirstInterval = 17, kStreamedInterval = 509, kCachedInterval = 61;
 
   SlotCosts costs_[kCostClasses];
-  unsigned slots_ = 0, writes_ = 0;
+  unsigned slots_[kCostClasses] = {}, writes_ = 0;
   bool last_ = false;
 };
 
-// How long one rank reads another's slots.
+// What one rank's reads of another's slots cost.
 class SlotReading {
  public:
   // Whether a read is to be measured.

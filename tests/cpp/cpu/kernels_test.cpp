@@ -229,7 +229,7 @@ void the_cheaper_kind_of_slot_is_chosen() {
   constexpr std::int64_t fast = 40000, medium = 100000, slow = 250000;
   const cpu::SlotCosts equal = {50, 50};
   cpu::SlotWriting writing;
-  require(streamed_of(writing, 160, slow, medium, {}) == 10,
+  require(streamed_of(writing, 170, slow, medium, {}) == 10,
           "some slots of both kinds until the reader tells its costs");
   const int found_out = streamed_of(writing, 1000, slow, medium, equal);
   require(found_out > 900, "slots that are slow are streamed");
