@@ -28,7 +28,7 @@ def _unknown(value: Any) -> str:
     return ""
 
 
-class Wanted(NamedTuple):
+class Requirement(NamedTuple):
     """The requirement on an argument.
 
     Attributes:
@@ -51,7 +51,7 @@ def that(
     fits: Callable[[Any], bool],
     take: Callable[[Any], Any] | None = None,
     instead: Callable[[Any], str] = _unknown,
-) -> Wanted:
+) -> Requirement:
     """Requires that ``fits`` returns True."""
 
     def taken(value: Any) -> Any:
@@ -59,20 +59,22 @@ def that(
             raise ValueError(said)
         return value if take is None else take(value)
 
-    return Wanted(said, taken, instead)
+    return Requirement(said, taken, instead)
 
 
-def a(said: str, *types: type) -> Wanted:
+def a(said: str, *types: type) -> Requirement:
     """Requires an object of one of these types."""
     return that(said, lambda value: isinstance(value, types))
 
 
-def or_none(wanted: Wanted) -> Wanted:
+def or_none(wanted: Requirement) -> Requirement:
     """Also accepts None, for arguments whose default is not None."""
-    return Wanted(f"{wanted.said} or None", lambda value: None if value is None else wanted.take(value), wanted.instead)
+    return Requirement(
+        f"{wanted.said} or None", lambda value: None if value is None else wanted.take(value), wanted.instead
+    )
 
 
-def one_of(*known: str) -> Wanted:
+def one_of(*known: str) -> Requirement:
     """Requires one of a few words."""
     return that(f"one of {', '.join(map(repr, known))}", lambda value: isinstance(value, str) and value in known)
 
@@ -88,7 +90,7 @@ def as_int(value: Any) -> int | None:
         return None
 
 
-def validate_int(least: int = 0, most: int = (1 << 63) - 1, said: str = "") -> Wanted:
+def validate_int(least: int = 0, most: int = (1 << 63) - 1, said: str = "") -> Requirement:
     """Requires an integer within these bounds, of any library; the call gets Python's."""
     said = said or f"a whole number from {least} to {most}"
 
@@ -103,15 +105,15 @@ def validate_int(least: int = 0, most: int = (1 << 63) - 1, said: str = "") -> W
         spelled = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 20 else None
         return str(spelled) if spelled is not None and least <= spelled <= most else ""
 
-    return Wanted(said, taken, instead)
+    return Requirement(said, taken, instead)
 
 
-def number(least: float = -sys.float_info.max, most: float = sys.float_info.max, said: str = "a number") -> Wanted:
+def number(least: float = -sys.float_info.max, most: float = sys.float_info.max, said: str = "a number") -> Requirement:
     """Requires a number within these bounds, of Python or NumPy; the call gets Python's."""
     return that(said, lambda value: _is_a(value, Real) and least <= float(value) <= most, _plain)
 
 
-def several(said: str, wanted: Wanted) -> Wanted:
+def several(said: str, wanted: Requirement) -> Requirement:
     """Requires an iterable of such values, which is iterated once; the call gets a list."""
 
     def taken(values: Iterable[Any]) -> list[Any]:
@@ -119,7 +121,7 @@ def several(said: str, wanted: Wanted) -> Wanted:
             raise ValueError(said)
         return [wanted.take(value) for value in values]
 
-    return Wanted(said, taken)
+    return Requirement(said, taken)
 
 
 FLAG = a("True or False", bool)
@@ -149,7 +151,7 @@ def communicator_over(value: Any) -> str:
 COMMUNICATOR = that("a communicator", is_communicator, instead=communicator_over)
 
 
-def expects(call: str, **wanted: Wanted) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+def expects(call: str, **wanted: Requirement) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Makes a function check its named arguments first; ``call`` is the name in errors. Defaults are always accepted.
 
     Raises:  InvalidArgumentError: from the call, if an argument does not meet its requirement.

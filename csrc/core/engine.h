@@ -103,7 +103,7 @@ struct EngineOptions {
 // Copies the elements of several tensors into one bucket or back: element i of source piece p becomes element i of
 // target piece p, times `factor`. Types may differ for floats only; 8-bit floats convert from and to float32 only.
 // Values are widened exactly, multiplied in float32 (float64 if either type is), and rounded once.
-struct Packing {
+struct PackCall {
   DType from = DType::kFloat32, to = DType::kFloat32;
   double factor = 1.0;
   struct Piece {
@@ -117,7 +117,7 @@ struct Packing {
 
 // Combines two messages: element i of the output is first[i] combined with second[i]; for avg, their sum divided by
 // `divisor`. 16- and 8-bit floats are widened, combined and rounded once. The output may be one of the inputs.
-struct Combining {
+struct CombineCall {
   DType dtype = DType::kFloat32;
   ReduceOp op = ReduceOp::kSum;
   const void* first = nullptr;
@@ -165,8 +165,8 @@ class Engine {
     for (const auto& message : messages) message->wait();
   }
   // Local operations; they are no calls of the communicator.
-  virtual void pack(const Packing& packing) = 0;
-  virtual void combine(const Combining& combining) = 0;
+  virtual void pack(const PackCall& packing) = 0;
+  virtual void combine(const CombineCall& combining) = 0;
 
   // Memory that the peers read and write in place. `allocate` is local on the cpu engine and among ranks of one
   // process; on devices of several processes it is a collective with the same size on every rank. `release` is local

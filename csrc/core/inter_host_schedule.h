@@ -92,14 +92,14 @@ RINGCOMM_HD constexpr Hop received(InterHostSchedule kind, int members, int memb
 
 // How a message between hosts is cut: `slots` windows are in flight at once, and a chunk is cut into one slice for each
 // slot, but into slices of at least `least` and at most `most` bytes.
-struct Slicing {
+struct SliceSizes {
   std::size_t most, least;
   int slots;
 };
-inline constexpr Slicing kSlicing{512 << 10, 64 << 10, 4};
+inline constexpr SliceSizes kSlicing{512 << 10, 64 << 10, 4};
 
 // Cuts a message of `count` elements into windows of `chunks` chunks.
-constexpr WindowCut cut_between(std::size_t count, int chunks, const Slicing& slicing, std::size_t element,
+constexpr WindowCut cut_between(std::size_t count, int chunks, const SliceSizes& slicing, std::size_t element,
                                 std::size_t align) {
   const std::size_t chunk = ceil_div(count, static_cast<std::size_t>(chunks)) * element;
   const std::size_t wanted = ceil_div(chunk, static_cast<std::size_t>(slicing.slots));

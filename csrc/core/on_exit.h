@@ -6,12 +6,12 @@
 namespace ringcomm {
 
 template <typename Act>
-class OnExit {
+class ScopeExit {
  public:
-  explicit OnExit(Act act) : act_(std::move(act)) {}
-  ~OnExit() { act_(); }
-  OnExit(const OnExit&) = delete;
-  OnExit& operator=(const OnExit&) = delete;
+  explicit ScopeExit(Act act) : act_(std::move(act)) {}
+  ~ScopeExit() { act_(); }
+  ScopeExit(const ScopeExit&) = delete;
+  ScopeExit& operator=(const ScopeExit&) = delete;
 
  private:
   const Act act_;

@@ -16,7 +16,7 @@
 
 namespace ringcomm {
 
-struct Outgoing {
+struct NextSend {
   bool any;
   std::uint64_t ticket;
 };
@@ -40,7 +40,7 @@ RINGCOMM_HD bool ring_start(std::uint64_t ticket, int chunk, std::size_t window,
 
 // One hop: takes ticket `in` from prev, combines or copies it, and passes it on.
 template <typename Executor>
-RINGCOMM_HD bool ring_hop(std::uint64_t in, int chunk, std::size_t window, bool reduce, bool final, Outgoing out,
+RINGCOMM_HD bool ring_hop(std::uint64_t in, int chunk, std::size_t window, bool reduce, bool final, NextSend out,
                           Executor& ex) {
   if (!ex.wait_slice(in)) return false;
   if (out.any && !ex.wait_credit(out.ticket)) return false;
@@ -65,7 +65,7 @@ RINGCOMM_HD bool ring_loop(RingOp op, int rank, int world_size, std::size_t wind
         if (!ring_start(ticket, s.send_chunk, window, ex)) return false;
         if (op == RingOp::kAllGather) ex.keep(s.send_chunk, window);
       }
-      const Outgoing out{step + 1 < last, ticket + 1};
+      const NextSend out{step + 1 < last, ticket + 1};
       if (!ring_hop(ticket, s.recv_chunk, window, s.reduce, step + 2 == world_size, out, ex)) return false;
     }
   return true;

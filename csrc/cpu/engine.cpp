@@ -83,12 +83,12 @@ class CpuEngine final : public Engine {
     return waits ? std::optional(p2p_->probe(call)) : p2p_->probe_now(call);
   }
 
-  void pack(const Packing& packing) override {
+  void pack(const PackCall& packing) override {
     check_packing(packing, rank());
     cpu::pack(packing);
   }
 
-  void combine(const Combining& combining) override {
+  void combine(const CombineCall& combining) override {
     check_combining(combining, rank());
     const void* sources[] = {combining.first, combining.second};
     void* outputs[] = {combining.output};

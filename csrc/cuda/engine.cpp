@@ -45,7 +45,7 @@ class CudaEngine final : public Engine {
       context_->abort(concat("rank ", rank(), " went away with calls in flight"), ErrorCode::kAborted);
     close();
     try {
-      const OnDevice on(context_->device(), rank());
+      const DeviceScope on(context_->device(), rank());
       links_.reset();
       if (scratch_) tolerate(cudaFree(scratch_), "cudaFree of the scratch");
       if (stream_) tolerate(cudaStreamDestroy(stream_), "cudaStreamDestroy");
@@ -70,8 +70,8 @@ class CudaEngine final : public Engine {
   int run(const Call& call) override;
   std::shared_ptr<Request> submit(Call call) override;
   void run_list(const std::vector<Call>& calls) override;
-  void pack(const Packing& packing) override;
-  void combine(const Combining& combining) override;
+  void pack(const PackCall& packing) override;
+  void combine(const CombineCall& combining) override;
   void synchronize(std::uintptr_t stream) override;
 
   void* allocate(std::size_t nbytes) override;
@@ -299,7 +299,7 @@ void CudaEngine::run_list(const std::vector<Call>& calls) {
 
 // ---- the rest -------------------------------------------------------------------------------------------------------
 
-void CudaEngine::pack(const Packing& packing) {
+void CudaEngine::pack(const PackCall& packing) {
   check_open("pack");
   check_packing(packing, rank());
   check_stream("pack", packing.stream, rank());
@@ -307,7 +307,7 @@ void CudaEngine::pack(const Packing& packing) {
   cuda::pack(packing, *context_);
 }
 
-void CudaEngine::combine(const Combining& combining) {
+void CudaEngine::combine(const CombineCall& combining) {
   check_open("combine");
   check_combining(combining, rank());
   check_stream("combine", combining.stream, rank());

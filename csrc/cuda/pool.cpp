@@ -67,7 +67,7 @@ class Pool {
     std::unique_lock<std::mutex> lock(mutex_);
     if (!usable() || closed_) return nullptr;
     if (device != device_) return say(concat("requests for cuda:", device_, ", got one for cuda:", device));
-    const OnDevice on(device_, rank_);
+    const DeviceScope on(device_, rank_);
     if (nbytes <= nbytes_) {
       const std::size_t rounded = round_up(std::max<std::size_t>(nbytes, 1), kPieceAlign);
       for (;;) {
@@ -113,7 +113,7 @@ class Pool {
   }
 
  private:
-  struct Freed {
+  struct FreeMemory {
     std::size_t offset;
     StreamEventPtr event;
   };
@@ -149,7 +149,7 @@ class Pool {
   std::unique_ptr<Pieces> pieces_;
   std::set<std::size_t> in_graphs_;  // pieces that were allocated while their stream was captured
   std::shared_ptr<StreamEvents> events_;
-  std::list<Freed> freed_;  // taken still: the device may have to do with them
+  std::list<FreeMemory> freed_;  // taken still: the device may have to do with them
 };
 
 struct Pools {

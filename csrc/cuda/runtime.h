@@ -57,9 +57,9 @@ class RelaxedCapture {
 };
 
 // Both: the calling thread uses `device`, and may allocate and query even while other threads capture graphs.
-class OnDevice {
+class DeviceScope {
  public:
-  OnDevice(int device, int rank) : device_(device, rank), relaxed_(rank) {}
+  DeviceScope(int device, int rank) : device_(device, rank), relaxed_(rank) {}
 
  private:
   const DeviceGuard device_;

@@ -127,7 +127,7 @@ char* Collectives::scratch(std::size_t nbytes) {
 }
 
 std::size_t Collectives::slice_elements(std::size_t count, int chunks, std::size_t element) const {
-  Slicing slicing = kSlicing;
+  SliceSizes slicing = kSlicing;
   if (options_.slice_bytes) slicing.most = slicing.least = options_.slice_bytes;
   return cut_between(count, chunks, slicing, element, align_of(element)).slice_elements;
 }
@@ -204,7 +204,7 @@ std::vector<std::string> Collectives::agree(const Scope& scope, const std::vecto
     }
     signatures.push_back({peer, std::string(reinterpret_cast<const char*>(&fields), sizeof fields) + payload});
   }
-  const trace::Probe probe(trace::What::kAgree);
+  const trace::Probe probe(trace::SpanKind::kAgree);
   std::vector<std::string> theirs = transport_->swap(signatures, scope.limit, call.stream);
   for (std::size_t i = 0; i < theirs.size(); ++i) {
     if (theirs[i].size() != signatures[i].mine.size() ||
@@ -254,7 +254,7 @@ void Collectives::gather_inside(const Scope& scope, const Cut& cut, char* data) 
 
 void Collectives::copy(const Scope& scope, const void* source, void* target, std::size_t count) {
   if (source == target || count == 0) return;
-  Packing packing;
+  PackCall packing;
   packing.from = packing.to = scope.call.dtype;
   packing.stream = scope.call.stream;
   packing.pieces = {{source, target, count}};

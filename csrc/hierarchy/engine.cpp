@@ -99,11 +99,11 @@ class HierarchicalEngine final : public Engine {
       fail(local->aborted_as(), name(op), who, " expected every rank of its host to do its part, got an abort: ",
            why.empty() ? "another of them gave up" : why, "; create a new communicator");
     };
-    return std::make_shared<Verified>(transport_->join(call, call.stream), verify);
+    return std::make_shared<VerifiedRequest>(transport_->join(call, call.stream), verify);
   }
 
-  void pack(const Packing& packing) override { local_->pack(packing); }
-  void combine(const Combining& combining) override { local_->combine(combining); }
+  void pack(const PackCall& packing) override { local_->pack(packing); }
+  void combine(const CombineCall& combining) override { local_->combine(combining); }
   void* allocate(std::size_t nbytes) override { return local_->allocate(nbytes); }
   void release(void* data) override { local_->release(data); }
   std::uintptr_t lend_stream() override { return local_->lend_stream(); }

@@ -97,7 +97,7 @@ class Builder {
   }
 
   void convert(LocalSteps& steps, DType from, DType to, const void* source, void* target, std::size_t count) const {
-    Packing packing;
+    PackCall packing;
     packing.from = from;
     packing.to = to;
     packing.pieces = {{source, target, count}};
@@ -106,7 +106,7 @@ class Builder {
   }
 
   void combine(LocalSteps& steps, const void* first, const void* second, const Part& output, bool last) const {
-    Combining combining;
+    CombineCall combining;
     combining.dtype = rail_.types.sum;
     combining.op = last ? rail_.op : combine_of(rail_.op);
     combining.first = first;
@@ -256,10 +256,10 @@ namespace {
 
 void compute(Engine& local, const LocalSteps& steps) {
   for (const auto& step : steps) {
-    if (const auto* packing = std::get_if<Packing>(&step))
+    if (const auto* packing = std::get_if<PackCall>(&step))
       local.pack(*packing);
     else
-      local.combine(std::get<Combining>(step));
+      local.combine(std::get<CombineCall>(step));
   }
 }
 
@@ -275,18 +275,18 @@ class PlanInFlight {
         window_(static_cast<std::int64_t>(window)) {}
 
   void start(int round) {
-    traced(trace::What::kCompute, round, [&] { compute(local_, plan_[round].before); });
-    traced(trace::What::kStartMessages, round, [&] { transport_->start(round); });
+    traced(trace::SpanKind::kCompute, round, [&] { compute(local_, plan_[round].before); });
+    traced(trace::SpanKind::kStartMessages, round, [&] { transport_->start(round); });
   }
   void finish(int round) {
-    traced(trace::What::kWaitMessages, round, [&] { transport_->finish(round); });
-    traced(trace::What::kCompute, round, [&] { compute(local_, plan_[round].after); });
+    traced(trace::SpanKind::kWaitMessages, round, [&] { transport_->finish(round); });
+    traced(trace::SpanKind::kCompute, round, [&] { compute(local_, plan_[round].after); });
   }
 
  private:
   template <typename Do>
-  void traced(trace::What what, int round, const Do& act) const {
-    trace::Probe probe(what, -1, window_);
+  void traced(trace::SpanKind kind, int round, const Do& act) const {
+    trace::Probe probe(kind, -1, window_);
     probe.at_round(round, rail_);
     act();
   }

@@ -20,7 +20,7 @@ inline constexpr int kSlots = kSlicing.slots;  // plans of a rail that are in fl
 inline std::size_t aligned(std::size_t nbytes) { return ceil_div(nbytes, 64) * 64; }
 
 // The local computations of this rank, in order.
-using LocalSteps = std::vector<std::variant<Packing, Combining>>;
+using LocalSteps = std::vector<std::variant<PackCall, CombineCall>>;
 
 struct ExchangeRound {
   LocalSteps before;

@@ -22,7 +22,7 @@ void Collectives::reduce_inside(const Scope& scope, const Cut& cut, const char* 
 }
 
 void Collectives::widen(const Scope& scope, const void* source, void* target, std::size_t count) {
-  Packing packing;
+  PackCall packing;
   packing.from = scope.call.dtype;
   packing.to = scope.types.sum;
   packing.stream = scope.call.stream;
@@ -82,13 +82,13 @@ void Collectives::all_reduce_at_once(const Scope& scope) {
   if (!peers.empty()) {
     for (const Merge& merge : topology_.tree()) {
       const bool last = &merge == &topology_.tree().back();
-      Combining combining{scope.types.sum,          last ? scope.op : combine_of(scope.op),
-                          parts[merge.into],        parts[merge.from],
-                          parts[merge.into],        call.count,
-                          last ? scope.divisor : 1, call.stream};
+      CombineCall combining{scope.types.sum,          last ? scope.op : combine_of(scope.op),
+                            parts[merge.into],        parts[merge.from],
+                            parts[merge.into],        call.count,
+                            last ? scope.divisor : 1, call.stream};
       local_->combine(combining);
     }
-    Packing narrow;
+    PackCall narrow;
     narrow.from = scope.types.sum;
     narrow.to = scope.types.result;
     narrow.pieces = {{parts[topology_.tree().back().into], call.output, call.count}};

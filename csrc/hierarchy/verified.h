@@ -12,9 +12,9 @@ namespace ringcomm::hierarchy {
 
 // A device's call is over once its last transfer is; `verify` asks the host's engine whether this host's ranks did
 // their part.
-class Verified final : public Request, public std::enable_shared_from_this<Verified> {
+class VerifiedRequest final : public Request, public std::enable_shared_from_this<VerifiedRequest> {
  public:
-  Verified(std::shared_ptr<Request> request, std::function<void()> verify)
+  VerifiedRequest(std::shared_ptr<Request> request, std::function<void()> verify)
       : request_(std::move(request)), verify_(std::move(verify)) {}
 
   bool done() const override { return request_->done(); }

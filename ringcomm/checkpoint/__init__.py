@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringcomm.checkpoint.files import Source, Written, beside, finish, write
-from ringcomm.checkpoint.loading import Loading
+from ringcomm.checkpoint.files import Source, WriteReport, beside, finish, write
+from ringcomm.checkpoint.loading import Loader
 from ringcomm.checkpoint.parts import flat_of
-from ringcomm.checkpoint.state import ByRank, Saving
+from ringcomm.checkpoint.state import ByRank, Saver
 from ringcomm.checkpoint.world import World
 from ringcomm.errors import UnsupportedError
 from ringcomm.modules.arguments import DTYPE, MODULE, OPTIMIZER
@@ -75,11 +75,11 @@ def save(
 
 
 def _save(flat: Any, optimizer: Any, extra: dict[str, Any], world: World, path: Path) -> None:
-    saving = Saving(flat, optimizer, extra, world)
-    facts = world.run_together(saving.facts)
+    saver = Saver(flat, optimizer, extra, world)
+    facts = world.run_together(saver.facts)
     folder = world.run_together(lambda: beside(path) if world.rank == 0 else None)[0]
     try:
-        written: list[Written] = world.run_together(lambda: write(folder, world.rank, saving.outgoing(facts)))
+        written: list[WriteReport] = world.run_together(lambda: write(folder, world.rank, saver.planner(facts)))
         world.run_together(lambda: finish(folder, path, written) if world.rank == 0 else None)
     finally:
         if world.rank == 0:
@@ -107,12 +107,12 @@ def load(
     flat = flat_of(model, "load")
     world = World(flat.ranks, "load")
     with Progress(f"load {os.fspath(path)}", shows=world.rank == 0):
-        loading = Loading(flat, optimizer, world)
-        everyone = world.run_together(loading.facts)
-        world.run_together(lambda: loading.read(Path(path), everyone))
+        loader = Loader(flat, optimizer, world)
+        everyone = world.run_together(loader.facts)
+        world.run_together(lambda: loader.read(Path(path), everyone))
         with torch.no_grad():
-            loading.commit()
-    return loading.extra
+            loader.commit()
+    return loader.extra
 
 
 @expects("export", path=PATH, file=PATH, dtype=DTYPE)

@@ -143,7 +143,7 @@ def _parts_here(name: str, shape: Sequence[int], values: torch.Tensor, start: in
 # ---- writing -----------------------------------------------------------------------------------------------------
 
 
-class Outgoing(DefaultSavePlanner):
+class ShardSavePlanner(DefaultSavePlanner):
     """The tensors and values that a rank writes.
 
     Attributes:
@@ -211,7 +211,7 @@ class _Writer(FileSystemWriter):
 
 
 @dataclass
-class Written:
+class WriteReport:
     """A rank's report of what it has written, for the rank that finishes."""
 
     plan: SavePlan
@@ -225,21 +225,21 @@ def _item(part: Part) -> WriteItem:
     return WriteItem(MetadataIndex(part.name, part.chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
-def write(folder: Path, rank: int, outgoing: Outgoing) -> Written:
+def write(folder: Path, rank: int, planner: ShardSavePlanner) -> WriteReport:
     """Writes this rank's file into an existing folder; returns its report, with checksums of the file as read back."""
-    values = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in outgoing.values]
-    plan = SavePlan([*map(_item, outgoing.parts.values()), *values], planner_data=outgoing.paths)
+    values = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in planner.values]
+    plan = SavePlan([*map(_item, planner.parts.values()), *values], planner_data=planner.paths)
     writer = _Writer(folder)
     writer.set_up_storage_writer(rank == 0, rank=rank)
     plan = writer.prepare_global_plan([plan] * (rank + 1))[rank]  # names this rank's file
-    results = writer.write_data(plan, outgoing).wait() if plan.items else []
+    results = writer.write_data(plan, planner).wait() if plan.items else []
     checksums: dict[str, dict[int, int]] = {}
     for file in {result.storage_data.relative_path for result in results}:
         with (folder / file).open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
             infos = [each.storage_data for each in results if each.storage_data.relative_path == file]
             with memoryview(content) as view:
                 checksums[file] = {each.offset: _checksum(view, each.offset, each.length) for each in infos}
-    return Written(plan, results, checksums, outgoing.aliases)
+    return WriteReport(plan, results, checksums, planner.aliases)
 
 
 def _checksum(view: memoryview, offset: int, length: int) -> int:
@@ -247,7 +247,7 @@ def _checksum(view: memoryview, offset: int, length: int) -> int:
         return _C.crc32c(part)
 
 
-def finish(folder: Path, path: Path, everyone: Sequence[Written]) -> None:
+def finish(folder: Path, path: Path, everyone: Sequence[WriteReport]) -> None:
     """Writes the index of all values, and renames the folder; runs on one rank, when all have written.
 
     Raises:  InvalidArgumentError: another rank's file is not here.

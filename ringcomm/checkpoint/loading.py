@@ -42,7 +42,7 @@ from ringcomm.errors import InvalidArgumentError
 from ringcomm.modules.shard_spec import part_of
 
 
-class Loading:
+class Loader:
     """Loads a checkpoint into a model in two steps: `read` changes nothing, `commit` changes everything."""
 
     def __init__(self, flat: ShardedModel, optimizer: torch.optim.Optimizer | None, world: World) -> None:

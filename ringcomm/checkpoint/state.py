@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ringcomm.checkpoint.files import Names, Outgoing, pack_value
+from ringcomm.checkpoint.files import Names, ShardSavePlanner, pack_value
 from ringcomm.checkpoint.parts import (
     OptimizerParams,
     is_writer,
@@ -56,7 +56,7 @@ class _Facts:
     frozen: set[str]
 
 
-class Saving:
+class Saver:
     def __init__(
         self, flat: ShardedModel, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any], world: World
     ) -> None:
@@ -117,9 +117,9 @@ class Saving:
                 )
         return found
 
-    def outgoing(self, everyone: list[_Facts]) -> Outgoing:
+    def planner(self, everyone: list[_Facts]) -> ShardSavePlanner:
         """Returns this rank's share of the checkpoint."""
-        out = Outgoing()
+        out = ShardSavePlanner()
         self._refuse_two_primary_copies(everyone)
         self._refuse_other_groups(everyone)
         if self.world.replica == 0:  # other replicas have the same values
@@ -160,7 +160,7 @@ class Saving:
                         "Pipeline over that axis, or a mesh without it"
                     )
 
-    def _parameters(self, out: Outgoing) -> None:
+    def _parameters(self, out: ShardSavePlanner) -> None:
         for bucket in self.flat.buckets:
             start, end = bucket.layout.shard_range(self.flat.ranks.rank)
             for i, first, last in spans_of(bucket, start, end):
@@ -172,7 +172,7 @@ class Saving:
                     (name_of(bucket, i),), segment.shape, values, first - segment.offset, part_of(bucket.params[i])
                 )
 
-    def _optimizer_state(self, out: Outgoing) -> None:
+    def _optimizer_state(self, out: ShardSavePlanner) -> None:
         for bucket, first_here, end_here, param in self.held.pieces:
             start, end = bucket.layout.shard_range(self.flat.ranks.rank)
             spans = spans_of(bucket, max(start, first_here), min(end, end_here))
@@ -189,13 +189,13 @@ class Saving:
                     if first == segment.offset and (self.world.ranks.mesh is None or self.world.ranks.mesh.counts):
                         self._other(out, path, value)  # one of the ranks that have it writes
 
-    def _other(self, out: Outgoing, path: Names, value: Any) -> None:
+    def _other(self, out: ShardSavePlanner, path: Names, value: Any) -> None:
         if torch.is_tensor(value):
             out.tensor(path, value.shape, value)
         else:
             out.value(path, pack_value("save", self.rank, ".".join(path), value))
 
-    def _once(self, out: Outgoing, everyone: list[_Facts]) -> None:
+    def _once(self, out: ShardSavePlanner, everyone: list[_Facts]) -> None:
         """Adds the values that are written by the first rank that has them."""
 
         def is_first(key: tuple[str, str]) -> bool:
@@ -222,7 +222,7 @@ class Saving:
             if is_first(("optimizer", ".".join((*STATE, key)))):
                 self._other(out, (*STATE, key), value)
 
-    def _for_all(self, out: Outgoing, differing: set[str], alike: list[str], everyone: list[_Facts]) -> None:
+    def _for_all(self, out: ShardSavePlanner, differing: set[str], alike: list[str], everyone: list[_Facts]) -> None:
         """Adds the values that one rank writes for all."""
         extra = {key: value for key, value in self.mine["extra"].items() if key not in differing}
         world = {"world_size": self.world.world_size, "axes": self.world.axes}

@@ -9,7 +9,7 @@ from torch import nn
 
 from ringcomm.data_parallel.buckets.group import DataParallelGroup
 from ringcomm.data_parallel.buckets.layout import Atom
-from ringcomm.data_parallel.model.deferred_init import InitFn, Waiting
+from ringcomm.data_parallel.model.deferred_init import InitFn, MetaModules
 from ringcomm.data_parallel.model.partition import BucketBuilder, UnitParts, kept_in_their_type
 from ringcomm.data_parallel.model.sharded_model import Config, ShardedModel, Unit
 from ringcomm.data_parallel.model.state import keep_state_of
@@ -44,15 +44,15 @@ def build(
     """
     device = device_of(ranks.comm, module)
     params = {id(p) for _, _, named, _ in parts for _, p in named}
-    waiting = Waiting(module, params, device, init_fn, call, ranks.rank)
+    waiting = MetaModules(module, params, device, init_fn, call, ranks.rank)
     kept = kept_in_their_type(module)
     builder = BucketBuilder(config, ranks, bucket_bytes, atom, optimizer_group or {}, kept, send, device)
     units = [builder.unit(*each) for each in parts]
     waiting.initialise([unit.buckets for unit in units])
-    unmade = [each.flat.contents.unmade for each in below]
+    uninitialized = [each.flat.contents.uninitialized for each in below]
     _take_over(module, below)
     flat = ShardedModel(module, ranks, [*below, *units], config)
-    flat.contents.unmade = waiting.left_in(flat.buckets, unmade)
+    flat.contents.uninitialized = waiting.left_in(flat.buckets, uninitialized)
     for unit in units:
         for each in unit.modules:
             keep_state_of(each, unit, flat.buckets if each is module and not below else unit.buckets)

@@ -38,7 +38,7 @@ from ringcomm.modules.arguments import ATOM, INIT, LAST_STAGE, MODULE, RANKS
 from ringcomm.modules.meta import real_device
 from ringcomm.modules.notes import ModuleNotes, notes_of
 from ringcomm.modules.precision import MixedPrecision, precision_of
-from ringcomm.validation import FLAG, TEXT, Wanted, a, expects, several
+from ringcomm.validation import FLAG, TEXT, Requirement, a, expects, several
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -224,7 +224,7 @@ def _modules(value: Any) -> Any:
 
 @expects(
     "fully_shard",
-    module=Wanted("a torch.nn.Module or a list of them", _modules),
+    module=Requirement("a torch.nn.Module or a list of them", _modules),
     ignored_params=several("parameters", a("", nn.Parameter)),
     comm=RANKS,
     atom=ATOM,

@@ -466,7 +466,7 @@ def _state_of(optimizer: torch.optim.Optimizer, group: int, tiny: Sequence[int],
 # ---- ranks that move nothing ---------------------------------------------------------------------------------------
 
 
-class _Still:
+class _MetaCommunicator:
     """A communicator of one rank among many that moves nothing, on the meta device."""
 
     def __init__(self, rank: int, world_size: int, engine: str) -> None:
@@ -476,13 +476,15 @@ class _Still:
         """Returns a tensor with a shape and no memory."""
         return torch.empty(numel, dtype=dtype, device=_META)
 
-    def all_reduce(self, x: torch.Tensor, op: str = "sum", *, async_op: bool = False) -> _Still:
+    def all_reduce(self, x: torch.Tensor, op: str = "sum", *, async_op: bool = False) -> _MetaCommunicator:
         return self
 
-    def reduce_scatter(self, x: torch.Tensor, op: str, *, out: torch.Tensor, async_op: bool = False) -> _Still:
+    def reduce_scatter(
+        self, x: torch.Tensor, op: str, *, out: torch.Tensor, async_op: bool = False
+    ) -> _MetaCommunicator:
         return self
 
-    def all_gather(self, x: torch.Tensor, *, out: torch.Tensor, async_op: bool = False) -> _Still:
+    def all_gather(self, x: torch.Tensor, *, out: torch.Tensor, async_op: bool = False) -> _MetaCommunicator:
         return self
 
     def pack(self, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -496,8 +498,8 @@ def _ranks_of(flat: ShardedModel | None, rank: int, world_size: int, background:
     engine = "cpu" if flat is None else flat.ranks.comm.engine
     replicas: Any = None
     if flat is not None and flat.ranks.replicas is not None:
-        replicas = _Still(0, flat.ranks.replicas.world_size, engine)
-    comm: Any = _Still(rank, world_size, engine)
+        replicas = _MetaCommunicator(0, flat.ranks.replicas.world_size, engine)
+    comm: Any = _MetaCommunicator(rank, world_size, engine)
     ranks = DataParallelGroup(comm, replicas)
     ranks.background = background if background is not None else True if flat is None else flat.ranks.background
     return ranks

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ringcomm.modules.precision import MixedPrecision
-from ringcomm.validation import Wanted, a, communicator_over, is_communicator, several, that, validate_int
+from ringcomm.validation import Requirement, a, communicator_over, is_communicator, several, that, validate_int
 
 LAST_STAGE = 3
 MODULE = a("a torch.nn.Module", nn.Module)
@@ -39,7 +39,7 @@ def _as_device(value: Any) -> Any:
     return value
 
 
-DEVICE = Wanted("a device, such as 'cpu'", _as_device)
+DEVICE = Requirement("a device, such as 'cpu'", _as_device)
 DEVICES = several("a list of devices", DEVICE)
 ATOM = that(
     "'element', 'row', 'tensor' or a number of elements",
@@ -51,7 +51,7 @@ INIT = that(
     "a function of a module, or False",
     lambda value: value is False or (callable(value) and not isinstance(value, type)),
 )
-OFFLOAD = Wanted("True, False or a device", lambda value: value if isinstance(value, bool) else _as_device(value))
+OFFLOAD = Requirement("True, False or a device", lambda value: value if isinstance(value, bool) else _as_device(value))
 
 
 Units = Sequence[nn.Module] | type[nn.Module] | tuple[type[nn.Module], ...] | None
@@ -62,7 +62,7 @@ def _units(value: Any) -> Any:
     return value if fixed else several("", MODULE).take(value)
 
 
-UNITS = Wanted("modules, or their classes", _units)
+UNITS = Requirement("modules, or their classes", _units)
 
 
 def _as_norm(value: Any) -> float:
@@ -75,7 +75,7 @@ def _as_norm(value: Any) -> float:
     return float(value)
 
 
-NORM = Wanted("a number from 0 on, or infinity", _as_norm)
+NORM = Requirement("a number from 0 on, or infinity", _as_norm)
 
 
 def _tensors(value: Any) -> Any:
@@ -84,7 +84,7 @@ def _tensors(value: Any) -> Any:
     return several("", TENSOR).take(value)
 
 
-PARAMETERS = Wanted("a module, an optimizer, or tensors", _tensors)
+PARAMETERS = Requirement("a module, an optimizer, or tensors", _tensors)
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -29,7 +29,7 @@ def device_of(comm: Communicator, module: nn.Module) -> torch.device:
     return real_device(module) if "," in comm.device else torch.device(comm.device)
 
 
-def unmade(value: torch.Tensor) -> float | int:
+def uninitialized(value: torch.Tensor) -> float | int:
     """Returns the value that fills a tensor that was not initialised."""
     if value.is_floating_point() or value.is_complex():
         return math.nan
@@ -37,16 +37,16 @@ def unmade(value: torch.Tensor) -> float | int:
 
 
 def is_unmade(value: torch.Tensor) -> bool:
-    """Whether nothing was written into a tensor since it was filled with `unmade`."""
+    """Whether nothing was written into a tensor since it was filled with `uninitialized`."""
     floats = value.is_floating_point() or value.is_complex()
-    empty = value.isnan() if floats else value == unmade(value)
+    empty = value.isnan() if floats else value == uninitialized(value)
     return bool(empty.any() and (empty | (value == 0)).all())  # zeros are the padding of a sharded parameter
 
 
 def fill_unmade(value: torch.Tensor, p: nn.Parameter) -> None:
-    """Fills a parameter's memory with `unmade`, and its padding with zeros."""
+    """Fills a parameter's memory with `uninitialized`, and its padding with zeros."""
     part = part_of(p)
-    value.fill_(unmade(value))
+    value.fill_(uninitialized(value))
     if part.dim is not None:
         length = sum(count for _, count in part.pieces)
         value.narrow(part.dim, length, value.shape[part.dim] - length).zero_()

@@ -18,7 +18,7 @@ class ModuleNotes:
     Attributes:
         unit: the `Unit` that it belongs to while it is wrapped.
         parts: by name, the `ShardSpec`s of its own parameters, their places in the whole model's tensors.
-        unsplit: on the meta device, the `Unsplit` form before it was split.
+        unsplit: on the meta device, the `UnsplitModule` form before it was split.
         elsewhere: whether another stage of a pipeline runs it.
         in_pipeline: whether a pipeline's stage intercepts its calls.
     """

@@ -14,7 +14,7 @@ from ringcomm.modules.shard_spec import copy_part, part_of
 
 
 @dataclass(frozen=True)
-class Unsplit:
+class UnsplitModule:
     """A module on meta in the form before it was split.
 
     Attributes:
@@ -53,9 +53,9 @@ class Unsplit:
             self.module._apply(lambda x: x.to("meta"), recurse=False)
 
 
-def unsplit_of(module: nn.Module) -> Unsplit | None:
+def unsplit_of(module: nn.Module) -> UnsplitModule | None:
     """Returns the form of a meta module before it was split; None: it was not recorded."""
-    unsplit: Unsplit | None = notes_of(module).unsplit
+    unsplit: UnsplitModule | None = notes_of(module).unsplit
     return unsplit
 
 
@@ -68,7 +68,7 @@ def keep_unsplit(module: nn.Module, new: Mapping[int, nn.Module], comm: Communic
     for each in module.modules():
         now = new.get(id(each), each)
         if any(x.is_meta for x in _own(each).values()):
-            notes_on(now).unsplit = Unsplit(each, comm)
+            notes_on(now).unsplit = UnsplitModule(each, comm)
         for key, p in each._parameters.items() if now is not each else ():
             if p is not None and p is now._parameters[key]:  # it is not split
                 each._parameters[key] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)

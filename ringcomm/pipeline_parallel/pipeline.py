@@ -35,7 +35,7 @@ from ringcomm.pipeline_parallel.split import Chain, Stages, split
 from ringcomm.pipeline_parallel.stage_runner import StageMetadata, StageRunner, staged
 from ringcomm.pipeline_parallel.tied_params import TiedParams
 from ringcomm.pipeline_parallel.weight_grads import DeferredGrad, DeferWeightGrads, backward, run_weight_grads
-from ringcomm.validation import FLAG, FUNCTION, Wanted, a, expects, one_of, several, validate_int
+from ringcomm.validation import FLAG, FUNCTION, Requirement, a, expects, one_of, several, validate_int
 
 
 class Evaluation(NamedTuple):
@@ -105,7 +105,7 @@ class Pipeline(nn.Module):
 
     @expects(
         "Pipeline",
-        stages=Wanted("what split() gives, or a list of modules", _stages),
+        stages=Requirement("what split() gives, or a list of modules", _stages),
         microbatches=validate_int(1, MOST, "a whole number of at least 1 and at most 2^20"),
         schedule=a("the name of a schedule, or one", str, Schedule),
         loss=FUNCTION,

@@ -100,7 +100,8 @@ class ShapeOnlyTensor(torch.Tensor):
             if x.requires_grad:
                 version = self._version
                 self.detach_()  # else backward would reach its inputs and call their hooks with None
-                _Filled.apply(self, x)  # must not count as a write for those that saved the tensor, such as checkpoints
+                # It must not count as a write for those that saved the tensor, such as checkpoints.
+                _Dependency.apply(self, x)
                 torch._C._autograd._unsafe_set_version_counter((self,), (version,))
             return self
 
@@ -189,7 +190,7 @@ def _has_number(func: Any, args: Any, kwargs: Any) -> bool:
         return any(x.numel() == 1 for x in _shape_only_in(nest))
 
 
-class _Filled(torch.autograd.Function):
+class _Dependency(torch.autograd.Function):
     """Makes one tensor depend on another in the autograd graph, without a copy."""
 
     @staticmethod
@@ -220,7 +221,7 @@ def writable(x: torch.Tensor) -> torch.Tensor:
     if not x.requires_grad:
         return x
     apart = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.detach())
-    filled: torch.Tensor = _Filled.apply(apart, x)
+    filled: torch.Tensor = _Dependency.apply(apart, x)
     return filled
 
 

@@ -65,7 +65,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Carried:
+class CarriedTensor:
     """Placeholder of a tensor that is sent from stage to stage up to the last one: its number among the carried
     tensors."""
 
@@ -73,7 +73,7 @@ class Carried:
 
 
 @dataclass(frozen=True)
-class NotSent:
+class UnsentObject:
     """Placeholder of an object that is neither a tensor nor a plain value: if it was an argument of the module, its
     position or name among the arguments; else the name of its class, and of the module that made it."""
 
@@ -82,18 +82,18 @@ class NotSent:
     of: str = ""
 
 
-PLACEHOLDERS = (Shape, Carried, NotSent)
+PLACEHOLDERS = (Shape, CarriedTensor, UnsentObject)
 
 
 class MissingObject:
     """Replaces an object that was not sent on a later stage; every use of it raises."""
 
-    def __init__(self, original: NotSent) -> None:
+    def __init__(self, original: UnsentObject) -> None:
         vars(self)["original"] = original
 
     def refuse(self, *_: Any, **__: Any) -> NoReturn:
         """Raises an error that names the object's class and the module that made it."""
-        original: NotSent = vars(self)["original"]
+        original: UnsentObject = vars(self)["original"]
         of = (
             f"that {original.of} of an earlier stage has made"
             if original.of

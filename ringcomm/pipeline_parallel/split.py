@@ -15,7 +15,7 @@ from ringcomm.data_parallel.model.partition import is_compiled
 from ringcomm.errors import InvalidArgumentError, UnsupportedError, shown
 from ringcomm.modules.arguments import matches
 from ringcomm.pipeline_parallel.balance import balance
-from ringcomm.validation import TEXT, Wanted, a, expects, several
+from ringcomm.validation import TEXT, Requirement, a, expects, several
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _places(at: Any) -> Any:
 @expects(
     "split",
     model=a("a torch.nn.Module", nn.Module),
-    at=Wanted("names of submodules, or a number", _places),
+    at=Requirement("names of submodules, or a number", _places),
     carry=several("names of submodules", TEXT),
     order=several("names of submodules", TEXT),
 )

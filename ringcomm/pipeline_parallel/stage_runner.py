@@ -34,11 +34,11 @@ from ringcomm.pipeline_parallel.shape_only import (
     writes,
 )
 from ringcomm.pipeline_parallel.side_effects import (
-    Carried,
+    CarriedTensor,
     MissingObject,
-    NotSent,
     Shape,
     SideEffect,
+    UnsentObject,
     apply_effect,
     can_be_sent,
     container_at,
@@ -110,7 +110,7 @@ class StageMetadata:
     usual: Shape
     calls: Mapping[str, tuple[Call, ...]]
     carried: int
-    draws: tuple[tuple[str, Carried | None], ...] = ()
+    draws: tuple[tuple[str, CarriedTensor | None], ...] = ()
     share: Fraction | None = None
 
     def of_any(self) -> StageMetadata:
@@ -139,7 +139,7 @@ class _StageRun:
     versions: list[int] = field(default_factory=list)  # versions of the carried tensors after the last call of a module
     # Plain tensors that a module of an earlier stage wrote into, whose values are not here.
     without_values: list[torch.Tensor] = field(default_factory=list)
-    draws: list[tuple[str, Carried | None]] = field(default_factory=list)  # of this stage and earlier ones
+    draws: list[tuple[str, CarriedTensor | None]] = field(default_factory=list)  # of this stage and earlier ones
     draws_done: int = 0  # how many of them this stage has reached
     replayed_in: Any = None  # the checkpoint in which it last replayed a draw
     inside: str = ""  # "module": a call of a module is being recorded; "hooks": those of an earlier stage's module run
@@ -511,7 +511,9 @@ class StageRunner:
             return
 
         def each(placeholder: Any) -> Any:
-            return recorded(x) if isinstance(placeholder, Carried) and placeholder.number == number else placeholder
+            return (
+                recorded(x) if isinstance(placeholder, CarriedTensor) and placeholder.number == number else placeholder
+            )
 
         run.calls = {name: map_nest(each, calls) for name, calls in run.calls.items()}
 
@@ -526,8 +528,8 @@ class StageRunner:
             if known is None:
                 run.carried.append(x)
                 run.versions.append(version_of(x))
-                return Carried(len(run.carried) - 1)
-            return Carried(known)
+                return CarriedTensor(len(run.carried) - 1)
+            return CarriedTensor(known)
 
         return map_nest(each, nest)
 
@@ -564,7 +566,7 @@ class StageRunner:
         """Repeats the write of a module of an earlier stage into one of its arguments."""
         if type(x) is torch.Tensor:
             run.without_values += drop_values(x, name)
-        if isinstance(value, Carried) and isinstance(x, ShapeOnlyTensor):
+        if isinstance(value, CarriedTensor) and isinstance(x, ShapeOnlyTensor):
             run.carried[value.number] = x.fill(run.carried[value.number])
             run.versions[value.number] = version_of(x)
 
@@ -573,9 +575,9 @@ class StageRunner:
         device, run = self.device, self.running
 
         def each(x: Any) -> Any:
-            if isinstance(x, NotSent):
+            if isinstance(x, UnsentObject):
                 return MissingObject(x) if x.argument is None else (given or {}).get(x.argument)
-            if isinstance(x, Carried):
+            if isinstance(x, CarriedTensor):
                 assert run is not None
                 return run.carried[x.number]
             return shape_only(x.shape, x.dtype, device, origin, self._memory) if isinstance(x, Shape) else x
@@ -722,10 +724,10 @@ def _run_hooks(module: nn.Module, args: Any, kwargs: Any, outputs: Sequence[Any]
         _ = hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
 
 
-def _not_sent(x: Any, origin: str, given: Mapping[Any, Any]) -> NotSent:
+def _not_sent(x: Any, origin: str, given: Mapping[Any, Any]) -> UnsentObject:
     """Returns a placeholder for an object that is neither a tensor nor a plain value."""
     key = next((key for key, each in given.items() if each is x), None)
-    return NotSent(None, type(x).__name__, origin) if key is None else NotSent(key)
+    return UnsentObject(None, type(x).__name__, origin) if key is None else UnsentObject(key)
 
 
 def _is_equal(a: Any, b: Any) -> bool:

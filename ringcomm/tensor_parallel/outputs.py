@@ -58,7 +58,7 @@ class ShardedOutputs:
         """Returns the tensor as one that raises where it is split elsewhere than the layer's outputs were."""
         if type(y) is not torch.Tensor or torch.compiler.is_compiling():
             return y
-        watched = y.as_subclass(_Watched)
+        watched = y.as_subclass(_ShardedOutput)
         watched._sharding = self
         return watched
 
@@ -118,7 +118,7 @@ class ShardedOutputs:
         )
 
 
-class _Watched(torch.Tensor):
+class _ShardedOutput(torch.Tensor):
     """The outputs of a layer, sharded along their last dimension, until another tensor is computed from them."""
 
     _sharding: ShardedOutputs | None = None
@@ -141,7 +141,7 @@ class _Watched(torch.Tensor):
                 joined.refuse_mixed(name, "lays others beside them")
         with torch._C.DisableTorchFunctionSubclass():
             made = func(*args, **given)
-        if sharding is None or type(made) not in (torch.Tensor, _Watched):
+        if sharding is None or type(made) not in (torch.Tensor, _ShardedOutput):
             return made
         if name in VIEWS:
             asked = _factors(name, x, made, args[1:], given)
@@ -153,12 +153,12 @@ class _Watched(torch.Tensor):
 
 def _sharding_of(x: Any) -> ShardedOutputs | None:
     """Returns how a watched tensor is sharded; None for anything else."""
-    return x._sharding if isinstance(x, _Watched) else None
+    return x._sharding if isinstance(x, _ShardedOutput) else None
 
 
 def unwatched(x: torch.Tensor) -> torch.Tensor:
     """Returns a watched tensor as a plain one, for code that knows how the layer's outputs were sharded."""
-    if type(x) is not _Watched:
+    if type(x) is not _ShardedOutput:
         return x
     with torch._C.DisableTorchFunctionSubclass():
         return x.as_subclass(torch.Tensor)

@@ -262,14 +262,14 @@ def test_another_model_is_refused_on_every_rank_and_nothing_changes(first: Path,
 
 
 def test_a_rank_that_fails_lets_all_fail(first: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = checkpoint.Loading.read
+    read = checkpoint.Loader.read
 
     def broken(self: Any, *args: Any) -> None:
         if self.rank == 3:
             raise OSError("no disk")
         read(self, *args)
 
-    monkeypatch.setattr(checkpoint.Loading, "read", broken)
+    monkeypatch.setattr(checkpoint.Loader, "read", broken)
 
     def load(model: Net, mesh: Any) -> None:
         job = Job(model, mesh)

@@ -130,7 +130,7 @@ WorkPtr DeviceGroup::launch(OpType type, Tasks tasks, bool async, at::TensorList
 }
 
 WorkPtr DeviceGroup::end_coalescing() {
-  Coalesced all = std::exchange(coalesced_, Coalesced(false));
+  CoalescedCalls all = std::exchange(coalesced_, CoalescedCalls(false));
   if (all.tasks.empty()) return nullptr;
   return start("ringcomm:coalesced", OpType::COALESCED, all.tasks, all.async, {}, all.outputs, all.sequence);
 }
@@ -168,14 +168,14 @@ WorkPtr DeviceGroup::start_beside(const c10::Stream& current, const char* title,
   } catch (...) {  // a part of a batch may be enqueued already
     error = std::current_exception();
   }
-  const auto in_flight = std::make_shared<InFlight>(link_->streams, side, captured, std::move(tensors));
+  const auto in_flight = std::make_shared<CallTensors>(link_->streams, side, captured, std::move(tensors));
   hold(in_flight);
   if (error) std::rethrow_exception(error);
   const DeviceWork::Facts facts{type, title + Site::kPrefix, sequence, source, barrier, side};
   return c10::make_intrusive<DeviceWork>(rank_, facts, link_, in_flight, outputs.vec());
 }
 
-void DeviceGroup::hold(std::shared_ptr<InFlight> in_flight) {
+void DeviceGroup::hold(std::shared_ptr<CallTensors> in_flight) {
   const std::lock_guard<std::mutex> lock(mutex_);
   in_flight_.push_back(std::move(in_flight));
 }
@@ -183,10 +183,10 @@ void DeviceGroup::hold(std::shared_ptr<InFlight> in_flight) {
 // Forgets calls in the order in which they were made, which is nearly that of their ends. A graph keeps the memory that
 // it has captured.
 void DeviceGroup::forget_ended() {
-  std::deque<std::shared_ptr<InFlight>> ended;  // tensors are freed outside of the lock
+  std::deque<std::shared_ptr<CallTensors>> ended;  // tensors are freed outside of the lock
   const std::lock_guard<std::mutex> lock(mutex_);
   while (!in_flight_.empty()) {
-    const InFlight& oldest = *in_flight_.front();
+    const CallTensors& oldest = *in_flight_.front();
     if (!oldest.released() && !oldest.captured && !oldest.ended()) return;
     ended.push_back(std::move(in_flight_.front()));
     in_flight_.pop_front();

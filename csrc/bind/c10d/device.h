@@ -43,7 +43,7 @@ class DeviceGroup {
   // Returns null if the call is synchronous, or while coalescing.
   WorkPtr launch(c10d::OpType type, std::span<Task> tasks, bool async, at::TensorList inputs, at::TensorList outputs,
                  std::uint64_t sequence);
-  void start_coalescing() { coalesced_ = Coalesced(true); }
+  void start_coalescing() { coalesced_ = CoalescedCalls(true); }
   WorkPtr end_coalescing();  // null if there was no asynchronous call
 
   void set_timeout(std::int64_t timeout_ms);
@@ -52,8 +52,8 @@ class DeviceGroup {
   void close();
 
  private:
-  struct Coalesced {  // the calls since start_coalescing
-    explicit Coalesced(bool active) : active(active) {}
+  struct CoalescedCalls {  // the calls since start_coalescing
+    explicit CoalescedCalls(bool active) : active(active) {}
     bool active, async = false;
     std::uint64_t sequence = 0;
     std::vector<Task> tasks;
@@ -65,7 +65,7 @@ class DeviceGroup {
                 at::TensorList outputs, std::uint64_t sequence);
   WorkPtr start_beside(const c10::Stream& current, const char* title, c10d::OpType type, std::span<Task> tasks,
                        at::TensorList outputs, std::uint64_t sequence);
-  void hold(std::shared_ptr<InFlight> in_flight);
+  void hold(std::shared_ptr<CallTensors> in_flight);
   void forget_ended();
 
   const int rank_;
@@ -74,8 +74,8 @@ class DeviceGroup {
   std::mutex mutex_;  // for the maker and the calls in flight
   std::shared_ptr<DeviceLink> link_;
   std::atomic<bool> made_{false}, connected_{false};
-  std::deque<std::shared_ptr<InFlight>> in_flight_;
-  Coalesced coalesced_{false};
+  std::deque<std::shared_ptr<CallTensors>> in_flight_;
+  CoalescedCalls coalesced_{false};
 };
 
 }  // namespace ringcomm

@@ -13,7 +13,7 @@ void DeviceLink::check(const char* call) const {
        ", got one that was aborted; make a new process group");
 }
 
-void InFlight::release() {
+void CallTensors::release() {
   if (!released_.exchange(true)) tensors_.clear();
 }
 

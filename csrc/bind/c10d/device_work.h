@@ -27,12 +27,12 @@ struct DeviceLink {
 // after the call, and memory is freed in that order. The group holds them too, in case the Work is dropped. (With
 // record_stream instead, the allocator would reuse the memory only when it happens to check the stream; torch stopped
 // using it for the same reason.)
-class InFlight {
+class CallTensors {
  public:
   // The call ends at the present point of `stream`.
-  InFlight(const std::shared_ptr<Streams>& streams, const c10::Stream& stream, bool captured, Tensors tensors)
+  CallTensors(const std::shared_ptr<Streams>& streams, const c10::Stream& stream, bool captured, Tensors tensors)
       : end(streams->record(stream)), captured(captured), streams_(streams), tensors_(std::move(tensors)) {}
-  ~InFlight() {
+  ~CallTensors() {
     if (end && !captured) streams_->reuse(std::move(*end));
   }
   bool ended() const { return !end || (!captured && reached(*end)); }
@@ -58,8 +58,8 @@ class DeviceWork final : public c10d::Work {
     bool blocks_host;  // as for a barrier
     c10::Stream stream;
   };
-  DeviceWork(int rank, const Facts& facts, std::shared_ptr<const DeviceLink> link, std::shared_ptr<InFlight> in_flight,
-             Tensors outputs)
+  DeviceWork(int rank, const Facts& facts, std::shared_ptr<const DeviceLink> link,
+             std::shared_ptr<CallTensors> in_flight, Tensors outputs)
       : c10d::Work(rank, facts.type),
         facts_(facts),
         link_(std::move(link)),
@@ -82,7 +82,7 @@ class DeviceWork final : public c10d::Work {
 
   const Facts facts_;
   const std::shared_ptr<const DeviceLink> link_;
-  const std::shared_ptr<InFlight> in_flight_;
+  const std::shared_ptr<CallTensors> in_flight_;
   const Tensors outputs_;
   std::atomic<bool> succeeded_{false};              // seen done while there was no error
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // guarded by mutex_

@@ -120,14 +120,14 @@ std::shared_ptr<Request> GroupMessages::submit(const Call& call, std::int64_t li
       item->end(error_of(call, {call.root, false, closing_ ? "the communicator was closed" : "it was aborted"}));
       return item;
     }
-    Way& way = ways_[{sends, call.root}];
-    way.open.push_back(item);
-    if (!way.thread.joinable())
-      way.thread = std::thread([this, sends, peer = call.root, &way] {
+    MessageStream& stream = streams_[{sends, call.root}];
+    stream.open.push_back(item);
+    if (!stream.thread.joinable())
+      stream.thread = std::thread([this, sends, peer = call.root, &stream] {
         if (sends)
-          send_all(peer, way);
+          send_all(peer, stream);
         else
-          receive_all(peer, way);
+          receive_all(peer, stream);
       });
   }
   changed_.notify_all();
@@ -140,35 +140,35 @@ void GroupMessages::close() {
     if (std::exchange(closing_, true)) return;
   }
   changed_.notify_all();
-  for (auto& [which, way] : ways_)
-    if (which.first && way.thread.joinable()) way.thread.join();
+  for (auto& [which, stream] : streams_)
+    if (which.first && stream.thread.joinable()) stream.thread.join();
   link_->abort();  // ends threads that still wait for a header
-  for (auto& [which, way] : ways_)
-    if (way.thread.joinable()) way.thread.join();
+  for (auto& [which, stream] : streams_)
+    if (stream.thread.joinable()) stream.thread.join();
 }
 
 bool GroupMessages::runs_this_thread() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return std::any_of(ways_.begin(), ways_.end(),
-                     [](const auto& way) { return way.second.thread.get_id() == std::this_thread::get_id(); });
+  return std::any_of(streams_.begin(), streams_.end(),
+                     [](const auto& stream) { return stream.second.thread.get_id() == std::this_thread::get_id(); });
 }
 
 // Ends all open messages with an error.
-void GroupMessages::fail(Way& way, const TransportFailure& failure) {
+void GroupMessages::fail(MessageStream& stream, const TransportFailure& failure) {
   std::deque<ItemPtr> open;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    open.swap(way.open);
+    open.swap(stream.open);
   }
   for (const ItemPtr& item : open) item->end(error_of(item->call(), failure));
 }
 
-void GroupMessages::send_all(int peer, Way& way) {
+void GroupMessages::send_all(int peer, MessageStream& stream) {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
-    changed_.wait(lock, [&] { return closing_ || !way.open.empty(); });
-    if (way.open.empty()) return;
-    const std::deque<ItemPtr> batch = way.open;
+    changed_.wait(lock, [&] { return closing_ || !stream.open.empty(); });
+    if (stream.open.empty()) return;
+    const std::deque<ItemPtr> batch = stream.open;
     lock.unlock();
     std::deque<Header> headers;
     std::vector<std::vector<GroupWork>> works;
@@ -183,41 +183,41 @@ void GroupMessages::send_all(int peer, Way& way) {
       for (std::size_t i = 0; i < batch.size(); ++i) {
         for (const GroupWork& work : works[i]) link_->wait(work, peer, batch[i]->limit());
         lock.lock();
-        way.open.pop_front();
+        stream.open.pop_front();
         lock.unlock();
         batch[i]->end();
       }
     } catch (const TransportFailure& failure) {
       works.clear();  // before the callers are told that their memory is free
-      fail(way, failure);
+      fail(stream, failure);
     }
     lock.lock();
   }
 }
 
-void GroupMessages::receive_all(int peer, Way& way) {
+void GroupMessages::receive_all(int peer, MessageStream& stream) {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
-    changed_.wait(lock, [&] { return closing_ || !way.open.empty(); });
-    if (way.open.empty()) return;
-    auto limit = way.open.front()->limit();
-    for (const ItemPtr& item : way.open) limit = std::min(limit, item->limit());
+    changed_.wait(lock, [&] { return closing_ || !stream.open.empty(); });
+    if (stream.open.empty()) return;
+    auto limit = stream.open.front()->limit();
+    for (const ItemPtr& item : stream.open) limit = std::min(limit, item->limit());
     std::vector<std::pair<ItemPtr, std::exception_ptr>> served;
-    for (auto it = way.open.begin(); it != way.open.end();)
-      if (const auto outcome = hand_over(way, **it)) {
+    for (auto it = stream.open.begin(); it != stream.open.end();)
+      if (const auto outcome = hand_over(stream, **it)) {
         served.emplace_back(*it, *outcome);
-        it = way.open.erase(it);
+        it = stream.open.erase(it);
       } else {
         ++it;
       }
     lock.unlock();
     for (const auto& [item, error] : served) item->end(error);
     if (served.empty()) try {
-        read_one(peer, way, limit);
+        read_one(peer, stream, limit);
       } catch (const TransportFailure& failure) {
-        fail(way, failure);
+        fail(stream, failure);
       } catch (const std::exception& error) {  // such as no memory for a message without a receive
-        fail(way, {peer, false, error.what()});
+        fail(stream, {peer, false, error.what()});
       }
     lock.lock();
   }
@@ -230,36 +230,36 @@ std::exception_ptr GroupMessages::wrong_message(const Item& item, std::uint64_t 
              " from rank ", item.call().root, ", got ", message_text(nbytes, dtype), "; send and receive the same")));
 }
 
-std::optional<std::exception_ptr> GroupMessages::hand_over(Way& way, Item& item) {
-  const auto it = std::find_if(way.arrived.begin(), way.arrived.end(),
-                               [&](const Arrived& arrived) { return arrived.tag == item.call().tag; });
-  if (it == way.arrived.end()) return std::nullopt;
+std::optional<std::exception_ptr> GroupMessages::hand_over(MessageStream& stream, Item& item) {
+  const auto it = std::find_if(stream.arrived.begin(), stream.arrived.end(),
+                               [&](const UnexpectedMessage& arrived) { return arrived.tag == item.call().tag; });
+  if (it == stream.arrived.end()) return std::nullopt;
   std::exception_ptr error;
   if (!item.takes(it->bytes.size(), it->dtype))
     error = wrong_message(item, it->bytes.size(), it->dtype);
   else if (item.nbytes())
     std::memcpy(item.call().output, it->bytes.data(), item.nbytes());
-  way.arrived.erase(it);
+  stream.arrived.erase(it);
   return error;
 }
 
 // Receives the next message of the peer, into the oldest receive with its tag, or stores it.
-void GroupMessages::read_one(int peer, Way& way, TransportClock::time_point limit) {
+void GroupMessages::read_one(int peer, MessageStream& stream, TransportClock::time_point limit) {
   Header header{};
   link_->wait(link_->recv({peer, &header, sizeof header}, GroupLink::kHeader), peer, limit);
   ItemPtr item;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto it = std::find_if(way.open.begin(), way.open.end(),
+    const auto it = std::find_if(stream.open.begin(), stream.open.end(),
                                  [&](const ItemPtr& each) { return each->call().tag == header.tag; });
-    if (it != way.open.end()) {
+    if (it != stream.open.end()) {
       item = *it;
-      way.open.erase(it);
+      stream.open.erase(it);
     }
   }
   const bool fits = item && item->takes(header.nbytes, header.dtype);
-  Arrived aside{header.tag, header.dtype, std::vector<char>(fits ? 0 : header.nbytes)};
-  void* const target = fits ? item->call().output : aside.bytes.data();
+  UnexpectedMessage unexpected{header.tag, header.dtype, std::vector<char>(fits ? 0 : header.nbytes)};
+  void* const target = fits ? item->call().output : unexpected.bytes.data();
   try {
     if (header.nbytes) link_->wait(link_->recv({peer, target, header.nbytes}, GroupLink::kPayload), peer, limit);
   } catch (const TransportFailure& failure) {
@@ -269,7 +269,7 @@ void GroupMessages::read_one(int peer, Way& way, TransportClock::time_point limi
   if (fits) return item->end();
   if (item) return item->end(wrong_message(*item, header.nbytes, header.dtype));
   const std::lock_guard<std::mutex> lock(mutex_);
-  way.arrived.push_back(std::move(aside));
+  stream.arrived.push_back(std::move(unexpected));
 }
 
 }  // namespace ringcomm

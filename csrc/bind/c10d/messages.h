@@ -33,30 +33,30 @@ class GroupMessages {
  private:
   class Item;
   using ItemPtr = std::shared_ptr<Item>;
-  struct Arrived {  // a message that arrived before its receive
+  struct UnexpectedMessage {  // a message that arrived before its receive
     int tag;
     DType dtype;
     std::vector<char> bytes;
   };
-  struct Way {  // one direction between this rank and a peer
+  struct MessageStream {  // one direction between this rank and a peer
     std::deque<ItemPtr> open;
-    std::vector<Arrived> arrived;
+    std::vector<UnexpectedMessage> arrived;
     std::thread thread;
   };
 
-  void send_all(int peer, Way& way);
-  void receive_all(int peer, Way& way);
+  void send_all(int peer, MessageStream& stream);
+  void receive_all(int peer, MessageStream& stream);
   // Copies the oldest stored message with the item's tag to the item. Returns the outcome; nothing if there is none.
-  std::optional<std::exception_ptr> hand_over(Way& way, Item& item);
+  std::optional<std::exception_ptr> hand_over(MessageStream& stream, Item& item);
   static std::exception_ptr wrong_message(const Item& item, std::uint64_t nbytes, DType dtype);
-  void read_one(int peer, Way& way, TransportClock::time_point limit);
-  void fail(Way& way, const TransportFailure& failure);
+  void read_one(int peer, MessageStream& stream, TransportClock::time_point limit);
+  void fail(MessageStream& stream, const TransportFailure& failure);
 
   const std::shared_ptr<GroupLink> link_;
   std::function<bool(const char*)> interrupted_ = [](const char*) { return false; };
   std::mutex mutex_;  // for the members below
   std::condition_variable changed_;
-  std::map<std::pair<bool, int>, Way> ways_;  // by direction (true: sends) and peer
+  std::map<std::pair<bool, int>, MessageStream> streams_;  // by direction (true: sends) and peer
   bool closing_ = false;
 };
 

@@ -62,7 +62,7 @@ void GroupLink::wait(const GroupWork& work, int peer, TransportClock::time_point
     const std::lock_guard<std::mutex> lock(mutex_);
     waited_for_.insert(work);  // so that an abort can end it
   }
-  const OnExit forget([&] {
+  const ScopeExit forget([&] {
     const std::lock_guard<std::mutex> lock(mutex_);
     waited_for_.erase(work);
   });
@@ -132,7 +132,7 @@ struct SignatureMessage {
   std::uint64_t nbytes;
   char text[kSignatureBytes + kInlineBytes];
 };
-struct Expected {
+struct PendingSignature {
   std::unique_ptr<SignatureMessage> message;
   GroupWork work;
 };
@@ -164,7 +164,7 @@ class GroupTransport final : public Transport {
     }
     std::vector<std::string> theirs;
     for (const CallSignature& each : signatures) {
-      const Expected expected = std::move(expected_.at(each.peer));
+      const PendingSignature expected = std::move(expected_.at(each.peer));
       expected_.erase(each.peer);
       link_->wait(expected.work, each.peer, limit);
       theirs.emplace_back(expected.message->text, smaller(expected.message->nbytes, sizeof expected.message->text));
@@ -202,15 +202,15 @@ class GroupTransport final : public Transport {
   // Posts a receive of the peer's next signature, of any length. It is posted early, so that it is received at once.
   void expect(int peer) {
     if (expected_.count(peer)) return;
-    Expected expected{std::make_unique<SignatureMessage>(), nullptr};
+    PendingSignature expected{std::make_unique<SignatureMessage>(), nullptr};
     expected.work = link_->recv({peer, expected.message.get(), sizeof(SignatureMessage)}, GroupLink::kSignature);
     expected_.emplace(peer, std::move(expected));
   }
 
   const std::shared_ptr<GroupLink> link_;
   const std::string name_;
-  const bool allows_short_sends_;     // a message may be shorter than its receive
-  std::map<int, Expected> expected_;  // by peer; used by the thread that runs the calls
+  const bool allows_short_sends_;             // a message may be shorter than its receive
+  std::map<int, PendingSignature> expected_;  // by peer; used by the thread that runs the calls
   mutable GroupMessages messages_;
 };
 

@@ -150,7 +150,7 @@ void run_list(Engine& engine, const std::vector<Fields>& list) {
 
 void pack(Engine& engine, const std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>>& pieces, int from,
           int to, double factor, std::uintptr_t stream) {
-  Packing packing;
+  PackCall packing;
   packing.from = checked(from, DType::kBool, "dtype");
   packing.to = checked(to, DType::kBool, "dtype");
   packing.factor = factor;
@@ -163,7 +163,7 @@ void pack(Engine& engine, const std::vector<std::tuple<std::uintptr_t, std::uint
 
 void combine(Engine& engine, std::uintptr_t first, std::uintptr_t second, std::uintptr_t output, std::size_t count,
              int dtype, int op, int divisor, std::uintptr_t stream) {
-  Combining combining;
+  CombineCall combining;
   combining.dtype = checked(dtype, DType::kBool, "dtype");
   combining.op = checked(op, ReduceOp::kBxor, "reduce_op");
   combining.first = reinterpret_cast<const void*>(first);
@@ -397,7 +397,7 @@ std::optional<double> factor_of(PyObject* number) {
 // Fills `packing` from the arguments of pack_plain, with the checks of the full path. `arrays`: one for each of `list`.
 // False: they need the full path.
 bool prepare(const Engine& engine, PyObject* const* args, PyObject* list, PlainArray& bucket,
-             std::vector<PlainArray>& arrays, Packing& packing) {
+             std::vector<PlainArray>& arrays, PackCall& packing) {
   const std::optional<double> factor = factor_of(args[2]);
   const bool unpacks = args[3] == Py_True;
   if (!factor || arrays.empty() || !bucket.read(args[1], !unpacks, engine.device())) return false;
@@ -431,7 +431,7 @@ PyObject* pack_plain(PyObject* self, PyObject* const* args, Py_ssize_t num_args)
     Engine& engine = *py::handle(self).cast<Engine*>();
     PlainArray bucket;
     std::vector<PlainArray> arrays(static_cast<std::size_t>(PyTuple_GET_SIZE(list.ptr())));
-    Packing packing;
+    PackCall packing;
     if (!prepare(engine, args, list.ptr(), bucket, arrays, packing)) Py_RETURN_FALSE;
     const bool unpacks = args[3] == Py_True;
     const auto has_exchange = [](const PlainArray& array) { return array.has_exchange(); };

@@ -17,7 +17,7 @@ namespace ringcomm {
 namespace {
 
 using simulation::Collective;
-using simulation::Inside;
+using simulation::LocalAlgorithm;
 using Numbers = std::vector<double>;
 using Link = std::tuple<double, double, double, double, std::size_t, std::size_t, int, std::size_t, bool>;
 
@@ -39,8 +39,8 @@ constexpr std::pair<const char*, Collective> kCollectives[] = {{"all_reduce", Co
 constexpr std::pair<const char*, InterHostSchedule> kBetween[] = {{"ring", InterHostSchedule::kRing},
                                                                   {"butterfly", InterHostSchedule::kButterfly},
                                                                   {"direct", InterHostSchedule::kDirect}};
-constexpr std::pair<const char*, Inside> kInside[] = {
-    {"ring", Inside::kRing}, {"direct", Inside::kDirect}, {"oneshot", Inside::kOneshot}};
+constexpr std::pair<const char*, LocalAlgorithm> kInside[] = {
+    {"ring", LocalAlgorithm::kRing}, {"direct", LocalAlgorithm::kDirect}, {"oneshot", LocalAlgorithm::kOneshot}};
 
 simulation::LinkClass link_of(const Link& link) {
   const auto& [latency_us, bandwidth_gbps, overhead_us, reduce_gbps, slice_bytes, least_slice_bytes, slots, wave_bytes,

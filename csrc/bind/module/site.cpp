@@ -161,18 +161,18 @@ constexpr std::array<std::string_view, 10> kQuiet = {"tqdm",    "wandb",        
 constexpr std::array<std::string_view, 3> kQuietModules = {"multiprocessing.queues", "ringcomm.comm.hosts",
                                                            "torch.utils.data._utils.pin_memory"};
 
-struct Where {
+struct Frame {
   std::string module, function;
   std::string package() const { return module.substr(0, module.find('.')); }
 };
 
 // Returns the frames of a thread from the innermost to the outermost, without those of threading.
-std::vector<Where> frames_of(py::object frame) {
-  std::vector<Where> all;
+std::vector<Frame> frames_of(py::object frame) {
+  std::vector<Frame> all;
   for (; !frame.is_none(); frame = frame.attr("f_back")) {
     const py::object module = frame.attr("f_globals").attr("get")("__name__", "");
     if (!py::isinstance<py::str>(module)) throw py::type_error("a module without a name");
-    Where where{utf8(module), utf8(frame.attr("f_code").attr("co_name"))};
+    Frame where{utf8(module), utf8(frame.attr("f_code").attr("co_name"))};
     if (where.module != "threading") all.push_back(std::move(where));
   }
   return all;
@@ -188,18 +188,18 @@ std::string timer_of(const py::handle& ident, const py::module_& threading) {
 
 // Whether a thread belongs to a package that is known to call no communicator, and runs only code of that package and
 // of the standard library.
-bool is_quiet(const std::vector<Where>& frames, const std::string& timer, const py::object& standard) {
+bool is_quiet(const std::vector<Frame>& frames, const std::string& timer, const py::object& standard) {
   const auto is = [&](const auto& names, const std::string& name) {
     return std::find(names.begin(), names.end(), name) != names.end();
   };
-  if (frames.empty()) return is(kQuiet, Where{timer, {}}.package());  // else it has only just started
-  const Where& inner = frames.front();
-  const Where& outer = frames.back();
+  if (frames.empty()) return is(kQuiet, Frame{timer, {}}.package());  // else it has only just started
+  const Frame& inner = frames.front();
+  const Frame& outer = frames.back();
   if (inner.module == "ringcomm.comm.launch" && inner.function == "_run_threads") return true;  // waits for ranks
   if (outer.module == "ringcomm.comm.launch" && outer.function == "_obey") return true;
   if (outer.module == "concurrent.futures.thread" && frames.size() == 1) return true;  // an idle worker
   if (!is(kQuiet, outer.package()) && !is(kQuietModules, outer.module)) return false;
-  return std::all_of(frames.begin(), frames.end(), [&](const Where& each) {
+  return std::all_of(frames.begin(), frames.end(), [&](const Frame& each) {
     return each.package() == outer.package() || standard.contains(each.package());
   });
 }

@@ -38,7 +38,7 @@ py::tuple describe(const trace::Span& span) {
   args["world_size"] = span.origin.world_size;
   args["group"] = span.origin.group;
   add(args, "number", span.origin.number);
-  const bool whole = span.what == trace::What::kCall;
+  const bool whole = span.kind == trace::SpanKind::kCall;
   if (whole) add_call(args, span.call);
   add(args, "peer", span.peer);
   add(args, "ticket", span.ticket);
@@ -47,8 +47,8 @@ py::tuple describe(const trace::Span& span) {
   add(args, "recv_chunk", span.recv_chunk);
   add(args, "rail", span.rail);
   add(args, "bytes", span.nbytes);
-  const std::string title = whole ? std::string("ringcomm:") + name(span.call.op) : trace::name(span.what);
-  return py::make_tuple(title, trace::category(span.what), span.begin_ns, span.end_ns, args);
+  const std::string title = whole ? std::string("ringcomm:") + name(span.call.op) : trace::name(span.kind);
+  return py::make_tuple(title, trace::category(span.kind), span.begin_ns, span.end_ns, args);
 }
 
 py::tuple stop() {

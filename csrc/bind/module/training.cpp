@@ -108,7 +108,7 @@ void end(Arrivals& arrivals) {
 std::uint32_t crc32c_of(const py::buffer& data, bool by_instruction) {
   Py_buffer view;
   if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE) != 0) throw py::error_already_set();
-  const OnExit release([&view] { PyBuffer_Release(&view); });
+  const ScopeExit release([&view] { PyBuffer_Release(&view); });
   const py::gil_scoped_release unlocked;
   return crc32c(view.buf, static_cast<std::size_t>(view.len), by_instruction);
 }

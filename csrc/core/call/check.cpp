@@ -95,7 +95,7 @@ void check_no_copy_engine(const Call& call, int rank) {
          " asked for algorithm copy_engine, which GPUs of one host have; use algorithm auto");
 }
 
-void check_packing(const Packing& packing, int rank) {
+void check_packing(const PackCall& packing, int rank) {
   if (!can_cast(packing.from, packing.to))
     fail(ErrorCode::kUnsupported, "pack: rank ", rank,
          " expected two of float32, float64, float16 and bfloat16 where types differ, or float32 and an 8-bit float, "
@@ -105,13 +105,13 @@ void check_packing(const Packing& packing, int rank) {
     fail(ErrorCode::kUnsupported, "pack: rank ", rank,
          " expected float32, float64, float16 or bfloat16 with a factor, got ", name(packing.from),
          "; leave the factor out");
-  for (const Packing::Piece& piece : packing.pieces)
+  for (const PackCall::Piece& piece : packing.pieces)
     if (piece.count && (!piece.source || !piece.target))
       fail(ErrorCode::kInvalid, "pack: rank ", rank, " expected memory for ", piece.count,
            " elements, got a null address; pass tensors with data");
 }
 
-void check_combining(const Combining& combining, int rank) {
+void check_combining(const CombineCall& combining, int rank) {
   if (!supports(combining.dtype, combining.op) || combining.op == ReduceOp::kPremulSum)
     fail(ErrorCode::kInvalid, "combine: rank ", rank, " expected an op that ", name(combining.dtype), " has, got ",
          name(combining.op), "; premul_sum has its factors at the ends");

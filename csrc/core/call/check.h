@@ -14,12 +14,12 @@ namespace ringcomm {
 void check_call(const Call& call, int rank, int world_size);
 // For engines without GPUs of one host.
 void check_no_copy_engine(const Call& call, int rank);
-void check_packing(const Packing& packing, int rank);
+void check_packing(const PackCall& packing, int rank);
 // Whether packing converts this type to and from every such type, and multiplies it.
 constexpr bool can_cast(DType dtype) {
   return dtype == DType::kFloat32 || dtype == DType::kFloat64 || dtype == DType::kFloat16 || dtype == DType::kBFloat16;
 }
-void check_combining(const Combining& combining, int rank);
+void check_combining(const CombineCall& combining, int rank);
 
 // The count that all ranks must agree on: the elements of the message, or of one part; for uneven parts the total.
 std::uint64_t agreed_count(const Call& call, int world_size);

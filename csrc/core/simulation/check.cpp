@@ -43,7 +43,7 @@ void check_schedules(const Cluster& cluster, const Question& question) {
   if (question.collective == Collective::kBroadcast && members > 1 && question.between != InterHostSchedule::kRing)
     fail(ErrorCode::kInvalid,
          "simulate: got a broadcast that is not a ring, expected ring, the chain of it; pass that");
-  const bool oneshot = question.inside == Inside::kOneshot;
+  const bool oneshot = question.inside == LocalAlgorithm::kOneshot;
   if (oneshot && (cluster.hosts > 1 || question.flat || question.collective != Collective::kAllReduce))
     fail(ErrorCode::kInvalid,
          "simulate: got oneshot for what it does not do, expected an all_reduce inside one host; "

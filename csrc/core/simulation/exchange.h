@@ -8,11 +8,11 @@
 namespace ringcomm::simulation {
 
 // The ranks of a group: those of each host, those with the same index on every host (a rail), or all ranks.
-enum class Among : std::uint8_t { kHost, kRail, kAll };
+enum class GroupKind : std::uint8_t { kHost, kRail, kAll };
 
 // A schedule that all groups of ranks run at once.
 struct Exchange {
-  Among among;
+  GroupKind among;
   InterHostSchedule kind;
   int members;
   int first_round, last_round;
@@ -30,7 +30,7 @@ struct Exchange {
 };
 
 // A message in flight.
-struct Coming {
+struct MessageInFlight {
   double start;
   std::size_t nbytes;
   int from, to;

@@ -81,8 +81,8 @@ class Simulation {
 
   void flat() {
     const int all = hosts_ * rails_;
-    if (question_.collective == Collective::kBroadcast) return chain(Among::kAll, all, count_);
-    Exchange e = exchange(Among::kAll, question_.between, all, cluster_.between);
+    if (question_.collective == Collective::kBroadcast) return chain(GroupKind::kAll, all, count_);
+    Exchange e = exchange(GroupKind::kAll, question_.between, all, cluster_.between);
     e.element_bytes[0] = question_.sum_bytes;
     e.element_bytes[1] = question_.result_bytes;
     e.cuts = {cut(count_, all, cluster_.between)};
@@ -94,7 +94,7 @@ class Simulation {
         question_.collective == Collective::kAllReduce || question_.collective == Collective::kReduceScatter;
     switch (question_.collective) {
       case Collective::kAllReduce:
-        if (hosts_ == 1 && question_.inside == Inside::kOneshot) return oneshot();
+        if (hosts_ == 1 && question_.inside == LocalAlgorithm::kOneshot) return oneshot();
         inside(true, reduces);
         rails();
         return inside(false, reduces);
@@ -113,10 +113,11 @@ class Simulation {
 
   void inside(bool first_half, bool reduces, int only_host = -1, int but_host = -1) {
     if (rails_ == 1) return;
-    const InterHostSchedule kind = question_.inside == Inside::kRing && question_.collective != Collective::kAllToAll
-                                       ? InterHostSchedule::kRing
-                                       : InterHostSchedule::kDirect;
-    Exchange e = exchange(Among::kHost, kind, rails_, cluster_.inside);
+    const InterHostSchedule kind =
+        question_.inside == LocalAlgorithm::kRing && question_.collective != Collective::kAllToAll
+            ? InterHostSchedule::kRing
+            : InterHostSchedule::kDirect;
+    Exchange e = exchange(GroupKind::kHost, kind, rails_, cluster_.inside);
     e.cuts = {cut(count_, rails_, cluster_.inside)};
     (first_half ? e.last_round : e.first_round) = e.half();
     e.only_host = only_host;
@@ -128,7 +129,7 @@ class Simulation {
 
   void rails() {
     if (hosts_ == 1) return;
-    Exchange e = exchange(Among::kRail, question_.between, hosts_, cluster_.between);
+    Exchange e = exchange(GroupKind::kRail, question_.between, hosts_, cluster_.between);
     e.element_bytes[0] = question_.sum_bytes;
     e.element_bytes[1] = question_.result_bytes;
     for (int rail = 0; rail < rails_; ++rail) {
@@ -161,7 +162,7 @@ class Simulation {
   // Sends every part directly to its destination: first to the other hosts, one part for each of their ranks, then
   // inside.
   void straight() {
-    Exchange e = exchange(Among::kRail, InterHostSchedule::kDirect, hosts_, cluster_.between);
+    Exchange e = exchange(GroupKind::kRail, InterHostSchedule::kDirect, hosts_, cluster_.between);
     e.timing.slots = rails_;
     e.cuts = {parts(count_)};
     take_part(e);
@@ -175,7 +176,7 @@ class Simulation {
 
   void oneshot() {
     if (rails_ == 1) return;
-    Exchange e = exchange(Among::kHost, InterHostSchedule::kDirect, rails_, cluster_.inside);
+    Exchange e = exchange(GroupKind::kHost, InterHostSchedule::kDirect, rails_, cluster_.inside);
     e.cuts = {cut(count_, 1, cluster_.inside)};
     e.last_round = e.half();
     e.reduces = e.whole = true;
@@ -185,15 +186,15 @@ class Simulation {
   // The root's host scatters and gathers, every rail is a chain of hosts, and the other hosts gather. With one host: a
   // chain, or the scatter and gather.
   void broadcast() {
-    if (hosts_ == 1 && question_.inside == Inside::kRing) return chain(Among::kHost, rails_, count_);
+    if (hosts_ == 1 && question_.inside == LocalAlgorithm::kRing) return chain(GroupKind::kHost, rails_, count_);
     scatter_from_root();
     inside(false, false, question_.root_host);
     if (hosts_ == 1) return;
-    chain(Among::kRail, hosts_, count_);
+    chain(GroupKind::kRail, hosts_, count_);
     inside(false, false, -1, question_.root_host);
   }
 
-  Exchange exchange(Among among, InterHostSchedule kind, int members, const LinkClass& timing) const {
+  Exchange exchange(GroupKind among, InterHostSchedule kind, int members, const LinkClass& timing) const {
     const std::size_t element = question_.element_bytes;
     return {among, kind, members, 0, num_rounds(kind, members), true, false, {}, {element, element}, timing};
   }
@@ -208,15 +209,15 @@ class Simulation {
   // ---- an exchange -------------------------------------------------------------------------------------------------
 
   int group_of(const Exchange& e, int id) const {
-    return e.among == Among::kHost ? id / rails_ : e.among == Among::kRail ? id - id / rails_ * rails_ : 0;
+    return e.among == GroupKind::kHost ? id / rails_ : e.among == GroupKind::kRail ? id - id / rails_ * rails_ : 0;
   }
   int member_of(const Exchange& e, int id) const {
-    return e.among == Among::kHost ? id - id / rails_ * rails_ : e.among == Among::kRail ? id / rails_ : id;
+    return e.among == GroupKind::kHost ? id - id / rails_ * rails_ : e.among == GroupKind::kRail ? id / rails_ : id;
   }
   int id_of(const Exchange& e, int group, int member) const {
-    return e.among == Among::kHost   ? group * rails_ + member
-           : e.among == Among::kRail ? member * rails_ + group
-                                     : member;
+    return e.among == GroupKind::kHost   ? group * rails_ + member
+           : e.among == GroupKind::kRail ? member * rails_ + group
+                                         : member;
   }
   // The rank that represents another one where hosts are folded.
   int stand_in(int id) const { return folded_ ? id - id / rails_ * rails_ : id; }
@@ -301,7 +302,7 @@ class Simulation {
         const int to = id_of(e, group_of(e, id), hop.peer);
         if (n) started_[static_cast<std::size_t>(id) * hops + i] = leave(e, id, to, n, round);
       }
-    const bool by_host = cluster_.shared_nic && e.among != Among::kHost;
+    const bool by_host = cluster_.shared_nic && e.among != GroupKind::kHost;
     for (std::size_t at = 0; at < ids.size(); ++at) {
       if (!by_host || at % rails_ == 0) coming_.clear();
       const int id = ids[at], group = group_of(e, id);
@@ -314,8 +315,9 @@ class Simulation {
       }
       if (by_host && (at + 1) % rails_ != 0) continue;
       std::stable_sort(coming_.begin(), coming_.end(),
-                       [](const Coming& a, const Coming& b) { return a.start < b.start; });
-      for (const Coming& c : coming_) note(e, c.from, c.to, slot, arrive(c.from, c.to, c.crosses, c.nbytes, c.start));
+                       [](const MessageInFlight& a, const MessageInFlight& b) { return a.start < b.start; });
+      for (const MessageInFlight& c : coming_)
+        note(e, c.from, c.to, slot, arrive(c.from, c.to, c.crosses, c.nbytes, c.start));
     }
   }
 
@@ -365,7 +367,7 @@ class Simulation {
   // Ranks that share a link use it in the order in which they reach it.
   void sort_by_time(const Exchange& e, const std::vector<int>& ids) {
     if (order_.size() != ids.size()) order_ = ids;
-    if (!cluster_.shared_nic || e.among == Among::kHost || rails_ == 1) return;
+    if (!cluster_.shared_nic || e.among == GroupKind::kHost || rails_ == 1) return;
     for (int host = 0; host < ranks_ / rails_; ++host) {
       const auto first = order_.begin() + host * rails_;
       std::stable_sort(first, first + rails_, [&](int a, int b) { return clock_[a] < clock_[b]; });
@@ -377,13 +379,13 @@ class Simulation {
   // Returns the ranks to simulate: a rail whose times all equal another rail's is left out.
   std::vector<int> participants(const Exchange& e) {
     twin_.assign(rails_, -1);
-    if (e.among == Among::kRail && !folded_ && !cluster_.shared_nic)
+    if (e.among == GroupKind::kRail && !folded_ && !cluster_.shared_nic)
       for (int rail = 1; rail < rails_; ++rail)
         for (int like = 0; like < rail && twin_[rail] < 0; ++like)
           if (twin_[like] < 0 && alike(e, rail, like)) twin_[rail] = like;
     std::vector<int> ids;
     for (int id = 0; id < ranks_; ++id)
-      if (e.takes_part(id / rails_) && (e.among != Among::kRail || twin_[group_of(e, id)] < 0)) ids.push_back(id);
+      if (e.takes_part(id / rails_) && (e.among != GroupKind::kRail || twin_[group_of(e, id)] < 0)) ids.push_back(id);
     order_ = ids;
     return ids;
   }
@@ -424,12 +426,12 @@ class Simulation {
   }
 
   // Windows of the message go from the root along the ring of members; each travels while the next one follows.
-  void chain(Among among, int members, std::size_t message) {
-    const bool by_rail = among == Among::kRail;
-    const LinkClass& link = among == Among::kHost ? cluster_.inside : cluster_.between;
+  void chain(GroupKind among, int members, std::size_t message) {
+    const bool by_rail = among == GroupKind::kRail;
+    const LinkClass& link = among == GroupKind::kHost ? cluster_.inside : cluster_.between;
     const Exchange e{among, InterHostSchedule::kRing, members, 0, 0, false, false, {}, {0, 0}, link};
     const int groups = by_rail ? rails_ : 1;
-    const int root = by_rail ? question_.root_host : among == Among::kAll ? question_.root_host * rails_ : 0;
+    const int root = by_rail ? question_.root_host : among == GroupKind::kAll ? question_.root_host * rails_ : 0;
     for (int member = root, at = 0; at + 1 < members; ++at) {
       const int next = ring_next(member, members);
       for (int group = 0; group < groups; ++group)
@@ -484,7 +486,7 @@ class Simulation {
   std::vector<double> clock_, posted_, port_out_, port_in_, nic_out_, nic_in_, done_;
   std::vector<std::uint64_t> inside_bytes_, between_bytes_, messages_;
   std::vector<double> started_;  // by rank and message of a round; below 0: no message
-  std::vector<Coming> coming_;
+  std::vector<MessageInFlight> coming_;
   std::vector<int> order_, twin_;
   std::vector<std::vector<double>> arrived_;
   std::size_t count_ = 0;  // elements handled at once

@@ -48,12 +48,12 @@ struct Cluster {
 };
 
 enum class Collective : std::uint8_t { kAllReduce, kReduceScatter, kAllGather, kBroadcast, kAllToAll };
-enum class Inside : std::uint8_t { kRing, kDirect, kOneshot };
+enum class LocalAlgorithm : std::uint8_t { kRing, kDirect, kOneshot };
 
 struct Question {
   Collective collective = Collective::kAllReduce;
   InterHostSchedule between = InterHostSchedule::kRing;
-  Inside inside = Inside::kDirect;
+  LocalAlgorithm inside = LocalAlgorithm::kDirect;
   // One schedule over all ranks by `between`, regardless of hosts; else three: inside, between, inside.
   bool flat = false;
   int root_host = 0;  // broadcast: the root is its first rank

@@ -61,7 +61,7 @@ class Direct {
     return slots_.group().resolve(p, slots_.header_of(p).output);
   }
   void take(int p, std::size_t to, std::size_t from, std::size_t nbytes) {
-    const auto probe = slots_.probe(trace::What::kRead, p, 0, nbytes);
+    const auto probe = slots_.probe(trace::SpanKind::kRead, p, 0, nbytes);
     kernels().copy(static_cast<char*>(call_.output) + to, input(p) + from, nbytes, streaming_);
   }
 
@@ -73,10 +73,10 @@ class Direct {
     const char* source = input(call_.root);
     if (rank_ == call_.root) {
       for (int p = 0; p < world_size_; ++p) {
-        const auto probe = slots_.probe(trace::What::kWrite, p, 0, end - begin);
+        const auto probe = slots_.probe(trace::SpanKind::kWrite, p, 0, end - begin);
         kernels().copy(output(p) + begin, source + begin, end - begin, streaming_);
       }
-      const auto probe = slots_.probe(trace::What::kCopy, rank_, 0, part_bytes());
+      const auto probe = slots_.probe(trace::SpanKind::kCopy, rank_, 0, part_bytes());
       return kernels().copy(call_.output, source, part_bytes(), streaming_);
     }
     take(call_.root, 0, 0, begin);
@@ -99,7 +99,7 @@ class Direct {
     reduce(sources, outputs, 1, call_.count);
   }
   void reduce(const void* const* sources, void* const* outputs, int num_outputs, std::size_t count) {
-    const auto probe = slots_.probe(trace::What::kReduce, -1, 0, count * element_);
+    const auto probe = slots_.probe(trace::SpanKind::kReduce, -1, 0, count * element_);
     kernels().reduce({call_.dtype, call_.reduce_op, sources, world_size_, slots_.factors(), world_size_, outputs,
                       num_outputs, count, streaming_});
   }
@@ -136,7 +136,7 @@ bool usable(const Call& call, int rank, const Location& input, const Location& o
 
 void publish_buffers(SlotStream& slots, const Heap& heap) {
   const Call& call = slots.call();
-  const auto probe = slots.probe(trace::What::kPublishBuffers, -1, 0);
+  const auto probe = slots.probe(trace::SpanKind::kPublishBuffers, -1, 0);
   const int rank = slots.group().rank();
   const std::size_t nbytes = input_bytes(call, slots.group().world_size());
   // Parts have no single base address; and an all_to_all in place overwrites data that the peers still read.
@@ -166,11 +166,11 @@ bool buffers_are_visible(SlotStream& slots) {
 
 void direct_collective(SlotStream& slots) {
   {
-    const auto probe = slots.probe(trace::What::kInPlace, -1, 0);
+    const auto probe = slots.probe(trace::SpanKind::kInPlace, -1, 0);
     const PeerAccessGuard guard(slots.group(), slots.call());
     Direct(slots).run();
   }
-  const auto probe = slots.probe(trace::What::kLeave, -1, 1);  // once no peer reads this rank's buffers any more
+  const auto probe = slots.probe(trace::SpanKind::kLeave, -1, 1);  // once no peer reads this rank's buffers any more
   slots.wait_credit(1);
   slots.publish(1);
   slots.await_all(1);

@@ -79,9 +79,9 @@ PointToPoint::MessagePtr PointToPoint::enqueue(Call call) {
 void PointToPoint::put(const Call& call, std::size_t total, const char* data, std::size_t nbytes) {
   const int destination = call.root;
   const Board board = group_.p2p_board(group_.rank(), destination);
-  Outgoing& out = outgoing_[destination];
-  const trace::Probe probe(group_.origin(), trace::What::kSendSlice, destination, static_cast<std::int64_t>(out.ticket),
-                           nbytes);
+  SendQueue& out = outgoing_[destination];
+  const trace::Probe probe(group_.origin(), trace::SpanKind::kSendSlice, destination,
+                           static_cast<std::int64_t>(out.ticket), nbytes);
   SlotHeader* header = board.header(out.ticket);
   header->signature.count = total;
   header->signature.root = call.tag;
@@ -102,9 +102,9 @@ void PointToPoint::put(const Call& call, std::size_t total, const char* data, st
 
 // Reads one slice of `source` that has arrived; with `to` null the slice is dropped.
 void PointToPoint::take(int source, void* to, std::size_t nbytes, bool streaming) {
-  Incoming& in = incoming_[source];
-  const trace::Probe probe(group_.origin(), trace::What::kReceiveSlice, source, static_cast<std::int64_t>(in.ticket),
-                           nbytes);
+  ReceiveQueue& in = incoming_[source];
+  const trace::Probe probe(group_.origin(), trace::SpanKind::kReceiveSlice, source,
+                           static_cast<std::int64_t>(in.ticket), nbytes);
   const Board board = group_.p2p_board(source, group_.rank());
   const SlotHeader* header = board.header(in.ticket);
   const auto read = [&] { kernels().copy(to, board.payload(in.ticket), nbytes, streaming); };
@@ -122,7 +122,7 @@ bool PointToPoint::send_now(const Call& call) {
   const std::size_t slice = tuning::one_way_slice(nbytes, group_.p2p_slot_bytes());
   const std::uint64_t slices = larger(1, ceil_div(nbytes, slice));
   const std::lock_guard<std::mutex> lock(mutex_);
-  Outgoing& out = outgoing_[call.root];
+  SendQueue& out = outgoing_[call.root];
   if (slices > kP2pDepth || !out.queue.empty()) return false;
   const Flag* consumed = &group_.control(call.root).p2p_consumed[group_.rank()].value;
   if (load_acquire(consumed) < credit_needed(out.ticket + slices - 1, kP2pDepth)) return false;
@@ -138,8 +138,8 @@ bool PointToPoint::receive_now(const Call& call) {
   const Board board = group_.p2p_board(call.root, group_.rank());
   for (int i = 0; i <= group_.patience().spins; ++i, cpu_relax()) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    Incoming& in = incoming_[call.root];
-    if (!receives_.empty() || in.current || in.aside || !in.arrived.empty()) return false;
+    ReceiveQueue& in = incoming_[call.root];
+    if (!receives_.empty() || in.current || in.unexpected || !in.arrived.empty()) return false;
     const SlotHeader* header = board.header(in.ticket);
     if (load_acquire(&header->flag) != in.ticket + 1) continue;
     const Signature& sent = header->signature;
@@ -233,19 +233,19 @@ bool PointToPoint::advance(std::vector<MessagePtr>& finished) {
     if (!outgoing_[peer].queue.empty()) moved |= push(peer, finished);
   if (receives_.empty()) {
     for (int peer = 0; peer < group_.world_size(); ++peer)
-      if (incoming_[peer].current || incoming_[peer].aside) moved |= pull(peer, finished);
+      if (incoming_[peer].current || incoming_[peer].unexpected) moved |= pull(peer, finished);
     return moved;
   }
   moved |= match_arrived(finished);
   for (int peer = 0; peer < group_.world_size(); ++peer)
-    if (incoming_[peer].current || incoming_[peer].aside || wanted(peer)) moved |= pull(peer, finished);
+    if (incoming_[peer].current || incoming_[peer].unexpected || wanted(peer)) moved |= pull(peer, finished);
   return moved;
 }
 
 bool PointToPoint::push(int destination, std::vector<MessagePtr>& finished) {
   const Board board = group_.p2p_board(group_.rank(), destination);
   const Flag* consumed = &group_.control(destination).p2p_consumed[group_.rank()].value;
-  Outgoing& out = outgoing_[destination];
+  SendQueue& out = outgoing_[destination];
   bool moved = false;
   while (!out.queue.empty() && load_acquire(consumed) >= credit_needed(out.ticket, board.depth)) {
     Message& message = *out.queue.front();
@@ -313,7 +313,7 @@ bool PointToPoint::match_arrived(std::vector<MessagePtr>& finished) {
 // The next message of `source` has begun to arrive: finds its receive, or allocates memory to store it. Does neither if
 // it was only probed and no other call waits for a message of this source.
 void PointToPoint::begin(int source, std::vector<MessagePtr>& finished) {
-  Incoming& in = incoming_[source];
+  ReceiveQueue& in = incoming_[source];
   const Signature& s = group_.p2p_board(source, group_.rank()).header(in.ticket)->signature;
   const DType dtype = static_cast<DType>(s.dtype);
   MessagePtr receive = claim_receive(source, s.root, dtype, s.count, finished);
@@ -322,29 +322,30 @@ void PointToPoint::begin(int source, std::vector<MessagePtr>& finished) {
     in.current = std::move(receive);
     return;
   }
-  auto aside = std::make_unique<Aside>();
-  aside->tag = s.root;
-  aside->dtype = dtype;
-  aside->nbytes = s.count;
+  auto unexpected = std::make_unique<UnexpectedMessage>();
+  unexpected->tag = s.root;
+  unexpected->dtype = dtype;
+  unexpected->nbytes = s.count;
   if (receive) {  // the complete message is dropped; later ones are not affected
     receive->wrong = wrong_message(receive->call, group_.rank(), source, s.count, dtype);
     finished.push_back(std::move(receive));
   } else {
-    aside->data.reset(new char[larger(s.count, 1)]);
+    unexpected->data.reset(new char[larger(s.count, 1)]);
   }
-  in.aside = std::move(aside);
+  in.unexpected = std::move(unexpected);
 }
 
 bool PointToPoint::pull(int source, std::vector<MessagePtr>& finished) {
   const Board board = group_.p2p_board(source, group_.rank());
-  Incoming& in = incoming_[source];
+  ReceiveQueue& in = incoming_[source];
   bool moved = false;
-  while ((in.current || in.aside || wanted(source)) && load_acquire(&board.header(in.ticket)->flag) == in.ticket + 1) {
-    if (!in.current && !in.aside) begin(source, finished);
-    if (!in.current && !in.aside) break;
-    const std::size_t nbytes = in.current ? in.current->nbytes : in.aside->nbytes;
-    std::size_t& at = in.current ? in.current->moved : in.aside->filled;
-    char* const to = in.current ? static_cast<char*>(in.current->call.output) : in.aside->data.get();
+  while ((in.current || in.unexpected || wanted(source)) &&
+         load_acquire(&board.header(in.ticket)->flag) == in.ticket + 1) {
+    if (!in.current && !in.unexpected) begin(source, finished);
+    if (!in.current && !in.unexpected) break;
+    const std::size_t nbytes = in.current ? in.current->nbytes : in.unexpected->nbytes;
+    std::size_t& at = in.current ? in.current->moved : in.unexpected->filled;
+    char* const to = in.current ? static_cast<char*>(in.current->call.output) : in.unexpected->data.get();
     const std::size_t now = smaller(nbytes - at, tuning::one_way_slice(nbytes, group_.p2p_slot_bytes()));
     take(source, to ? to + at : nullptr, now, nbytes >= tuning::kStreamOutputBytes);
     at += now;
@@ -352,9 +353,9 @@ bool PointToPoint::pull(int source, std::vector<MessagePtr>& finished) {
     if (at < nbytes) continue;
     if (in.current)
       finished.push_back(std::move(in.current));
-    else if (in.aside->data)
-      in.arrived.push_back(std::move(in.aside));
-    in.aside = nullptr;
+    else if (in.unexpected->data)
+      in.arrived.push_back(std::move(in.unexpected));
+    in.unexpected = nullptr;
     in.current = nullptr;
     match_arrived(finished);
   }

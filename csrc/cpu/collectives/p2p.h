@@ -39,24 +39,24 @@ class PointToPoint {
   class Message;
   using MessagePtr = std::shared_ptr<Message>;
 
-  struct Aside {  // a message that arrived before its receive
+  struct UnexpectedMessage {  // a message that arrived before its receive
     int tag;
     DType dtype = DType::kUInt8;
     std::size_t nbytes = 0, filled = 0;
     std::unique_ptr<char[]> data;  // null: the message is dropped, since its receive had another size or type
   };
-  struct Outgoing {  // to one destination
+  struct SendQueue {  // to one destination
     std::uint64_t ticket = 0;
     std::size_t cursor = 0;
     SlotWriting writing;
     std::deque<MessagePtr> queue;
   };
-  struct Incoming {  // from one source
+  struct ReceiveQueue {  // from one source
     std::uint64_t ticket = 0;
     SlotReading reading;
-    MessagePtr current;            // the receive that is being filled
-    std::unique_ptr<Aside> aside;  // or the message that is being stored
-    std::deque<std::unique_ptr<Aside>> arrived;
+    MessagePtr current;                             // the receive that is being filled
+    std::unique_ptr<UnexpectedMessage> unexpected;  // or the message that is being stored
+    std::deque<std::unique_ptr<UnexpectedMessage>> arrived;
   };
 
   bool send_now(const Call& call);
@@ -90,8 +90,8 @@ class PointToPoint {
   Group& group_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<Outgoing> outgoing_;
-  std::vector<Incoming> incoming_;
+  std::vector<SendQueue> outgoing_;
+  std::vector<ReceiveQueue> incoming_;
   std::deque<MessagePtr> receives_;  // and probes, in the order of the calls
   std::atomic<std::size_t> pending_{0};
   std::thread thread_;

@@ -59,16 +59,16 @@ class CpuRing {
     to_slot(t, input(chunk, window), nbytes(chunk, window));
   }
   void keep(int chunk, std::size_t window) {
-    const auto probe = slots_.probe(trace::What::kCopy, rank_, window, nbytes(chunk, window));
+    const auto probe = slots_.probe(trace::SpanKind::kCopy, rank_, window, nbytes(chunk, window));
     kernels().copy(output(chunk, window), input(chunk, window), nbytes(chunk, window), false);
   }
-  void copy_in(std::uint64_t t, int chunk, std::size_t window, const Outgoing& out) {
+  void copy_in(std::uint64_t t, int chunk, std::size_t window, const NextSend& out) {
     const char* inbox = slots_.slot_of(prev_, t);
     if (out.any) to_slot(out.ticket, inbox, nbytes(chunk, window));
-    const auto probe = slots_.probe(trace::What::kRead, prev_, t, nbytes(chunk, window));
+    const auto probe = slots_.probe(trace::SpanKind::kRead, prev_, t, nbytes(chunk, window));
     kernels().copy(output(chunk, window), inbox, nbytes(chunk, window), false);
   }
-  void combine(std::uint64_t t, int chunk, std::size_t window, bool final, const Outgoing& out) {
+  void combine(std::uint64_t t, int chunk, std::size_t window, bool final, const NextSend& out) {
     const void* sources[] = {slots_.slot_of(prev_, t), input(chunk, window)};
     void* outputs[2];
     int num_outputs = 0;
@@ -76,7 +76,7 @@ class CpuRing {
     if (out.any) outputs[num_outputs++] = slots_.slot(out.ticket);
     const ReduceOp op = final && call_.reduce_op == ReduceOp::kAvg ? ReduceOp::kAvg : combine_of(call_.reduce_op);
     const std::size_t count = nbytes(chunk, window) / element_;
-    const auto probe = slots_.probe(trace::What::kReduce, prev_, t, count * element_);
+    const auto probe = slots_.probe(trace::SpanKind::kReduce, prev_, t, count * element_);
     kernels().reduce({call_.dtype, op, sources, 2, nullptr, world_size_, outputs, num_outputs, count, false});
   }
 
@@ -108,7 +108,7 @@ class CpuRing {
   // A step lasts from its first wait until its ticket is released.
   void trace_step(std::uint64_t t) {
     if (!trace::on()) return;
-    step_.emplace(trace::What::kStep, prev_, slots_.number(t));
+    step_.emplace(trace::SpanKind::kStep, prev_, slots_.number(t));
     if (!op_) return;
     const int step = ring_step_of(*op_, world_size_, t);
     const RingStep s = ring_step(rank_, world_size_, step);

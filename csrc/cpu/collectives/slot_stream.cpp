@@ -59,7 +59,7 @@ void SlotStream::wait_credit_from(int peer, std::uint64_t i) {
   const std::uint64_t needed = credit_needed(base_ + i, board_.depth);
   std::uint64_t& seen = progress_.seen_consumed[peer];
   if (seen >= needed) return;
-  const auto probe = this->probe(trace::What::kWaitCredit, peer, i);
+  const auto probe = this->probe(trace::SpanKind::kWaitCredit, peer, i);
   const Flag* consumed = &group_.control(peer).consumed.value;
   group_.wait(peer, consumed, needed, deadline_);
   seen = load_acquire(consumed);
@@ -71,7 +71,7 @@ void SlotStream::set_buffers(const Location& input, const Location& output) {
 }
 
 void SlotStream::write(std::uint64_t i, void* slot, const void* data, std::size_t nbytes) {
-  const auto probe = this->probe(trace::What::kWrite, -1, i, nbytes);
+  const auto probe = this->probe(trace::SpanKind::kWrite, -1, i, nbytes);
   const bool streaming = streams(nbytes);
   if (nbytes < kLeastStreamedBytes || !progress_.writing.measures(streaming, nbytes))
     return kernels().copy(slot, data, nbytes, streaming);
@@ -84,7 +84,7 @@ void SlotStream::record_read(int peer, std::uint64_t i, std::size_t nbytes, std:
 }
 
 void SlotStream::publish(std::uint64_t i) {
-  const auto probe = this->probe(trace::What::kPublish, -1, i);
+  const auto probe = this->probe(trace::SpanKind::kPublish, -1, i);
   SlotHeader* header = board_.header(base_ + i);
   if (!published_) {
     published_ = true;
@@ -98,7 +98,7 @@ void SlotStream::publish(std::uint64_t i) {
 }
 
 void SlotStream::await(int peer, std::uint64_t i) {
-  const auto probe = this->probe(trace::What::kWaitTicket, peer, i);
+  const auto probe = this->probe(trace::SpanKind::kWaitTicket, peer, i);
   wait_published(group_.board(peer), base_ + i, [&](const Flag* flag, std::uint64_t target) {
     group_.wait(peer, flag, target, deadline_);
     return true;

@@ -51,15 +51,15 @@ class SlotStream {
   void metered(int first_peer, int last_peer, std::uint64_t i, std::size_t nbytes, const Read& read);
   // Marks ticket i of all peers, and all tickets before it, as read by this rank.
   void release(std::uint64_t i) {
-    const auto probe = this->probe(trace::What::kRelease, -1, i);
+    const auto probe = this->probe(trace::SpanKind::kRelease, -1, i);
     group_.post(&group_.control().consumed.value, base_ + i + 1);
   }
   // Ends the call, which has used `tickets` tickets.
   void finish(std::uint64_t tickets);
 
   // Returns a probe, which traces as long as it lives.
-  trace::Probe probe(trace::What what, int peer, std::uint64_t i, std::int64_t nbytes = -1) const {
-    return trace::Probe(what, peer, number(i), nbytes);
+  trace::Probe probe(trace::SpanKind kind, int peer, std::uint64_t i, std::int64_t nbytes = -1) const {
+    return trace::Probe(kind, peer, number(i), nbytes);
   }
   // The number of ticket i among all tickets of the communicator.
   std::int64_t number(std::uint64_t i) const { return static_cast<std::int64_t>(base_ + i); }
@@ -105,7 +105,8 @@ class SlotStream {
 template <typename Read>
 void SlotStream::metered(int first_peer, int last_peer, std::uint64_t i, std::size_t nbytes, const Read& read) {
   const bool one = first_peer + 1 == last_peer;
-  const auto probe = this->probe(one ? trace::What::kRead : trace::What::kReduce, one ? first_peer : -1, i, nbytes);
+  const auto probe =
+      this->probe(one ? trace::SpanKind::kRead : trace::SpanKind::kReduce, one ? first_peer : -1, i, nbytes);
   if (!measures_read(first_peer, last_peer, i, nbytes)) return read();
   const std::int64_t ns = ns_of(read);
   const std::int64_t peers = last_peer - first_peer - (first_peer <= group_.rank() && group_.rank() < last_peer);

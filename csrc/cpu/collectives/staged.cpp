@@ -55,7 +55,7 @@ Slice clip(const WindowCut& cut, std::uint64_t w, std::size_t part_count) {
 // Copies this rank's own part of ticket i, which needs no slot.
 void keep(const SlotStream& slots, void* output, const void* input, std::uint64_t i, std::size_t nbytes,
           bool streaming) {
-  const auto probe = slots.probe(trace::What::kCopy, slots.group().rank(), i, nbytes);
+  const auto probe = slots.probe(trace::SpanKind::kCopy, slots.group().rank(), i, nbytes);
   kernels().copy(output, input, nbytes, streaming);
 }
 
@@ -148,7 +148,7 @@ std::uint64_t staged_two_phase_reduce(SlotStream& slots, std::uint64_t first) {
     for (int p = 0; p < f.world_size; ++p) {
       const Slice s = cut.slice(p, w);
       if (p == f.rank || !gathers) continue;
-      const auto probe = slots.probe(trace::What::kRead, p, ticket, s.count * f.element);
+      const auto probe = slots.probe(trace::SpanKind::kRead, p, ticket, s.count * f.element);
       kernels().copy(output + s.offset * f.element, slots.slot_of(p, ticket) + result_offset, s.count * f.element,
                      streaming);
     }

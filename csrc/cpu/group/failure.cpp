@@ -49,7 +49,7 @@ void Group::wait(int peer, const Flag* flag, std::uint64_t target, const Deadlin
     const auto since = std::max(begin, std::exchange(counted, Clock::now()));
     fetch_add(waited_.get() + peer, static_cast<std::uint64_t>(std::chrono::nanoseconds(counted - since).count()));
   };
-  const OnExit count(count_wait);  // also if the wait throws
+  const ScopeExit count(count_wait);  // also if the wait throws
   const auto has_come = [&] { return load_acquire(flag) >= target; };
   LongWait watch(*this, WaitKind::kCollective, peer, deadline.timeout_ms, flag);
   wait_flag(flag, target, &control(peer).sleepers.value, patience_, begin, [&] {
@@ -126,7 +126,7 @@ bool Group::check_interrupt(const Call& call, Clock::time_point& next) const {
   if (!first && now < next) return false;
   next = now + kLookForSignals;  // checking for Python signals needs the GIL
   if (first) return false;
-  Unplaced::place();
+  UnlocatedCalls::place();
   if (!signals_.interrupted()) return true;
   interrupt(name(call.op));
   raise_end(call.op);

@@ -61,7 +61,7 @@ class LongWait {
   const char* const site_;
   Clock::time_point next_{};
   WaitGraph::Entry* entry_ = nullptr;
-  std::vector<WaitGraph::Seen> seen_;
+  std::vector<WaitGraph::PartyState> seen_;
 };
 
 class Group {

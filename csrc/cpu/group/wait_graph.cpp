@@ -172,7 +172,7 @@ void WaitGraph::note_new_caller(Member& member) {
   static std::atomic<std::uint64_t> callers{0};
   if (this_caller == 0) {
     this_caller = callers.fetch_add(1) + 1;
-    thread_local const OnExit leaving([] { WaitGraph::thread_ended(this_caller); });
+    thread_local const ScopeExit leaving([] { WaitGraph::thread_ended(this_caller); });
     (void)leaving;
   }
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -340,7 +340,7 @@ WaitGraph::Record* WaitGraph::find(const PartyPlace& place) {
 }
 
 // False: the party may go on.
-bool WaitGraph::read(const PartyPlace& place, Seen& seen) {
+bool WaitGraph::read(const PartyPlace& place, PartyState& seen) {
   Record* const record = find(place);
   if (!record) return false;
   seen = {place, load_acquire(&record->stamp), 0, {}, {}};
@@ -354,11 +354,11 @@ bool WaitGraph::read(const PartyPlace& place, Seen& seen) {
 }
 
 // Returns all parties that this party waits for, directly or through others; empty if one of them may go on.
-std::vector<WaitGraph::Seen> WaitGraph::reach(const PartyPlace& start) {
-  std::vector<Seen> all(1);
+std::vector<WaitGraph::PartyState> WaitGraph::reach(const PartyPlace& start) {
+  std::vector<PartyState> all(1);
   if (!read(start, all[0])) return {};
   const auto found = [&](const PartyPlace& place) {
-    return std::find_if(all.begin(), all.end(), [&](const Seen& each) { return same(each.place, place); });
+    return std::find_if(all.begin(), all.end(), [&](const PartyState& each) { return same(each.place, place); });
   };
   for (std::size_t i = 0; i < all.size(); ++i)
     for (std::size_t k = 0; k < all[i].waits.size(); ++k) {
@@ -366,7 +366,7 @@ std::vector<WaitGraph::Seen> WaitGraph::reach(const PartyPlace& start) {
       if (wait.target.party == 0 || all.size() > kMostSeen) return {};
       auto target = found(wait.target);
       if (target == all.end()) {
-        Seen next;
+        PartyState next;
         if (!read(wait.target, next)) return {};
         all.push_back(std::move(next));
         target = std::prev(all.end());
@@ -378,8 +378,8 @@ std::vector<WaitGraph::Seen> WaitGraph::reach(const PartyPlace& start) {
   return all;
 }
 
-bool WaitGraph::all_answered(const std::vector<Seen>& seen) {
-  return std::all_of(seen.begin(), seen.end(), [&](const Seen& each) {
+bool WaitGraph::all_answered(const std::vector<PartyState>& seen) {
+  return std::all_of(seen.begin(), seen.end(), [&](const PartyState& each) {
     const Record* const record = find(each.place);
     return record && load_acquire(&record->answered) >= each.question;
   });
@@ -388,7 +388,7 @@ bool WaitGraph::all_answered(const std::vector<Seen>& seen) {
 namespace {
 
 // The number of waits from each party to the goal; more than kMostHops where none lead there.
-std::vector<int> distances_to(const std::vector<WaitGraph::Seen>& seen, std::size_t goal) {
+std::vector<int> distances_to(const std::vector<WaitGraph::PartyState>& seen, std::size_t goal) {
   std::vector<int> hops(seen.size(), kMostHops + 1);
   hops[goal] = 0;
   for (int round = 0; round < kMostHops; ++round)
@@ -400,7 +400,7 @@ std::vector<int> distances_to(const std::vector<WaitGraph::Seen>& seen, std::siz
 // Returns for instance "all_gather #7: rank 0 (train.py:77) expected rank 1 (process 43 on node7) in this call, but it
 // waits in barrier #3 (train.py:91) of another communicator for rank 0; call ...". It starts with wait k of
 // `seen[from]`, and ends where that party or one that was named before comes up.
-std::string sentence_of(const std::vector<WaitGraph::Seen>& seen, std::size_t from, std::size_t k) {
+std::string sentence_of(const std::vector<WaitGraph::PartyState>& seen, std::size_t from, std::size_t k) {
   const std::vector<int> hops = distances_to(seen, from);
   const WaitFacts& wait = seen[from].waits[k];
   std::string text = concat(wait.here, ", ");
@@ -428,7 +428,7 @@ std::string sentence_of(const std::vector<WaitGraph::Seen>& seen, std::size_t fr
 }  // namespace
 
 // Writes the sentences to all records; a record that has some already got the same ones from another rank.
-void WaitGraph::tell(const std::vector<Seen>& seen) {
+void WaitGraph::tell(const std::vector<PartyState>& seen) {
   std::vector<std::pair<Record*, std::uint64_t>> told_now;
   for (std::size_t i = 0; i < seen.size(); ++i) {
     Record* const record = find(seen[i].place);
@@ -455,7 +455,7 @@ void WaitGraph::tell(const std::vector<Seen>& seen) {
 }
 
 void WaitGraph::look(Entry* entry, const PartyPlace& target, const std::function<bool()>& has_come,
-                     std::vector<Seen>& seen) {
+                     std::vector<PartyState>& seen) {
   PartyPlace start = place();
   std::uint64_t question = 0, answered = 0;
   {
@@ -478,14 +478,16 @@ void WaitGraph::look(Entry* entry, const PartyPlace& target, const std::function
   }
   publish(index);
   if (entry->facts.kind == WaitKind::kItem) return;
-  std::vector<Seen> now = reach(start);
-  const auto alike = [](const Seen& a, const Seen& b) { return same(a.place, b.place) && a.stamp == b.stamp; };
+  std::vector<PartyState> now = reach(start);
+  const auto alike = [](const PartyState& a, const PartyState& b) {
+    return same(a.place, b.place) && a.stamp == b.stamp;
+  };
   if (!now.empty() && std::equal(now.begin(), now.end(), seen.begin(), seen.end(), alike)) {
     if (all_answered(seen)) tell(seen);
     return obey(index);
   }
   seen = std::move(now);
-  for (Seen& each : seen)
+  for (PartyState& each : seen)
     if (Record* const record = find(each.place)) each.question = fetch_add(&record->asked, 1) + 1;
 }
 

@@ -106,7 +106,7 @@ class WaitGraph {
   };
 
   // The state of one party, as seen in a search.
-  struct Seen {
+  struct PartyState {
     PartyPlace place;
     std::uint64_t stamp = 0, question = 0;
     std::vector<WaitFacts> waits;
@@ -137,7 +137,8 @@ class WaitGraph {
   void hear(Entry* entry);
   // Searches for a deadlock once, and aborts its communicators. `has_come` returns whether the wait is over, `target`
   // is the present location of the peer's record; `seen` is the result of the last search.
-  void look(Entry* entry, const PartyPlace& target, const std::function<bool()>& has_come, std::vector<Seen>& seen);
+  void look(Entry* entry, const PartyPlace& target, const std::function<bool()>& has_come,
+            std::vector<PartyState>& seen);
   static void thread_ended(std::uint64_t thread);
 
  private:
@@ -161,10 +162,10 @@ class WaitGraph {
   bool nobody_else() const;
   void obey(int index);
   Record* find(const PartyPlace& place);
-  bool read(const PartyPlace& place, Seen& seen);
-  std::vector<Seen> reach(const PartyPlace& start);
-  bool all_answered(const std::vector<Seen>& seen);
-  void tell(const std::vector<Seen>& seen);
+  bool read(const PartyPlace& place, PartyState& seen);
+  std::vector<PartyState> reach(const PartyPlace& start);
+  bool all_answered(const std::vector<PartyState>& seen);
+  void tell(const std::vector<PartyState>& seen);
 
   SharedMemory memory_;
   Page& page_;

@@ -10,7 +10,7 @@ namespace ringcomm::cpu {
 namespace {
 
 template <typename From, typename To>
-void convert(const Packing::Piece& piece, double factor) {
+void convert(const PackCall::Piece& piece, double factor) {
   using Wide = std::conditional_t<std::is_same_v<From, double> || std::is_same_v<To, double>, double, float>;
   const From* const source = static_cast<const From*>(piece.source);
   To* const target = static_cast<To*>(piece.target);
@@ -53,14 +53,14 @@ void dispatch_cast(DType from, DType to, F&& body) {
 
 }  // namespace
 
-void pack(const Packing& packing) {
+void pack(const PackCall& packing) {
   if (packing.from == packing.to && packing.factor == 1.0) {
-    for (const Packing::Piece& piece : packing.pieces)
+    for (const PackCall::Piece& piece : packing.pieces)
       if (piece.count) std::memcpy(piece.target, piece.source, piece.count * element_bytes(packing.from));
     return;
   }
   dispatch_cast(packing.from, packing.to, [&](auto from, auto to) {
-    for (const Packing::Piece& piece : packing.pieces)
+    for (const PackCall::Piece& piece : packing.pieces)
       convert<typename decltype(from)::Type, typename decltype(to)::Type>(piece, packing.factor);
   });
 }

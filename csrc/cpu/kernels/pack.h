@@ -5,6 +5,6 @@
 
 namespace ringcomm::cpu {
 
-void pack(const Packing& packing);
+void pack(const PackCall& packing);
 
 }  // namespace ringcomm::cpu

@@ -110,17 +110,17 @@ void check_memory(const Call& call, int device, int rank) {
     side(call.output, call.output_parts, "output");
 }
 
-void check_memory(const Packing& packing, int device, int rank) {
+void check_memory(const PackCall& packing, int device, int rank) {
   AddressChecks sources("pack", packing.from, "source", device, rank);
   AddressChecks targets("pack", packing.to, "target", device, rank);
-  for (const Packing::Piece& piece : packing.pieces) {
+  for (const PackCall::Piece& piece : packing.pieces) {
     if (piece.count == 0) continue;
     sources.check(piece.source);
     targets.check(piece.target);
   }
 }
 
-void check_memory(const Combining& combining, int device, int rank) {
+void check_memory(const CombineCall& combining, int device, int rank) {
   check_address("combine", combining.first, combining.dtype, "first message", device, rank);
   check_address("combine", combining.second, combining.dtype, "second message", device, rank);
   check_address("combine", combining.output, combining.dtype, "output", device, rank);

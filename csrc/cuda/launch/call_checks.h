@@ -13,7 +13,7 @@ void check_parts(const Call& call, int rank, int world_size);
 void check_stream(const char* call, std::uintptr_t stream, int rank);
 // `device`, the current one, must be able to access the memory directly.
 void check_memory(const Call& call, int device, int rank);
-void check_memory(const Packing& packing, int device, int rank);
-void check_memory(const Combining& combining, int device, int rank);
+void check_memory(const PackCall& packing, int device, int rank);
+void check_memory(const CombineCall& combining, int device, int rank);
 
 }  // namespace ringcomm::cuda

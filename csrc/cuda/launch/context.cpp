@@ -80,7 +80,7 @@ Context::Context(int rank, int world_size, const EngineOptions& options)
   peer_memory_->set_settings(concat("device=", without_spaces(facts.name), ",sms=", facts.multiprocessors,
                                     ",sm=", facts.major, facts.minor, ",threads=", threads_,
                                     ",apart=", static_cast<int>(apart_), ",tuning=", tuning_.checksum()));
-  if (apart_ == Apart::kPrivate) peer_memory_->hide_user_memory();
+  if (apart_ == Separation::kPrivate) peer_memory_->hide_user_memory();
 }
 
 void Context::connect(const std::vector<std::string>& handles, const std::function<void()>& prepare) {
@@ -98,7 +98,7 @@ Setting Context::setting() const {
   Setting setting;
   setting.layout = peer_memory_->layout();
   setting.usual_channels = usual_channels_;
-  setting.known = apart_ == Apart::kNo && static_cast<int>(peer_memory_->local_ranks().size()) == world_size_;
+  setting.known = apart_ == Separation::kNo && static_cast<int>(peer_memory_->local_ranks().size()) == world_size_;
   setting.whole_lines = peer_memory_->worst_path() >= Path::kNvlink;
   setting.ranks_of_a_device = peer_memory_->most_ranks_of_a_device();
   setting.threads = threads_;

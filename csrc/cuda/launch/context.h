@@ -98,7 +98,7 @@ class Context {
   const int rank_, world_size_, device_;
   const Tuning tuning_;
   const int threads_;
-  const Apart apart_;
+  const Separation apart_;
   const int usual_channels_;
   std::unique_ptr<PeerMemory> peer_memory_;
   std::shared_ptr<StreamEvents> events_;

@@ -29,7 +29,7 @@ struct Grid {
 
 }  // namespace
 
-void pack(const Packing& packing, const Context& context) {
+void pack(const PackCall& packing, const Context& context) {
   const Kernel<PackArgs> kernel = pack_kernel(packing.from, packing.to);
   if (!kernel) not_in_this_build(packing.to, ReduceOp::kSum);
   const int rank = context.rank();
@@ -47,7 +47,7 @@ void pack(const Packing& packing, const Context& context) {
     args.num_pieces = 0;
     total = 0;
   };
-  for (const Packing::Piece& piece : packing.pieces) {
+  for (const PackCall::Piece& piece : packing.pieces) {
     if (piece.count == 0) continue;
     const int p = args.num_pieces++;
     args.source[p] = static_cast<const char*>(piece.source);
@@ -58,7 +58,7 @@ void pack(const Packing& packing, const Context& context) {
   flush();
 }
 
-void combine(const Combining& combining, const Context& context) {
+void combine(const CombineCall& combining, const Context& context) {
   const Arithmetic arithmetic = arithmetic_of(combining.dtype, combining.op);
   const Kernel<KnownArgs> kernel = known_kernel(arithmetic.dtype, arithmetic.op);
   if (!kernel) not_in_this_build(combining.dtype, combining.op);

@@ -6,7 +6,7 @@
 namespace ringcomm::cuda {
 
 // Enqueued on the stream of `packing` or `combining`. The arguments have been checked; the device is the current one.
-void pack(const Packing& packing, const Context& context);
-void combine(const Combining& combining, const Context& context);
+void pack(const PackCall& packing, const Context& context);
+void combine(const CombineCall& combining, const Context& context);
 
 }  // namespace ringcomm::cuda

@@ -52,7 +52,7 @@ void StreamWaits::copy_abort_flag(cudaStream_t stream) const {
 
 void StreamWaits::run() {
   try {
-    const OnDevice on(context_.device(), context_.rank());
+    const DeviceScope on(context_.device(), context_.rank());
     loop();
   } catch (const Error& error) {
     context_.abort(error.what(), error.code());  // nobody looks after the waits any more

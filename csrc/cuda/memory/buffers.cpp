@@ -97,7 +97,7 @@ Location Buffers::locate(const void* data, std::size_t nbytes, bool captured, co
   const auto begin = reinterpret_cast<std::uint64_t>(data), end = begin + nbytes;
   const bool may_offer = nbytes >= kLeastShown;
   const std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<Own*> parts;
+  std::vector<OwnAllocation*> parts;
   bool visible = true;
   std::uint64_t at = begin;
   do {
@@ -113,24 +113,24 @@ Location Buffers::locate(const void* data, std::size_t nbytes, bool captured, co
         warn_staged(call, rank_, "virtual memory on both sides of an address that is a multiple of 64 GiB");
       return kStaged;
     }
-    Own* part = nullptr;
+    OwnAllocation* part = nullptr;
     visible = show(allocation, may_offer, call, part) && visible;
     parts.push_back(part);
     at = allocation.end();
   } while (at < end);
   if (!visible) return kStaged;
-  for (Own* const part : parts) part->captured = part->captured || captured;
+  for (OwnAllocation* const part : parts) part->captured = part->captured || captured;
   return {static_cast<std::int32_t>(kMaxArenas + parts[0]->region), 1, begin - parts[0]->allocation.region_base()};
 }
 
 // Whether the peers see an allocation in the next call. If they do not, it is offered, now or later.
-bool Buffers::show(const Allocation& allocation, bool may_offer, const char* call, Own*& visible) {
+bool Buffers::show(const Allocation& allocation, bool may_offer, const char* call, OwnAllocation*& visible) {
   const auto own = find(allocation);
-  if (own == owns_.end()) {
+  if (own == allocations_.end()) {
     if (may_offer) offer(allocation, call);
     return false;
   }
-  Own& known = own->second;
+  OwnAllocation& known = own->second;
   if (known.state == State::kRefused && known.region >= 0 && calls_ >= known.from) make_offer(known);
   visible = &known;
   return known.state == State::kVisible && calls_ >= known.from;
@@ -138,18 +138,19 @@ bool Buffers::show(const Allocation& allocation, bool may_offer, const char* cal
 
 std::size_t Buffers::num_visible() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return std::count_if(owns_.begin(), owns_.end(), [](const auto& own) { return own.second.state == State::kVisible; });
+  return std::count_if(allocations_.begin(), allocations_.end(),
+                       [](const auto& own) { return own.second.state == State::kVisible; });
 }
 
-Buffers::Owns::iterator Buffers::find(const Identity& identity) {
-  return std::find_if(owns_.begin(), owns_.end(),
+Buffers::OwnAllocations::iterator Buffers::find(const Identity& identity) {
+  return std::find_if(allocations_.begin(), allocations_.end(),
                       [&](const auto& own) { return own.second.handle.identity == identity; });
 }
 
-Buffers::Owns::iterator Buffers::find(const Allocation& allocation) {
-  const auto [begin, end] = owns_.equal_range(allocation.base);
+Buffers::OwnAllocations::iterator Buffers::find(const Allocation& allocation) {
+  const auto [begin, end] = allocations_.equal_range(allocation.base);
   const auto own = std::find_if(begin, end, [&](const auto& o) { return o.second.allocation == allocation; });
-  return own == end ? owns_.end() : own;
+  return own == end ? allocations_.end() : own;
 }
 
 // A free region, or that of the window.
@@ -165,19 +166,19 @@ int Buffers::take_region(const Allocation& allocation) {
   return static_cast<int>(region - regions_.begin());
 }
 
-void Buffers::forget(Owns::iterator own) {
+void Buffers::forget(OwnAllocations::iterator own) {
   if (own->second.region >= 0) --regions_[own->second.region].users;
-  owns_.erase(own);
+  allocations_.erase(own);
 }
 
 // The peers are told at the next call.
 void Buffers::offer(const Allocation& allocation, const char* call) {
   withdraw_freed();
-  for (auto own = owns_.begin(); own != owns_.end();) {  // not all virtual memory has been checked
+  for (auto own = allocations_.begin(); own != allocations_.end();) {  // not all virtual memory has been checked
     const auto here = own++;
     if (here->second.allocation.overlaps(allocation)) handle_freed(here);
   }
-  Own own;
+  OwnAllocation own;
   own.allocation = allocation;
   own.handle.magic = kMemoryMagic;
   own.handle.kind = HandleKind::kIpc;
@@ -207,10 +208,10 @@ void Buffers::offer(const Allocation& allocation, const char* call) {
     own.state = State::kRefused;
     warn_staged(call, rank_, why_not);
   }
-  owns_.emplace(allocation.base, std::move(own));
+  allocations_.emplace(allocation.base, std::move(own));
 }
 
-void Buffers::make_offer(Own& own) {
+void Buffers::make_offer(OwnAllocation& own) {
   own.state = State::kOffered;
   own.refused = false;
   own.handle.identity = random_identity();
@@ -220,7 +221,7 @@ void Buffers::make_offer(Own& own) {
   has_unsent_ = true;
 }
 
-void Buffers::withdraw(Own& own) {
+void Buffers::withdraw(OwnAllocation& own) {
   own.state = State::kWithdrawn;
   own.from = calls_;
   own.notified = 0;
@@ -228,7 +229,7 @@ void Buffers::withdraw(Own& own) {
   has_unsent_ = true;
 }
 
-void Buffers::handle_freed(Owns::iterator own) {
+void Buffers::handle_freed(OwnAllocations::iterator own) {
   if (own->second.state == State::kWithdrawn || own->second.captured) return;
   if (own->second.state == State::kRefused)
     forget(own);
@@ -240,9 +241,9 @@ void Buffers::handle_freed(Owns::iterator own) {
 void Buffers::withdraw_freed() {
   if (checked_call_ == calls_) return;
   checked_call_ = calls_;
-  auto next = owns_.upper_bound(last_checked_);
-  for (std::size_t left = std::min(owns_.size(), kMostChecked); left > 0; --left) {
-    if (next == owns_.end()) next = owns_.begin();
+  auto next = allocations_.upper_bound(last_checked_);
+  for (std::size_t left = std::min(allocations_.size(), kMostChecked); left > 0; --left) {
+    if (next == allocations_.end()) next = allocations_.begin();
     const auto own = next++;
     last_checked_ = own->first;
     if (!(allocation_of(last_checked_) == own->second.allocation)) handle_freed(own);
@@ -252,8 +253,8 @@ void Buffers::withdraw_freed() {
 void Buffers::handle_taken(const ControlMessage& message, const char* call) {
   --unanswered_[message.from];
   const auto found = find(message.subject);
-  if (found == owns_.end() || found->second.state != State::kOffered) return;
-  Own& own = found->second;
+  if (found == allocations_.end() || found->second.state != State::kOffered) return;
+  OwnAllocation& own = found->second;
   if (message.code != 0) {
     own.refused = allocation_of(own.allocation.base) == own.allocation;  // not freed
     if (own.refused) warn_staged(call, rank_, concat("memory that rank ", message.from, " could not open"));
@@ -267,8 +268,8 @@ void Buffers::handle_taken(const ControlMessage& message, const char* call) {
 void Buffers::handle_dropped(const ControlMessage& message) {
   --unanswered_[message.from];
   const auto found = find(message.subject);
-  if (found == owns_.end() || found->second.state != State::kWithdrawn) return;
-  Own& own = found->second;
+  if (found == allocations_.end() || found->second.state != State::kWithdrawn) return;
+  OwnAllocation& own = found->second;
   own.open &= ~bit(message.from);
   has_unsent_ = true;  // an offer may have waited for this
   if (own.open != 0) return;
@@ -284,7 +285,7 @@ void Buffers::open(const ControlMessage& offer) {
   if (!unpack(offer.text, handle) || offer.code < 0 || offer.code >= kMaxBuffers || offer.from < 0 ||
       offer.from >= static_cast<int>(peers_.size()))
     return;
-  Opened opened{offer.from, kMaxArenas + offer.code, offer.subject, kInUse, nullptr, nullptr};
+  PeerAllocation opened{offer.from, kMaxArenas + offer.code, offer.subject, kInUse, nullptr, nullptr};
   try {
     map(handle, offer.fd, opened);
   } catch (const Error&) {
@@ -294,10 +295,11 @@ void Buffers::open(const ControlMessage& offer) {
   answer(offer.from, offer.subject, ControlMessage::kTaken, true);
 }
 
-void Buffers::map(const MemoryHandle& handle, int fd, Opened& opened) {
+void Buffers::map(const MemoryHandle& handle, int fd, PeerAllocation& opened) {
   const bool here = peers_[opened.peer].here;
-  const auto other = std::find_if(opened_.begin(), opened_.end(),
-                                  [&](const Opened& o) { return o.peer == opened.peer && o.region == opened.region; });
+  const auto other = std::find_if(opened_.begin(), opened_.end(), [&](const PeerAllocation& o) {
+    return o.peer == opened.peer && o.region == opened.region;
+  });
   if (handle.kind == HandleKind::kIpc) {
     auto* base = reinterpret_cast<char*>(handle.address);
     if (!here) {
@@ -323,31 +325,31 @@ void Buffers::map(const MemoryHandle& handle, int fd, Opened& opened) {
 }
 
 void Buffers::handle_withdrawn(const ControlMessage& message) {
-  const auto opened =
-      std::find_if(opened_.begin(), opened_.end(), [&](const Opened& o) { return o.identity == message.subject; });
+  const auto opened = std::find_if(opened_.begin(), opened_.end(),
+                                   [&](const PeerAllocation& o) { return o.identity == message.subject; });
   if (opened == opened_.end()) return answer(message.from, message.subject, ControlMessage::kDropped, true);
   opened->until = message.call;
 }
 
 bool Buffers::has_unused() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return std::any_of(opened_.begin(), opened_.end(), [&](const Opened& o) { return calls_ >= o.until; });
+  return std::any_of(opened_.begin(), opened_.end(), [&](const PeerAllocation& o) { return calls_ >= o.until; });
 }
 
 // The owner is told after closing: until then the driver would refuse another mapping of the same address.
 void Buffers::close_unused() {
-  std::list<Opened> unused;
+  std::list<PeerAllocation> unused;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (auto opened = opened_.begin(); opened != opened_.end();) {
       const auto here = opened++;
       if (calls_ < here->until) continue;
       unused.splice(unused.end(), opened_, here);
-      const auto same = [&](const Opened& o) { return o.peer == here->peer && o.region == here->region; };
+      const auto same = [&](const PeerAllocation& o) { return o.peer == here->peer && o.region == here->region; };
       if (std::none_of(opened_.begin(), opened_.end(), same)) set_(here->peer, here->region, nullptr);
     }
   }
-  for (Opened& opened : unused) {
+  for (PeerAllocation& opened : unused) {
     opened.memory.reset();
     opened.window.reset();
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -378,22 +380,22 @@ void Buffers::send(ControlSocket& control) {
   if (!std::exchange(has_unsent_, false)) return;
   // Withdrawals first: the driver refuses to map an address that the peer still has mapped.
   for (const State state : {State::kWithdrawn, State::kOffered})
-    for (auto& [address, own] : owns_)
+    for (auto& [address, own] : allocations_)
       for (int p = 0; p < static_cast<int>(peers_.size()); ++p)
         if (p != rank_ && own.state == state && !(own.notified & bit(p)) && !notify(control, own, p))
           has_unsent_ = true;
 }
 
 // Whether a peer has yet to close an earlier allocation at the same address.
-bool Buffers::is_blocked(const Own& own, int peer) const {
-  return own.state == State::kOffered && std::any_of(owns_.begin(), owns_.end(), [&](const auto& other) {
+bool Buffers::is_blocked(const OwnAllocation& own, int peer) const {
+  return own.state == State::kOffered && std::any_of(allocations_.begin(), allocations_.end(), [&](const auto& other) {
            return other.second.state == State::kWithdrawn && (other.second.open & bit(peer)) &&
                   other.second.allocation.overlaps(own.allocation);
          });
 }
 
 // Sends an offer or a withdrawal. False: it has to wait.
-bool Buffers::notify(ControlSocket& control, Own& own, int peer) {
+bool Buffers::notify(ControlSocket& control, OwnAllocation& own, int peer) {
   if (unanswered_[peer] >= kMostUnanswered || is_blocked(own, peer)) return false;
   ControlMessage message;
   message.kind = own.state == State::kOffered ? ControlMessage::kOffer : ControlMessage::kWithdrawn;

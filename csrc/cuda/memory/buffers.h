@@ -98,7 +98,7 @@ class Buffers {
     kWithdrawn,  // some peers have yet to close it
     kRefused,    // it has no handle, or a peer could not open it; not to be offered before call `from`
   };
-  struct Own {
+  struct OwnAllocation {
     State state = State::kOffered;
     bool refused = false, captured = false;
     int region = -1;  // none: it is refused
@@ -113,35 +113,35 @@ class Buffers {
     bool window = false;  // may have several allocations
     int users = 0;        // allocations; 0: it is free
   };
-  struct Opened {
+  struct PeerAllocation {
     int peer, region;
     Identity identity;
     std::uint64_t until;                // the first call that does not use it
     std::shared_ptr<void> memory;       // null: of this process
     std::shared_ptr<VmmWindow> window;  // of another process: the window that it is mapped into
   };
-  using Owns = std::multimap<std::uint64_t, Own>;  // by address
+  using OwnAllocations = std::multimap<std::uint64_t, OwnAllocation>;  // by address
 
   std::uint32_t all_peers() const;
-  Owns::iterator find(const Identity& identity);
-  Owns::iterator find(const Allocation& allocation);
-  bool show(const Allocation& allocation, bool may_offer, const char* call, Own*& visible);
+  OwnAllocations::iterator find(const Identity& identity);
+  OwnAllocations::iterator find(const Allocation& allocation);
+  bool show(const Allocation& allocation, bool may_offer, const char* call, OwnAllocation*& visible);
   void offer(const Allocation& allocation, const char* call);
-  void make_offer(Own& own);
+  void make_offer(OwnAllocation& own);
   int take_region(const Allocation& allocation);
-  void forget(Owns::iterator own);
-  void handle_freed(Owns::iterator own);
-  void withdraw(Own& own);
-  bool is_blocked(const Own& own, int peer) const;
+  void forget(OwnAllocations::iterator own);
+  void handle_freed(OwnAllocations::iterator own);
+  void withdraw(OwnAllocation& own);
+  bool is_blocked(const OwnAllocation& own, int peer) const;
   void withdraw_freed();
   void handle_taken(const ControlMessage& message, const char* call);
   void handle_dropped(const ControlMessage& message);
   void open(const ControlMessage& offer);
-  void map(const MemoryHandle& handle, int fd, Opened& opened);
+  void map(const MemoryHandle& handle, int fd, PeerAllocation& opened);
   void handle_withdrawn(const ControlMessage& message);
   void answer(int peer, const Identity& subject, ControlMessage::Kind kind, bool done);
   void send(ControlSocket& control);
-  bool notify(ControlSocket& control, Own& own, int peer);
+  bool notify(ControlSocket& control, OwnAllocation& own, int peer);
 
   const int rank_, device_;
   const std::vector<Peer> peers_;
@@ -149,11 +149,11 @@ class Buffers {
   mutable std::mutex mutex_;
   std::uint64_t calls_ = 0;
   std::uint64_t checked_call_ = ~std::uint64_t{0};  // the last call before which freed allocations were looked for
-  Owns owns_;
+  OwnAllocations allocations_;
   std::uint64_t last_checked_ = 0;  // the address of the last allocation that was checked
   bool has_unsent_ = false;         // some peer has yet to be sent something
   std::array<Region, kMaxBuffers> regions_;
-  std::list<Opened> opened_;
+  std::list<PeerAllocation> opened_;
   std::deque<std::pair<int, ControlMessage>> answers_;  // (peer, message) not sent yet
   std::array<int, kMaxRanks> unanswered_{};             // by peer: how many messages it has yet to answer
 };

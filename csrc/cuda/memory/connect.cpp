@@ -99,7 +99,7 @@ void PeerMemory::read_handles(const std::vector<std::string>& handles) {
   for (int p = 0; p < world_size(); ++p) {
     peers_[p].handle = parsed[p];
     if (parsed[p].machine != parsed[rank_].machine || parsed[p].instance != parsed[rank_].instance) continue;
-    peers_[p].own = p == rank_ ? own_ : owns_here().find(parsed[p].identity);
+    peers_[p].own = p == rank_ ? own_ : process_memory().find(parsed[p].identity);
     if (!peers_[p].own)
       fail(ErrorCode::kAborted, "connect: rank ", rank_, " expected rank ", p,
            " in this process, got a rank that is closed already; create a new communicator on every rank");

@@ -72,7 +72,7 @@ void DeviceMemory::allocate_vmm(const char* what, int rank) {
 
 std::shared_ptr<DeviceMemory> DeviceMemory::create(int device, std::size_t nbytes, bool zeroed, const char* what,
                                                    int rank) {
-  const OnDevice on(device, rank);
+  const DeviceScope on(device, rank);
   const std::shared_ptr<DeviceMemory> memory(new DeviceMemory);
   memory->device_ = device;
   memory->pid_ = getpid();
@@ -105,7 +105,7 @@ std::shared_ptr<DeviceMemory> DeviceMemory::create(int device, std::size_t nbyte
 }
 
 std::shared_ptr<DeviceMemory> DeviceMemory::open(const MemoryHandle& handle, int fd, int device, int rank, int peer) {
-  const OnDevice on(device, rank);
+  const DeviceScope on(device, rank);
   const std::shared_ptr<DeviceMemory> memory(new DeviceMemory);
   memory->device_ = device;
   memory->pid_ = getpid();
@@ -138,7 +138,7 @@ DeviceMemory::~DeviceMemory() {
   close_fd();
   if (!data_ || process_is_ending() || pid_ != getpid()) return;
   try {
-    const OnDevice on(device_, -1);
+    const DeviceScope on(device_, -1);
     if (range_.data)
       vmm_release(range_);
     else if (opened_)

@@ -48,29 +48,29 @@ void check_layout(int rank, const Layout& layout) {
 
 // ---- what ranks of one process share --------------------------------------------------------------------------------
 
-Registry<Identity, PeerMemory::Own>& PeerMemory::owns_here() {
-  static auto* const owns = new Registry<Identity, Own>;  // outlives whatever may still be destroyed at exit
-  return *owns;
+Registry<Identity, PeerMemory::ProcessMemory>& PeerMemory::process_memory() {
+  static auto* const all = new Registry<Identity, ProcessMemory>;  // outlives whatever may still be destroyed at exit
+  return *all;
 }
 
-PeerMemory::Own::~Own() {
+PeerMemory::ProcessMemory::~ProcessMemory() {
   if (!page || process_is_ending() || pid != getpid()) return;
   try {
-    const OnDevice on(device, -1);
+    const DeviceScope on(device, -1);
     tolerate(cudaFreeHost(page), "cudaFreeHost");
   } catch (const Error&) {
     // The context is lost, and the page with it.
   }
 }
 
-std::shared_ptr<DeviceMemory> PeerMemory::Own::find(const Identity& arena) {
+std::shared_ptr<DeviceMemory> PeerMemory::ProcessMemory::find(const Identity& arena) {
   const std::lock_guard<std::mutex> lock(mutex);
   for (const auto& memory : arenas)
     if (memory->handle().identity == arena) return memory;
   return nullptr;
 }
 
-void PeerMemory::Own::forget(const std::shared_ptr<DeviceMemory>& arena) {
+void PeerMemory::ProcessMemory::forget(const std::shared_ptr<DeviceMemory>& arena) {
   const std::lock_guard<std::mutex> lock(mutex);
   arenas.erase(std::remove(arenas.begin(), arenas.end(), arena), arenas.end());
 }
@@ -87,7 +87,7 @@ PeerMemory::PeerMemory(int rank, int device, const Layout& layout, std::int64_t 
   deferred_frees::sweep();
   control_ = std::make_unique<ControlSocket>();
   own_identity_ = random_identity();
-  const OnDevice on(device_, rank_);
+  const DeviceScope on(device_, rank_);
   try {
     allocate_own();
     write_own_probe();
@@ -95,11 +95,11 @@ PeerMemory::PeerMemory(int rank, int device, const Layout& layout, std::int64_t 
     free_own();
     throw;
   }
-  owns_here().add(own_identity_, own_);
+  process_memory().add(own_identity_, own_);
 }
 
 void PeerMemory::allocate_own() {
-  own_ = std::make_shared<Own>();
+  own_ = std::make_shared<ProcessMemory>();
   own_->device = device_;
   own_->pid = getpid();
   own_->segment = DeviceMemory::create(device_, layout_.segment_bytes(), true, "the segment", rank_);
@@ -121,7 +121,7 @@ void PeerMemory::allocate_own() {
 
 PeerMemory::~PeerMemory() {
   if (own_->pid != getpid()) return;  // a forked child: nothing of this is its own
-  owns_here().remove(own_identity_);
+  process_memory().remove(own_identity_);
   if (process_is_ending()) return;
   close_peers();
   free_own();
@@ -158,7 +158,7 @@ void PeerMemory::close_peers() noexcept {
 
 void PeerMemory::free_own() noexcept {
   try {
-    const OnDevice on(device_, rank_);
+    const DeviceScope on(device_, rank_);
     if (stream_) {
       tolerate(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
       tolerate(cudaStreamDestroy(stream_), "cudaStreamDestroy");

@@ -106,7 +106,7 @@ class PeerMemory {
   Location locate_own(const void* data, std::size_t nbytes) const;
   // How many allocations of the user the peers in other processes have opened.
   std::size_t num_visible_buffers() const { return buffers_ ? buffers_->num_visible() : 0; }
-  // From now on locate() finds only arenas; see Apart::kPrivate.
+  // From now on locate() finds only arenas; see Separation::kPrivate.
   void hide_user_memory() { user_memory_hidden_ = true; }
 
   // Allocates memory of the arenas, which the peers see. Null: no room, another arena is needed. Ranks release in
@@ -128,25 +128,25 @@ class PeerMemory {
 
  private:
   // What the ranks of one process share. It lives as long as any of them.
-  struct Own {
+  struct ProcessMemory {
     std::shared_ptr<DeviceMemory> segment;
     HostPage* page = nullptr;
     HostPage* device_page = nullptr;
     std::mutex mutex;
     std::vector<std::shared_ptr<DeviceMemory>> arenas;
     int device = 0, pid = 0;
-    ~Own();
+    ~ProcessMemory();
     std::shared_ptr<DeviceMemory> find(const Identity& arena);
     void forget(const std::shared_ptr<DeviceMemory>& arena);
   };
-  static Registry<Identity, Own>& owns_here();  // of this process
+  static Registry<Identity, ProcessMemory>& process_memory();  // of this process
   struct Arena {
     std::shared_ptr<DeviceMemory> memory;
     Pieces pieces;
   };
   struct Peer {
     RankHandle handle;
-    std::shared_ptr<Own> own;                           // in this process
+    std::shared_ptr<ProcessMemory> own;                 // in this process
     std::vector<std::shared_ptr<DeviceMemory>> opened;  // in another one: the segment, then arenas
     bool here() const { return own != nullptr; }
   };
@@ -189,7 +189,7 @@ class PeerMemory {
   const std::int64_t timeout_ms_;
   DeviceFacts facts_;
   std::string settings_;
-  std::shared_ptr<Own> own_;
+  std::shared_ptr<ProcessMemory> own_;
   std::unique_ptr<ControlSocket> control_;
   Identity own_identity_{}, phase_{};  // phase: what the ranks are agreeing on by messages
   std::vector<Peer> peers_;

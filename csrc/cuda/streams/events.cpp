@@ -38,7 +38,7 @@ cudaStream_t lend_stream(int device, int rank) {
       return stream;
     }
   }
-  const OnDevice on(device, rank);
+  const DeviceScope on(device, rank);
   int least = 0, greatest = 0;
   cudaStream_t stream = nullptr;
   check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange", rank);

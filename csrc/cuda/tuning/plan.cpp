@@ -46,13 +46,13 @@ int threads_from_environment() {
   return static_cast<int>(threads);
 }
 
-Apart apart_from_environment() {
+Separation apart_from_environment() {
   const char* const text = std::getenv("RINGCOMM_CUDA_APART");
   const std::string value = text && *text ? text : "0";
   if (value != "0" && value != "1" && value != "2")
     fail(ErrorCode::kInvalid, "cuda engine: RINGCOMM_CUDA_APART expected 0, 1 or 2, got ", value,
          "; unset it for the engine's choice");
-  return static_cast<Apart>(value[0] - '0');
+  return static_cast<Separation>(value[0] - '0');
 }
 
 std::uint64_t message_bytes(const Call& call, int world_size) {

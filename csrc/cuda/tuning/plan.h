@@ -49,9 +49,9 @@ int threads_from_environment();
 // For tests on one device. kApart: ranks in one launch still wait for each other's flags, as ranks in separate launches
 // do. kPrivate: in addition user memory counts as not visible to the other ranks, so that it takes the staged path of
 // ranks on several devices.
-enum class Apart { kNo, kApart, kPrivate };
+enum class Separation { kNo, kApart, kPrivate };
 // RINGCOMM_CUDA_APART=0, 1 or 2, checked.
-Apart apart_from_environment();
+Separation apart_from_environment();
 
 struct Plan {
   Algorithm algorithm = Algorithm::kDirect;

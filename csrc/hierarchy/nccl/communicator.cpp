@@ -62,7 +62,7 @@ Communicator::Communicator(const Library& library, const AbortState& abort_state
     fail(ErrorCode::kInvalid, "NCCL: rank ", place.rank, " expected an id of ", sizeof unique.bytes, " bytes, got ",
          id.size(), "; every rank passes what nccl_unique_id gave to one of them");
   std::memcpy(unique.bytes, id.data(), sizeof unique.bytes);
-  const OnDevice on(place.device, place.rank);
+  const DeviceScope on(place.device, place.rank);
   Config config;
   Result result = library.init_rank(&comm_, place.world_size, unique, place.rank, &config);
   const bool came = poll_until(limit, [&] {

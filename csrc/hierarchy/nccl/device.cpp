@@ -38,7 +38,7 @@ void Events::follow(cudaStream_t stream, const Event& event) const {
 }
 
 bool Events::reached(const Event& event) const {
-  const OnDevice on(device_, rank_);
+  const DeviceScope on(device_, rank_);
   const cudaError_t status = cudaEventQuery(event.get());
   if (status == cudaErrorNotReady) return false;
   check(status, "cudaEventQuery of a transfer", rank_);
@@ -46,14 +46,14 @@ bool Events::reached(const Event& event) const {
 }
 
 Stream::Stream(int device, int rank) : device_(device), rank_(rank) {
-  const OnDevice on(device_, rank_);
+  const DeviceScope on(device_, rank_);
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate", rank_);
 }
 
 Stream::~Stream() {
   if (process_is_ending()) return;
   try {
-    const OnDevice on(device_, rank_);
+    const DeviceScope on(device_, rank_);
     cudaStreamDestroy(stream_);
   } catch (const Error&) {
     // the device is lost, and the stream with it

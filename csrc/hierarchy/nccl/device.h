@@ -13,7 +13,7 @@
 namespace ringcomm::nccl {
 
 using cuda::check;
-using cuda::OnDevice;
+using cuda::DeviceScope;
 using cuda::process_is_ending;
 
 bool is_capturing(cudaStream_t stream, int rank);

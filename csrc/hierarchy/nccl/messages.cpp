@@ -10,7 +10,7 @@ namespace {
 constexpr auto kGather = std::chrono::milliseconds(1);  // time to collect a group while no thread waits
 }
 
-MessageQueue::MessageQueue(const Library& library, std::shared_ptr<const Shared> shared, const std::string& id,
+MessageQueue::MessageQueue(const Library& library, std::shared_ptr<const TransportState> shared, const std::string& id,
                            TransportClock::time_point limit)
     : shared_(std::move(shared)),
       stream_(shared_->place.device, shared_->place.rank),
@@ -36,7 +36,7 @@ bool MessageQueue::advance(bool hurry) {
     group_.clear();
     return false;
   }
-  const OnDevice on(shared_->place.device, shared_->place.rank);
+  const DeviceScope on(shared_->place.device, shared_->place.rank);
   if (!group_.empty() && !conclude()) return true;
   if (posted_.empty()) return false;
   if (!hurry && TransportClock::now() < posted_.front().since + kGather) return true;
@@ -50,7 +50,7 @@ void MessageQueue::begin() {
   limit_ms_ = 0;
   group_.assign(std::make_move_iterator(posted_.begin()), std::make_move_iterator(posted_.end()));
   posted_.clear();
-  for (const Posted& posted : group_) {
+  for (const PostedMessage& posted : group_) {
     shared_->events->follow(stream_, posted.ready);
     (posted.sends ? round_.sends : round_.recvs).push_back(posted.message);
     limit_ms_ = std::max(limit_ms_, posted.limit_ms);
@@ -68,7 +68,7 @@ bool MessageQueue::conclude() {
   }
   const Event ended = shared_->events->record(stream_);
   shared_->watcher->watch({begun_, ended, limit_ms_, true, only_peer(round_), text_of(round_)});
-  for (const Posted& posted : group_) posted.request->enqueued(ended);
+  for (const PostedMessage& posted : group_) posted.request->enqueued(ended);
   group_.clear();
   return true;
 }

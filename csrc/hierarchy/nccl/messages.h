@@ -11,7 +11,7 @@ namespace ringcomm::nccl {
 // The messages of one communicator, in groups that run one after the other.
 class MessageQueue {
  public:
-  MessageQueue(const Library& library, std::shared_ptr<const Shared> shared, const std::string& id,
+  MessageQueue(const Library& library, std::shared_ptr<const TransportState> shared, const std::string& id,
                TransportClock::time_point limit);
 
   void post(const Message& message, bool sends, std::int64_t limit_ms, cudaStream_t caller,
@@ -23,7 +23,7 @@ class MessageQueue {
   Communicator& communicator() { return communicator_; }
 
  private:
-  struct Posted {
+  struct PostedMessage {
     Message message;
     bool sends;
     std::int64_t limit_ms;
@@ -34,13 +34,13 @@ class MessageQueue {
   bool conclude();
   void begin();
 
-  const std::shared_ptr<const Shared> shared_;
+  const std::shared_ptr<const TransportState> shared_;
   Stream stream_;
   Communicator communicator_;
   mutable std::mutex mutex_;
-  std::deque<Posted> posted_;
-  std::vector<Posted> group_;  // begun, not enqueued yet
-  Round round_;                // of the same group
+  std::deque<PostedMessage> posted_;
+  std::vector<PostedMessage> group_;  // begun, not enqueued yet
+  Round round_;                       // of the same group
   Event begun_;
   TransportClock::time_point since_;
   std::int64_t limit_ms_ = 0;

@@ -87,7 +87,7 @@ void TransportRequest::join(std::uintptr_t stream) {
       usleep(50);
   }
   if (shared_->abort_state->is_over() && !ended_well_.load()) raise();
-  const OnDevice on(shared_->place.device, shared_->place.rank);
+  const DeviceScope on(shared_->place.device, shared_->place.rank);
   shared_->events->follow(reinterpret_cast<cudaStream_t>(stream), event());
 }
 

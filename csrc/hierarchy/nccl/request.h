@@ -9,7 +9,7 @@
 namespace ringcomm::nccl {
 
 // The state that the requests of a transport share with it, and which may outlive it.
-struct Shared {
+struct TransportState {
   Place place;
   std::shared_ptr<Events> events;
   std::shared_ptr<AbortState> abort_state;
@@ -19,7 +19,7 @@ struct Shared {
 class TransportRequest final : public Request, public std::enable_shared_from_this<TransportRequest> {
  public:
   // `hurry` is called while a thread waits for a call that has not been enqueued yet.
-  TransportRequest(std::shared_ptr<const Shared> shared, Op op, int peer, std::function<void()> hurry = {})
+  TransportRequest(std::shared_ptr<const TransportState> shared, Op op, int peer, std::function<void()> hurry = {})
       : shared_(std::move(shared)), op_(op), peer_(peer), hurry_(std::move(hurry)) {}
 
   bool done() const override;
@@ -39,7 +39,7 @@ class TransportRequest final : public Request, public std::enable_shared_from_th
   [[noreturn]] void raise() const;
   std::exception_ptr result() const;
 
-  const std::shared_ptr<const Shared> shared_;
+  const std::shared_ptr<const TransportState> shared_;
   const Op op_;
   const int peer_;
   const std::function<void()> hurry_;

@@ -8,12 +8,12 @@
 
 namespace ringcomm::nccl {
 
-class Staging {
+class StagingBuffer {
  public:
-  Staging(std::size_t nbytes, int rank);
-  ~Staging();
-  Staging(const Staging&) = delete;
-  Staging& operator=(const Staging&) = delete;
+  StagingBuffer(std::size_t nbytes, int rank);
+  ~StagingBuffer();
+  StagingBuffer(const StagingBuffer&) = delete;
+  StagingBuffer& operator=(const StagingBuffer&) = delete;
 
   std::size_t nbytes() const { return nbytes_; }  // of each of the two
   char* host() const { return host_; }
@@ -25,19 +25,19 @@ class Staging {
 };
 
 // A pool, since an allocation during a call may wait for the device's work.
-class Stagings {
+class StagingPool {
  public:
-  Stagings(int device, int rank);
-  ~Stagings();
+  StagingPool(int device, int rank);
+  ~StagingPool();
   // Returns one of at least `nbytes`; the device must be the current one.
-  Staging* take(std::size_t nbytes);
-  void put_back(Staging* staging);
+  StagingBuffer* take(std::size_t nbytes);
+  void put_back(StagingBuffer* staging);
 
  private:
   const int device_, rank_;
   std::mutex mutex_;
-  std::list<Staging> all_;
-  std::vector<Staging*> idle_;
+  std::list<StagingBuffer> all_;
+  std::vector<StagingBuffer*> idle_;
 };
 
 }  // namespace ringcomm::nccl

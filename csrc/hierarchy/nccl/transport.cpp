@@ -42,8 +42,8 @@ class NcclExchange final : public TransportExchange {
   const cudaStream_t stream_;
 };
 
-std::shared_ptr<Shared> shared_of(const NcclOptions& options, std::function<bool()> tick) {
-  auto shared = std::make_shared<Shared>();
+std::shared_ptr<TransportState> shared_of(const NcclOptions& options, std::function<bool()> tick) {
+  auto shared = std::make_shared<TransportState>();
   shared->place = {options.device, options.rank, options.world_size};
   shared->events = std::make_shared<Events>(options.device, options.rank);
   shared->abort_state = std::make_shared<AbortState>();
@@ -78,7 +78,7 @@ NcclTransport::NcclTransport(const NcclOptions& options)
       queues_(std::make_shared<Queues>()),
       stagings_(options.device, options.rank),
       longest_ms_(options.timeout_ms) {
-  const OnDevice on = on_device();
+  const DeviceScope on = on_device();
   for (std::size_t i = 1; i < kNcclIds; ++i)
     queues_->push_back(std::make_unique<MessageQueue>(library_, shared_, options.unique_ids[i], end_of(options)));
 }
@@ -87,7 +87,7 @@ NcclTransport::~NcclTransport() {
   if (process_is_ending()) return;
   close();
   try {
-    const OnDevice on = on_device();
+    const DeviceScope on = on_device();
     for (const Block& block : blocks_) cudaFree(block.data);
   } catch (const Error&) {
     // the device is lost, and its memory with it
@@ -119,7 +119,7 @@ std::int64_t NcclTransport::left_ms(TransportClock::time_point limit) const {
 
 Event NcclTransport::start(const Round& round, TransportClock::time_point limit, cudaStream_t stream) {
   check_open();
-  const OnDevice on = on_device();
+  const DeviceScope on = on_device();
   const std::int64_t limit_ms = left_ms(limit);
   const std::size_t sends = bytes_of(round.sends);
   const Event ready = shared_->events->record(stream);
@@ -134,7 +134,7 @@ Event NcclTransport::start(const Round& round, TransportClock::time_point limit,
 }
 
 void NcclTransport::finish(const Event& end, cudaStream_t stream) {
-  const OnDevice on = on_device();
+  const DeviceScope on = on_device();
   shared_->events->follow(stream, end);
 }
 
@@ -150,12 +150,12 @@ std::unique_ptr<TransportExchange> NcclTransport::open(int, std::vector<Round> r
 std::vector<std::string> NcclTransport::swap(const std::vector<CallSignature>& signatures,
                                              TransportClock::time_point limit, std::uintptr_t) {
   check_open();
-  const OnDevice on = on_device();
+  const DeviceScope on = on_device();
   const std::int64_t limit_ms = left_ms(limit);
   std::size_t half = 0;
   for (const CallSignature& each : signatures) half += room_of(each);
   if (half == 0) return {};
-  Staging* const staging = stagings_.take(2 * half);
+  StagingBuffer* const staging = stagings_.take(2 * half);
   Round round;
   std::size_t at = 0;
   for (const CallSignature& each : signatures) {
@@ -197,7 +197,7 @@ bool NcclTransport::advance(const Queues& queues, bool hurry) {
 }
 
 std::shared_ptr<Request> NcclTransport::message(const Call& call, std::int64_t limit_ms) {
-  const OnDevice on = on_device();
+  const DeviceScope on = on_device();
   const cudaStream_t stream = to_stream(call.stream);
   if (call.root == kAnySource)
     fail(ErrorCode::kUnsupported, "recv: rank ", rank(),
@@ -231,7 +231,7 @@ std::shared_ptr<Request> NcclTransport::message(const Call& call, std::int64_t l
 // ---- calls on streams
 
 std::uintptr_t NcclTransport::fork(std::uintptr_t stream) {
-  const OnDevice on = on_device();
+  const DeviceScope on = on_device();
   check_stream("an asynchronous call", to_stream(stream));
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!async_) async_ = std::make_unique<Stream>(shared_->place.device, rank());
@@ -240,14 +240,14 @@ std::uintptr_t NcclTransport::fork(std::uintptr_t stream) {
 }
 
 std::shared_ptr<Request> NcclTransport::join(const Call& call, std::uintptr_t stream) {
-  const OnDevice on = on_device();
+  const DeviceScope on = on_device();
   auto request = std::make_shared<TransportRequest>(shared_, call.op, -1);
   request->enqueued(shared_->events->record(to_stream(stream)));
   return request;
 }
 
 void NcclTransport::enter(std::uintptr_t stream) {
-  const OnDevice on = on_device();
+  const DeviceScope on = on_device();
   check_stream("a call between hosts", to_stream(stream));
   const std::lock_guard<std::mutex> lock(mutex_);
   shared_->events->follow(to_stream(stream), last_);
@@ -255,7 +255,7 @@ void NcclTransport::enter(std::uintptr_t stream) {
 }
 
 void NcclTransport::leave(std::uintptr_t stream, const Call& call, std::int64_t limit_ms) {
-  const OnDevice on = on_device();
+  const DeviceScope on = on_device();
   const std::lock_guard<std::mutex> lock(mutex_);
   last_ = shared_->events->record(to_stream(stream));
   for (Block& block : blocks_)
@@ -267,7 +267,7 @@ void NcclTransport::leave(std::uintptr_t stream, const Call& call, std::int64_t 
 // ---- memory
 
 void* NcclTransport::allocate(std::size_t nbytes) {
-  const OnDevice on = on_device();
+  const DeviceScope on = on_device();
   const std::lock_guard<std::mutex> lock(mutex_);
   for (Block& block : blocks_)
     if (block.behind && block.nbytes >= nbytes && block.nbytes / 2 <= nbytes &&
@@ -331,7 +331,7 @@ bool NcclTransport::await_idle() {
 void NcclTransport::close() {
   if (closed_.exchange(true)) return;
   try {
-    const OnDevice on = on_device();
+    const DeviceScope on = on_device();
     bool good = !shared_->watcher->runs_this_thread() && await_idle();
     const auto limit = TransportClock::now() + kGrace;
     good = good && communicator_.close(limit);

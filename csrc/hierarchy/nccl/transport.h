@@ -51,7 +51,7 @@ class NcclTransport final : public Transport {
   static bool advance(const Queues& queues, bool hurry);
 
   int rank() const { return shared_->place.rank; }
-  OnDevice on_device() const { return OnDevice(shared_->place.device, rank()); }
+  DeviceScope on_device() const { return DeviceScope(shared_->place.device, rank()); }
   void check_open() const;
   void check_stream(const char* call, cudaStream_t stream) const;
   std::int64_t left_ms(TransportClock::time_point limit) const;
@@ -60,11 +60,11 @@ class NcclTransport final : public Transport {
   bool await_idle();
 
   const Library& library_;
-  const std::shared_ptr<Shared> shared_;
+  const std::shared_ptr<TransportState> shared_;
   Communicator communicator_;
   Stream transfers_;
   std::shared_ptr<Queues> queues_;
-  Stagings stagings_;
+  StagingPool stagings_;
   std::mutex mutex_;  // for the members below
   std::unique_ptr<Stream> async_;
   Event entered_, last_;  // of the most recent call

@@ -12,7 +12,7 @@ constexpr auto kNotBegun = TransportClock::time_point::max();
 Watcher::Watcher(std::shared_ptr<Events> events, std::shared_ptr<AbortState> abort_state, std::function<bool()> tick)
     : events_(std::move(events)), abort_state_(std::move(abort_state)), tick_(std::move(tick)) {}
 
-void Watcher::watch(Watched watched) {
+void Watcher::watch(WatchedWork watched) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (stopping_) return;
@@ -100,7 +100,7 @@ void Watcher::look_back() {
 
 // Does not hold the lock while it checks: the handler of an end may call back.
 void Watcher::sweep() {
-  std::list<Watched> mine;
+  std::list<WatchedWork> mine;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     mine.swap(all_);
@@ -114,7 +114,7 @@ void Watcher::sweep() {
   sweeping_ = false;
 }
 
-bool Watcher::is_over(Watched& watched) {
+bool Watcher::is_over(WatchedWork& watched) {
   try {
     if (events_->reached(watched.ended)) {
       if (watched.on_end && !abort_state_->ended()) watched.on_end();
@@ -130,15 +130,15 @@ bool Watcher::is_over(Watched& watched) {
 }
 
 // A late call is blamed on its oldest transfer that has not ended.
-void Watcher::report_late(const std::list<Watched>& all) {
+void Watcher::report_late(const std::list<WatchedWork>& all) {
   const auto now = TransportClock::now();
-  const Watched *late = nullptr, *transfer = nullptr;
-  for (const Watched& watched : all) {
+  const WatchedWork *late = nullptr, *transfer = nullptr;
+  for (const WatchedWork& watched : all) {
     if (!late && now >= watched.late) late = &watched;
     if (!transfer && watched.is_transfer && watched.late != kNotBegun) transfer = &watched;
   }
   if (!late) return;
-  const Watched& why = transfer && !late->is_transfer ? *transfer : *late;
+  const WatchedWork& why = transfer && !late->is_transfer ? *transfer : *late;
   abort_state_->fail({why.peer, true, why.what});
 }
 

@@ -10,7 +10,7 @@
 namespace ringcomm::nccl {
 
 // Work enqueued between two points of a stream.
-struct Watched {
+struct WatchedWork {
   Event begun, ended;
   std::int64_t limit_ms = 0;  // from the time at which the stream reaches `begun`
   bool is_transfer = false;
@@ -26,7 +26,7 @@ class Watcher : public std::enable_shared_from_this<Watcher> {
   Watcher(std::shared_ptr<Events> events, std::shared_ptr<AbortState> abort_state, std::function<bool()> tick);
   ~Watcher() { stop(); }
 
-  void watch(Watched watched);
+  void watch(WatchedWork watched);
   // Calls `look` in the thread regularly until it returns true.
   void call_back(std::function<bool()> look);
   // Makes the thread call `tick`.
@@ -41,8 +41,8 @@ class Watcher : public std::enable_shared_from_this<Watcher> {
  private:
   void run();
   void sweep();
-  bool is_over(Watched& watched);
-  void report_late(const std::list<Watched>& all);
+  bool is_over(WatchedWork& watched);
+  void report_late(const std::list<WatchedWork>& all);
   void look_back();
 
   const std::shared_ptr<Events> events_;
@@ -50,7 +50,7 @@ class Watcher : public std::enable_shared_from_this<Watcher> {
   const std::function<bool()> tick_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  std::list<Watched> all_;
+  std::list<WatchedWork> all_;
   std::list<std::function<bool()>> looks_;
   std::thread thread_;
   std::atomic<std::thread::id> id_{};

@@ -158,17 +158,17 @@ void FlightRecorder::place(std::uint64_t number, const char* site) {
 }
 
 namespace {
-thread_local Unplaced* unplaced = nullptr;  // the innermost one of this thread
+thread_local UnlocatedCalls* unplaced = nullptr;  // the innermost one of this thread
 }
 
-Unplaced::Unplaced(FlightRecorder* recorder, const BegunCall* calls, std::size_t count)
+UnlocatedCalls::UnlocatedCalls(FlightRecorder* recorder, const BegunCall* calls, std::size_t count)
     : recorder_(recorder), calls_(calls), count_(count), outer_(unplaced) {
   unplaced = this;
 }
 
-Unplaced::~Unplaced() { unplaced = outer_; }
+UnlocatedCalls::~UnlocatedCalls() { unplaced = outer_; }
 
-void Unplaced::place(const char* site) {
+void UnlocatedCalls::place(const char* site) {
   FlightRecorder* const recorder = unplaced ? std::exchange(unplaced->recorder_, nullptr) : nullptr;
   if (!recorder) return;
   if (!site) site = site_here();

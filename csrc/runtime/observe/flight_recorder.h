@@ -115,12 +115,12 @@ class FlightRecorder {
 };
 
 // Calls of this thread without their place in the user's code. It is looked up only if they take long, or fail.
-class Unplaced {
+class UnlocatedCalls {
  public:
   // Null: nothing is recorded. `calls` must outlive this object.
-  Unplaced(FlightRecorder* recorder, const BegunCall* calls, std::size_t count);
-  ~Unplaced();
-  Unplaced(const Unplaced&) = delete;
+  UnlocatedCalls(FlightRecorder* recorder, const BegunCall* calls, std::size_t count);
+  ~UnlocatedCalls();
+  UnlocatedCalls(const UnlocatedCalls&) = delete;
   // Gives this thread's calls their place, once. Null: looks it up.
   static void place(const char* site = nullptr);
 
@@ -128,7 +128,7 @@ class Unplaced {
   FlightRecorder* recorder_;
   const BegunCall* const calls_;
   const std::size_t count_;
-  Unplaced* const outer_;
+  UnlocatedCalls* const outer_;
 };
 
 // The contents of a flight recorder's memory file, for display: facts, and the calls from old to new.

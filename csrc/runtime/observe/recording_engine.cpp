@@ -138,7 +138,7 @@ class RecordingEngine final : public Engine {
     std::vector<BegunCall> begun;
     for (const Call& call : calls) begun.push_back(recorder_->begin(call, false));
     const bool placed = calls.empty() || calls[0].site;
-    const Unplaced late(placed ? nullptr : recorder_.get(), begun.data(), begun.size());
+    const UnlocatedCalls late(placed ? nullptr : recorder_.get(), begun.data(), begun.size());
     try {
       engine_->run_list(calls);
     } catch (...) {
@@ -147,8 +147,8 @@ class RecordingEngine final : public Engine {
     for (const BegunCall& call : begun) recorder_->end(call, ended());
   }
 
-  void pack(const Packing& packing) override { engine_->pack(packing); }
-  void combine(const Combining& combining) override { engine_->combine(combining); }
+  void pack(const PackCall& packing) override { engine_->pack(packing); }
+  void combine(const CombineCall& combining) override { engine_->combine(combining); }
   void* allocate(std::size_t nbytes) override { return engine_->allocate(nbytes); }
   void release(void* data) override { engine_->release(data); }
   void abort(const std::string& reason, ErrorCode code) override { engine_->abort(reason, code); }
@@ -187,7 +187,7 @@ class RecordingEngine final : public Engine {
   std::invoke_result_t<Act> recorded(const Call& call, const Act& act) const {
     if (silent()) return act();
     const BegunCall begun = recorder_->begin(call, false);
-    const Unplaced late(call.site ? nullptr : recorder_.get(), &begun, 1);
+    const UnlocatedCalls late(call.site ? nullptr : recorder_.get(), &begun, 1);
     try {
       const auto result = act();
       recorder_->end(begun, ended());
@@ -201,7 +201,7 @@ class RecordingEngine final : public Engine {
   // numbers back.
   [[noreturn]] void failed(const std::vector<BegunCall>& begun) const {
     const std::exception_ptr error = std::current_exception();
-    Unplaced::place();
+    UnlocatedCalls::place();
     const CallState state = state_of(error);
     for (auto call = begun.rbegin(); call != begun.rend(); ++call) recorder_->end(*call, state);
     std::rethrow_exception(about(error, recorder_->group()));

@@ -50,19 +50,19 @@ Recorder*& recorder() {
   return now;
 }
 
-struct Here {
+struct ThreadState {
   const char* role = "caller";
   CallSpan* call = nullptr;
   Recorder* of = nullptr;
   std::shared_ptr<Buffer> buffer;  // a buffer of the recorder `of`
 };
-Here& here() {
-  thread_local Here here;
+ThreadState& here() {
+  thread_local ThreadState here;
   return here;
 }
 
 Buffer& buffer_here(Recorder& to) {
-  Here& h = here();
+  ThreadState& h = here();
   if (h.of != &to) {
     h.buffer.reset(new Buffer{static_cast<pid_t>(syscall(SYS_gettid)), h.role, {}, {}});
     h.of = &to;
@@ -96,20 +96,20 @@ constexpr std::pair<const char*, const char*> kNameAndCategory[] = {
     {"leave", "step"},   {"send slice", "work"},     {"receive slice", "work"},   {"agree", "wait"},
     {"compute", "work"}, {"start messages", "work"}, {"wait messages", "wait"},
 };
-static_assert(std::size(kNameAndCategory) == static_cast<std::size_t>(What::kWaitMessages) + 1,
+static_assert(std::size(kNameAndCategory) == static_cast<std::size_t>(SpanKind::kWaitMessages) + 1,
               "every kind of span has a name");
 
 }  // namespace
 
-const char* name(What what) { return kNameAndCategory[static_cast<std::size_t>(what)].first; }
-const char* category(What what) { return kNameAndCategory[static_cast<std::size_t>(what)].second; }
+const char* name(SpanKind kind) { return kNameAndCategory[static_cast<std::size_t>(kind)].first; }
+const char* category(SpanKind kind) { return kNameAndCategory[static_cast<std::size_t>(kind)].second; }
 
 // ---- spans ---------------------------------------------------------------------------------------------------------
 
 void CallSpan::begin(const Origin& origin, std::int64_t number, const Call& call) {
   Span& s = span_.emplace();
   s.session = session.load(std::memory_order_relaxed);
-  s.what = What::kCall;
+  s.kind = SpanKind::kCall;
   s.origin = origin;
   s.origin.number = number;
   s.nbytes = static_cast<std::int64_t>(call.count * element_bytes(call.dtype));
@@ -128,7 +128,7 @@ void CallSpan::end() {
   record(*span_);
 }
 
-void Probe::begin(const Origin* origin, What what, int peer, std::int64_t ticket, std::int64_t nbytes) {
+void Probe::begin(const Origin* origin, SpanKind kind, int peer, std::int64_t ticket, std::int64_t nbytes) {
   const std::uint32_t now = session.load(std::memory_order_relaxed);
   if (!origin) {
     CallSpan* const call = here().call;
@@ -137,7 +137,7 @@ void Probe::begin(const Origin* origin, What what, int peer, std::int64_t ticket
   }
   Span& s = span_.emplace();
   s.session = now;
-  s.what = what;
+  s.kind = kind;
   s.origin = *origin;
   s.peer = peer;
   s.ticket = ticket;

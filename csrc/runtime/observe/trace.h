@@ -17,7 +17,7 @@ namespace ringcomm::trace {
 inline std::atomic<std::uint32_t> session{0};  // 0: off
 inline bool on() { return session.load(std::memory_order_relaxed) != 0; }
 
-enum class What : std::uint8_t {
+enum class SpanKind : std::uint8_t {
   kCall,
   // through the boards (core/link.h)
   kStep,
@@ -42,9 +42,9 @@ enum class What : std::uint8_t {
   kStartMessages,
   kWaitMessages,
 };
-const char* name(What what);
+const char* name(SpanKind kind);
 // One of "call", "step", "wait", "work".
-const char* category(What what);
+const char* category(SpanKind kind);
 
 // The call that a span belongs to.
 struct Origin {
@@ -67,7 +67,7 @@ struct CallFacts {
 };
 
 struct Span {
-  What what;
+  SpanKind kind;
   std::uint32_t session;
   std::int64_t begin_ns, end_ns;  // see runtime/clock.h
   Origin origin;
@@ -105,12 +105,12 @@ class CallSpan {
 // A span within the call that the thread executes; it lasts as long as the object lives.
 class Probe {
  public:
-  explicit Probe(What what, int peer = -1, std::int64_t ticket = -1, std::int64_t nbytes = -1) {
-    if (on()) begin(nullptr, what, peer, ticket, nbytes);
+  explicit Probe(SpanKind kind, int peer = -1, std::int64_t ticket = -1, std::int64_t nbytes = -1) {
+    if (on()) begin(nullptr, kind, peer, ticket, nbytes);
   }
   // A span of a point-to-point message, which any thread may move.
-  Probe(const Origin& origin, What what, int peer, std::int64_t ticket, std::size_t nbytes) {
-    if (on()) begin(&origin, what, peer, ticket, static_cast<std::int64_t>(nbytes));
+  Probe(const Origin& origin, SpanKind kind, int peer, std::int64_t ticket, std::size_t nbytes) {
+    if (on()) begin(&origin, kind, peer, ticket, static_cast<std::int64_t>(nbytes));
   }
   ~Probe() {
     if (span_) end();
@@ -122,7 +122,7 @@ class Probe {
   void at_round(int round, int rail);
 
  private:
-  void begin(const Origin* origin, What what, int peer, std::int64_t ticket, std::int64_t nbytes);
+  void begin(const Origin* origin, SpanKind kind, int peer, std::int64_t ticket, std::int64_t nbytes);
   void end();
 
   std::optional<Span> span_;

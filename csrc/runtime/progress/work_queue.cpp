@@ -117,7 +117,7 @@ bool WorkQueue::may_execute() const { return looks_ || !interruptible(); }
 void WorkQueue::run(const Call& call) {
   if (busy_.load(std::memory_order_relaxed) || waiting_.load() != 0) refuse_from_inside(call);
   if (waiting_.load() == 0 && may_execute() && take()) {
-    const OnExit release([this] { let_go(); });
+    const ScopeExit release([this] { let_go(); });
     if (waiting_.load() == 0) return execute_(call);
   }
   enqueue(call)->wait(0);
@@ -140,7 +140,7 @@ void WorkQueue::start_now() {
 
 std::shared_ptr<WorkQueue::Item> WorkQueue::enqueue(Call call) {
   if (!call.site) call.site = site_here();  // another thread may execute it
-  Unplaced::place(call.site);
+  UnlocatedCalls::place(call.site);
   auto item = std::make_shared<Item>(*this, std::move(call));
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -176,13 +176,13 @@ void WorkQueue::run_queued(std::unique_lock<std::mutex>& lock) {
   changed_.notify_all();
 }
 
-WorkQueue::Waited WorkQueue::await(const Item& item, Clock::time_point end, bool helps) {
+WorkQueue::WaitResult WorkQueue::await(const Item& item, Clock::time_point end, bool helps) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (!helps) start_queued();
   waiting_.fetch_add(1);
-  Waited waited = Waited::kDone;
+  WaitResult waited = WaitResult::kDone;
   Watch watch;
-  while (!item.done() && waited == Waited::kDone) {
+  while (!item.done() && waited == WaitResult::kDone) {
     if (helps && !items_.empty() && take()) {
       watch = nullptr;
       run_queued(lock);
@@ -191,7 +191,7 @@ WorkQueue::Waited WorkQueue::await(const Item& item, Clock::time_point end, bool
     changed_.wait_until(lock, std::min(Clock::now() + kLookEvery, end),
                         [&] { return item.done() || (helps && !items_.empty() && !busy_.load()); });
     if (item.done()) break;
-    if (Clock::now() >= end) waited = Waited::kLate;
+    if (Clock::now() >= end) waited = WaitResult::kLate;
     if (watch_ && end == Clock::time_point::max()) {
       lock.unlock();
       if (!watch) watch = watch_();
@@ -200,7 +200,7 @@ WorkQueue::Waited WorkQueue::await(const Item& item, Clock::time_point end, bool
     }
     if (!interruptible()) continue;
     lock.unlock();
-    if (signals_.interrupted()) waited = Waited::kInterrupted;
+    if (signals_.interrupted()) waited = WaitResult::kInterrupted;
     lock.lock();
   }
   waiting_.fetch_sub(1);
@@ -213,12 +213,12 @@ void WorkQueue::wait(Item& item, std::int64_t timeout_ms) {
   refuse_from_inside(item.call());
   const bool limited = timeout_ms > 0;
   const auto end = limited ? Clock::now() + std::chrono::milliseconds(timeout_ms) : Clock::time_point::max();
-  Waited waited = await(item, end, !limited && may_execute());
-  if (waited == Waited::kLate)
+  WaitResult waited = await(item, end, !limited && may_execute());
+  if (waited == WaitResult::kLate)
     fail(ErrorCode::kTimeout, name(item.call().op), ": waited ", timeout_ms / 1000.0,
          " s for an asynchronous call, which is still in flight; wait longer, or abort the communicator");
-  if (waited == Waited::kDone) return;
-  while (waited == Waited::kInterrupted) {
+  if (waited == WaitResult::kDone) return;
+  while (waited == WaitResult::kInterrupted) {
     stop_(name(item.call().op));
     waited = await(item, Clock::time_point::max(), false);
   }

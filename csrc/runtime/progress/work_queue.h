@@ -80,14 +80,14 @@ class WorkQueue {
   bool is_small(const Call& call) const;
   void run_queued(std::unique_lock<std::mutex>& lock);
   using Clock = std::chrono::steady_clock;
-  enum class Waited : std::uint8_t { kDone, kLate, kInterrupted };
+  enum class WaitResult : std::uint8_t { kDone, kLate, kInterrupted };
 
   std::shared_ptr<Item> enqueue(Call call);
   bool executes_in_this_thread() const;
   // Whether this thread may execute.
   bool may_execute() const;
   // With `helps` this thread may execute queued calls meanwhile, however long they take.
-  Waited await(const Item& item, Clock::time_point end, bool helps);
+  WaitResult await(const Item& item, Clock::time_point end, bool helps);
   void wait(Item& item, std::int64_t timeout_ms);
   void progress();
   // Makes the progress thread execute what is queued without a delay. The lock is held.

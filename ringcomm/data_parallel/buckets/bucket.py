@@ -175,7 +175,7 @@ class ParamMemory:
 
 
 @dataclass
-class Gathered:
+class UnshardedState:
     """What the buckets of a model know together about their unsharded parameters at stage 3.
 
     Attributes:
@@ -225,7 +225,7 @@ class Bucket:
         self.layout, self.params, self.ranks, self.types, self.stage = layout, list(params), ranks, types, stage
         self.tree, self.master_device = tree, master_device
         self.number = 0
-        self.gathered = Gathered()
+        self.gathered = UnshardedState()
         self.shared: dict[int, ViewData] = {}
         self.replaced: set[int] = set()
         self.memory = ParamMemory(self.params, sharded_class)
@@ -250,18 +250,18 @@ class Bucket:
             self.ranks.broadcast(values)
         self._place(self.stage, values, any(p.requires_grad for p in self.params))
 
-    def open(self, unmade: Collection[int]) -> torch.Tensor:
+    def open(self, uninitialized: Collection[int]) -> torch.Tensor:
         """Gives all parameters memory for their initialisation, in the type that they were built in; it is then passed
         to `take_values`.
 
         Args:
-            unmade: ids of the parameters that have no values yet.
+            uninitialized: ids of the parameters that have no values yet.
         """
         values = self.ranks.empty(self.layout.numel, self.types.module, self.params[0].device).zero_()
         for i, p in enumerate(self.params):
             part = self.layout.part(values, i)
             with torch.no_grad():
-                fill_unmade(part, p) if id(p) in unmade else part.copy_(p)
+                fill_unmade(part, p) if id(p) in uninitialized else part.copy_(p)
             p.data = part
         return values
 
@@ -366,7 +366,7 @@ class Bucket:
             p.grad = gradients.get(i)
         self.weight = self.master = self.memory.buffer = torch.empty(0)
         self.memory.views, self.memory.windows, self._gradient = [], {}, None
-        self.gathered, self.shared = Gathered(), {}  # the model's refers to this bucket too, a circle
+        self.gathered, self.shared = UnshardedState(), {}  # the model's refers to this bucket too, a circle
 
     def thaw(self) -> None:
         """Makes frozen parameters trainable."""

@@ -12,19 +12,19 @@ from torch import nn
 from ringcomm import _C
 from ringcomm.data_parallel.buckets.bucket import Bucket, adopt_writes
 from ringcomm.data_parallel.buckets.group import DataParallelGroup
-from ringcomm.data_parallel.model.deferred_init import Unmade
+from ringcomm.data_parallel.model.deferred_init import UninitializedTensors
 
 
 class ModuleContents:
     """The submodules, parameters and buffers of a wrapped module, as they were when it was looked through.
 
     Attributes:
-        unmade: values that must be loaded before the first forward pass; None: all are there.
+        uninitialized: values that must be loaded before the first forward pass; None: all are there.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.unmade: Unmade | None = None
+        self.uninitialized: UninitializedTensors | None = None
         self._ignored_buffers: frozenset[str] = frozenset()
         self._record()
 
@@ -71,7 +71,7 @@ class ModuleContents:
 
     def check_made(self, call: str, buckets: Collection[Bucket], ranks: DataParallelGroup) -> None:
         """Raises if a value is missing that was to be loaded; a collective the first time."""
-        if self.unmade is not None:
+        if self.uninitialized is not None:
             adopt_writes(buckets, call)
-            self.unmade.check(ranks, self.module, call)
-            self.unmade = None
+            self.uninitialized.check(ranks, self.module, call)
+            self.uninitialized = None

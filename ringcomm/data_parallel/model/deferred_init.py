@@ -14,7 +14,7 @@ from ringcomm.data_parallel.buckets.bucket import Bucket
 from ringcomm.data_parallel.buckets.group import DataParallelGroup
 from ringcomm.data_parallel.buckets.layout import up
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.modules.meta import is_unmade, unmade
+from ringcomm.modules.meta import is_unmade, uninitialized
 from ringcomm.modules.unsplit import unsplit_of
 
 InitFn = Callable[[nn.Module], Any]
@@ -22,7 +22,7 @@ _NAMED = 5  # most parameters named in an error
 _ALIGNED = 64  # bytes
 
 
-class Waiting:
+class MetaModules:
     """The submodules with parameters or buffers on meta, children first, in the order of their construction, without
     those whose parameters on meta are ignored.
 
@@ -135,7 +135,7 @@ class Waiting:
             self.memory = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         parts = self.memory[: sum(sizes)].split(sizes)
         made = [part[: x.nbytes].view(x.dtype).view(x.shape) for x, part in zip(tensors, parts, strict=True)]
-        return [x.fill_(unmade(x)) for x in made]
+        return [x.fill_(uninitialized(x)) for x in made]
 
     def _make_buffers(self) -> None:
         made: dict[int, torch.Tensor] = {}
@@ -144,11 +144,13 @@ class Waiting:
                 if buffer is None or not buffer.is_meta:
                     continue
                 if id(buffer) not in made:
-                    made[id(buffer)] = torch.full_like(buffer, unmade(buffer), device=self.device)
+                    made[id(buffer)] = torch.full_like(buffer, uninitialized(buffer), device=self.device)
                 m._buffers[key] = new = made[id(buffer)]
                 self.buffers.append((m, key, new))
 
-    def left_in(self, buckets: Sequence[Bucket], earlier: Sequence[Unmade | None] = ()) -> Unmade | None:
+    def left_in(
+        self, buckets: Sequence[Bucket], earlier: Sequence[UninitializedTensors | None] = ()
+    ) -> UninitializedTensors | None:
         """Returns what must be loaded before the first forward pass; None: nothing.
 
         Args:
@@ -156,14 +158,16 @@ class Waiting:
             earlier: what was left to load in parts of the model.
         """
         places = [(bucket, i) for bucket in buckets for i, p in enumerate(bucket.params) if id(p) in self.params]
-        found = [Unmade(places, self.buffers)] if self.init is None and self.modules else []
+        found = [UninitializedTensors(places, self.buffers)] if self.init is None and self.modules else []
         found += {id(each): each for each in earlier if each is not None}.values()
         if not found:
             return None
-        return Unmade([x for each in found for x in each.places], [x for each in found for x in each.buffers])
+        return UninitializedTensors(
+            [x for each in found for x in each.places], [x for each in found for x in each.buffers]
+        )
 
 
-class Unmade:
+class UninitializedTensors:
     """Parameters and buffers that came from meta and have no values yet."""
 
     def __init__(self, places: list[tuple[Bucket, int]], buffers: list[tuple[nn.Module, str, torch.Tensor]]) -> None:

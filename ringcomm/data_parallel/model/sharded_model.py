@@ -45,7 +45,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from ringcomm import _C
-from ringcomm.data_parallel.buckets.bucket import Bucket, Gathered, ViewData, Window, in_transform
+from ringcomm.data_parallel.buckets.bucket import Bucket, UnshardedState, ViewData, Window, in_transform
 from ringcomm.data_parallel.buckets.group import DataParallelGroup
 from ringcomm.data_parallel.buckets.layout import Atom
 from ringcomm.data_parallel.model.contents import ModuleContents
@@ -575,7 +575,7 @@ class ShardedModel:
         self.calls = ForwardCalls()
         self.backward = BackwardPass()
         self.arrivals = GradArrivals()
-        self.gathered = Gathered()
+        self.gathered = UnshardedState()
         for number, bucket in enumerate(self.unit_of):
             bucket.number = number
         for unit in self.units:

@@ -25,7 +25,7 @@ from ringcomm.data_parallel.model.sharded_model import place_of
 from ringcomm.data_parallel.optim.optimizer import is_elementwise, refuse_unusable
 from ringcomm.data_parallel.optim.state import check_shape, is_alike, merged
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
-from ringcomm.validation import COMMUNICATOR, FLAG, Wanted, a, expects, several, that
+from ringcomm.validation import COMMUNICATOR, FLAG, Requirement, a, expects, several, that
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -203,7 +203,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     @expects(
         _CALL,
-        params=Wanted("parameters, or groups of them", _groups),
+        params=Requirement("parameters, or groups of them", _groups),
         optimizer_class=that("a class of torch.optim", lambda kind: issubclass(kind, torch.optim.Optimizer)),
         parameters_as_bucket_view=FLAG,
         overlap_with_ddp=FLAG,

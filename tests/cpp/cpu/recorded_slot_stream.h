@@ -177,7 +177,7 @@ class RecordedSlotStream {
   }
   void release(std::uint64_t i) { mine_.store(&mine_.consumed.value, base_ + i + 1); }
   // Nothing is traced here.
-  trace::Probe probe(trace::What what, int, std::uint64_t, std::int64_t = -1) const { return trace::Probe(what); }
+  trace::Probe probe(trace::SpanKind kind, int, std::uint64_t, std::int64_t = -1) const { return trace::Probe(kind); }
   std::int64_t number(std::uint64_t i) const { return static_cast<std::int64_t>(base_ + i); }
   void finish(std::uint64_t tickets) {
     mine_.ticket = base_ + tickets;

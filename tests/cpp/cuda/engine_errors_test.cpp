@@ -172,7 +172,7 @@ void bad_calls() {
   void* near;
   require(cudaMalloc(&near, 400) == cudaSuccess, "memory here");
   float *const here = static_cast<float*>(near), *const there = static_cast<float*>(far);
-  Packing packing;
+  PackCall packing;
   packing.stream = stream;
   packing.pieces = {{here + 20, here + 10, 5}, {here + 25, here, 5}, {there, there, 0}, {data.data(), here + 50, 50}};
   engine.pack(packing);

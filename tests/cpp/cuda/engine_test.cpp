@@ -448,7 +448,7 @@ void packing() {
   std::size_t total = 0;
   for (int i = 0; i < 400; ++i) tensors.emplace_back(i % 17, static_cast<float>(i)), total += i % 17;
   std::vector<BFloat16> bucket(total);
-  Packing pack;
+  PackCall pack;
   pack.from = DType::kFloat32;
   pack.to = DType::kBFloat16;
   pack.factor = 0.25;

@@ -260,7 +260,7 @@ class AllReduce {
     if (!reduces(here.round)) return;
     for (int i = 0; i < num_hops(kind_, members_); ++i) {
       const Hop hop = received(kind_, members_, rank_.rank, here.round, i);
-      Combining combining;
+      CombineCall combining;
       combining.dtype = DType::kInt32;
       combining.first = place(here.window, i);
       combining.second = combining.output = chunk_at(here.window, hop.first);

@@ -6,7 +6,7 @@
 namespace ringcomm::test {
 namespace {
 
-using trace::What;
+using trace::SpanKind;
 
 std::size_t count_spans(const trace::Timeline& timeline) {
   std::size_t count = 0;
@@ -20,7 +20,7 @@ void sessions_are_apart() {
   {
     const trace::CallSpan early({1, 0, 1, -1}, 0, call);
     trace::start(100);
-    const trace::Probe orphan(What::kStep);
+    const trace::Probe orphan(SpanKind::kStep);
   }
   require(count_spans(trace::stop()) == 0, "a span of a call that began before the session was recorded");
   {
@@ -28,7 +28,7 @@ void sessions_are_apart() {
     const trace::CallSpan late({1, 0, 1, -1}, 0, call);
     require(count_spans(trace::stop()) == 0, "a span was handed over before it ended");
     trace::start(100);
-    const trace::Probe orphan(What::kStep);
+    const trace::Probe orphan(SpanKind::kStep);
   }
   require(count_spans(trace::stop()) == 0, "a span of an earlier session was recorded");
   trace::start(100);
@@ -36,9 +36,9 @@ void sessions_are_apart() {
     const trace::CallSpan outer({1, 0, 4, -1}, 7, call);
     {
       const trace::CallSpan inner({2, 1, 2, -1}, 8, call);
-      const trace::Probe step(What::kStep);
+      const trace::Probe step(SpanKind::kStep);
     }
-    const trace::Probe step(What::kStep);
+    const trace::Probe step(SpanKind::kStep);
   }
   const trace::Timeline timeline = trace::stop();
   require(timeline.threads.size() == 1 && count_spans(timeline) == 4, "not the spans of two nested calls");
@@ -52,7 +52,7 @@ void room_is_bounded() {
   trace::start(3);
   {
     const trace::CallSpan call({1, 0, 1, -1}, 0, Call{});
-    for (int i = 0; i < 9; ++i) const trace::Probe probe(What::kCopy);
+    for (int i = 0; i < 9; ++i) const trace::Probe probe(SpanKind::kCopy);
   }
   const trace::Timeline timeline = trace::stop();
   require(count_spans(timeline) == 3 && timeline.dropped == 7, "a full buffer counts what it drops");

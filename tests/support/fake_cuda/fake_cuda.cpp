@@ -128,8 +128,8 @@ class LoggingEngine final : public ringcomm::Engine {
     note("run_list", names, " s", calls.front().stream);
   }
   std::shared_ptr<ringcomm::Request> submit(Call) override { throw std::logic_error("nobody submits here"); }
-  void pack(const ringcomm::Packing&) override {}
-  void combine(const ringcomm::Combining&) override {}
+  void pack(const ringcomm::PackCall&) override {}
+  void combine(const ringcomm::CombineCall&) override {}
   void* allocate(std::size_t) override { return nullptr; }
   void release(void*) override {}
   void abort(const std::string& reason, ringcomm::ErrorCode) override { reason_ = reason, state.aborted = true; }

@@ -134,10 +134,10 @@ class RingArithmetic {
 };
 
 // Used instead where bytes are only copied.
-class JustBytes {
+class ByteArithmetic {
  public:
   static constexpr bool kReduces = false;
-  RINGCOMM_DEVICE explicit JustBytes(const CallArgs&) {}
+  RINGCOMM_DEVICE explicit ByteArithmetic(const CallArgs&) {}
   RINGCOMM_DEVICE u32 element() const { return 1; }
   RINGCOMM_DEVICE bool scales() const { return false; }
   RINGCOMM_DEVICE void enter(const RingRun& run) const {

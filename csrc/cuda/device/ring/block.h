@@ -78,13 +78,13 @@ class RingBlock {
     char* const to = output(chunk, window);
     if (ends_.works() && (elements_.scales() || input(chunk, window) != to)) enter(chunk, window, to);
   }
-  RINGCOMM_DEVICE void copy_in(u64 t, int chunk, std::size_t window, const Outgoing& out) {
+  RINGCOMM_DEVICE void copy_in(u64 t, int chunk, std::size_t window, const NextSend& out) {
     if (!ends_.ready()) return;
     const u32 nbytes = count(chunk, window) * elements_.element();
     copy_to_both(ends_.workers(), inbox().slot(plan_.received + t), nbytes, output(chunk, window), slot_of(out));
   }
   // There is a result to store, or data to pass on, or both.
-  RINGCOMM_DEVICE void combine(u64 t, int chunk, std::size_t window, bool final, const Outgoing& out) {
+  RINGCOMM_DEVICE void combine(u64 t, int chunk, std::size_t window, bool final, const NextSend& out) {
     if (!ends_.ready()) return;
     char* const slot = slot_of(out);
     char* const to = final ? output(chunk, window) : slot;
@@ -173,7 +173,7 @@ class RingBlock {
     return Board::at(plan_.outbox, block_.layout().depth, block_.layout().slot_bytes);
   }
   RINGCOMM_DEVICE u64 count_of(int message) const { return args_.counts[message]; }
-  RINGCOMM_DEVICE char* slot_of(const Outgoing& out) const {
+  RINGCOMM_DEVICE char* slot_of(const NextSend& out) const {
     return out.any ? outbox().slot(plan_.sent + out.ticket) : nullptr;
   }
   RINGCOMM_DEVICE int users_chunk(int chunk) const { return args_.ring_order[chunk]; }

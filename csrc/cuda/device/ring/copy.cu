@@ -5,7 +5,7 @@ namespace ringcomm::cuda {
 
 namespace {
 
-RINGCOMM_KERNEL(kMostThreads) ring_copy(const __grid_constant__ CallArgs args) { ring_call<JustBytes>(args); }
+RINGCOMM_KERNEL(kMostThreads) ring_copy(const __grid_constant__ CallArgs args) { ring_call<ByteArithmetic>(args); }
 
 }  // namespace
 
