@@ -96,7 +96,12 @@ def total_norm(
     if p == math.inf:
         return top.to(dtype)
     limbs = _reduce(_fold(parts, p, top), "sum", comm)
-    return torch.where(top.isfinite() & (top > 0), _root(limbs, p, top), top).to(dtype)
+    if _native(limbs):  # Python's numbers: 100 operations on tensors of one element cost 10 times as much
+        largest = float(top)
+        valid = math.isfinite(largest) and largest > 0
+        norm = _root(limbs.tolist(), p, largest) if valid else largest
+        return torch.as_tensor(norm, dtype=torch.float64).to(dtype)
+    return torch.where(top.isfinite() & (top > 0), _root(limbs.unbind(), p, top), top).to(dtype)
 
 
 def _check(tensors: Sequence[torch.Tensor], p: float, count: int, rank: int) -> None:
@@ -225,23 +230,28 @@ def _powers(x: torch.Tensor, p: float, top: torch.Tensor) -> torch.Tensor:
     return x.abs() if p == 1 else x * x
 
 
-def _root(limbs: torch.Tensor, p: float, top: torch.Tensor) -> torch.Tensor:
-    """Returns (sum of all)^(1/p) * scale, float64, from the limbs of all ranks."""
-    total = error = torch.zeros((), dtype=torch.float64, device=limbs.device)
+def _root(limbs: Sequence[Any], p: float, top: Any) -> Any:
+    """Returns (sum of all)^(1/p) * scale, float64, from the limbs of all ranks.
+
+    Args:
+        limbs: four int64 tensors of shape (), or four of Python's int; the bits are the same.
+        top: the largest magnitude, positive and finite: a float64 tensor of shape (), or a float.
+    """
+    total = error = top * 0.0
     for fold, bits in reversed(list(enumerate(FOLD_BITS))):
         high, low = limbs[2 * fold], limbs[2 * fold + 1]
         # Normalise: each number has exactly one pair of limbs.
         high, low = high + (low >> LIMB_BITS), low & ((1 << LIMB_BITS) - 1)
         for limb, exponent in ((low, -bits), (high & 0xFFFF, LIMB_BITS - bits), (high >> 16 << 16, LIMB_BITS - bits)):
-            part = limb.double() * 2.0**exponent
+            part = (float(limb) if isinstance(limb, int) else limb.double()) * 2.0**exponent
             before, total = total, total + part
             kept = total - before
             error = error + ((before - (total - kept)) + (part - kept))  # the rounding error of the sum
     total = total + error
     if p not in (1.0, 2.0):
-        third = _exp2((_log2(total) * (1 / (3 * p))).clamp(0.0, _LARGEST / 3))  # the product may be out of range
-        return third * top * third * third
-    first, second = _halves(torch.frexp(top).exponent.long())
+        third = _exp2((_log2(torch.as_tensor(total, dtype=torch.float64)) * (1 / (3 * p))).clamp(0.0, _LARGEST / 3))
+        return third * top * third * third  # in this order, since third^3 may be out of range
+    first, second = _halves(math.frexp(top)[1] if isinstance(top, float) else torch.frexp(top).exponent.long())
     return (_sqrt(total) if p == 2 else total) * first * second
 
 
@@ -250,21 +260,21 @@ def _root(limbs: torch.Tensor, p: float, top: torch.Tensor) -> torch.Tensor:
 # differ between processors, and between the vectorised part of a tensor and its last elements.
 
 
-def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """Returns 2^e for int64 e between -1022 and 1023."""
-    return ((exponent + 1023) << 52).view(torch.float64)
+def _power_of_two(exponent: Any) -> Any:
+    """Returns 2^e for e between -1022 and 1023, an int64 tensor or an int."""
+    return math.ldexp(1.0, exponent) if isinstance(exponent, int) else ((exponent + 1023) << 52).view(torch.float64)
 
 
-def _halves(exponent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _halves(exponent: Any) -> tuple[Any, Any]:
     """Returns two factors of 2^e, because 2^e itself may be out of range."""
     half = exponent >> 1
     return _power_of_two(half), _power_of_two(exponent - half)
 
 
-def _sqrt(x: torch.Tensor) -> torch.Tensor:
+def _sqrt(x: Any) -> Any:
     """Returns the root of float64 at least 1/4: a library's root, which may be off in its last bit, corrected by a
     step of Newton's method."""
-    root = x.sqrt()
+    root = math.sqrt(x) if isinstance(x, float) else x.sqrt()
     head = root * 134217729.0  # times 2^27 + 1: splits a number into two halves as Dekker does
     head = head - (head - root)
     tail, square = root - head, root * root

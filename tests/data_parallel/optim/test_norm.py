@@ -172,6 +172,15 @@ def test_the_root_depends_on_the_number_not_on_its_limbs() -> None:
         assert bits(norm._root(one, 2.0, top)) == bits(norm._root(other, 2.0, top))
 
 
+@pytest.mark.parametrize("p", [0.5, 1.0, 2.0, 3.0])
+def test_the_root_of_numbers_has_the_bits_of_the_root_of_tensors(p: float) -> None:
+    random = np.random.default_rng(1)
+    for *limbs, exponent in random.integers(1 << 20, 1 << 50, (100, 5)).tolist():
+        top = math.ldexp(0.7, exponent % 2000 - 1000)
+        one = norm._root(torch.tensor(limbs), p, torch.tensor(top, dtype=torch.float64))
+        assert bits(one) == bits(torch.as_tensor(norm._root(limbs, p, top), dtype=torch.float64))
+
+
 def _over_a_process_group(fragments: Cut, count: int, broken: float) -> list[int]:
     comm = ringcomm.Communicator.from_process_group()
     mine = fragments[comm.rank]
