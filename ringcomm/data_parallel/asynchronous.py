@@ -124,7 +124,7 @@ class AsynchronousDataParallel(nn.Module):
         self._closed, self._failure = False, ""
         self._made_comm = comm is None
         self.comm = comm = communicator_of(None, CALL) if comm is None else comm
-        self.max_staleness, self._limit_s = max_staleness, comm.timeout
+        self.max_staleness = max_staleness
         _refuse_engine(comm)
         self.servers = _servers(servers, comm)
         named = [(name, p) for name, p in named_parameters(module, CALL, comm.rank) if p.requires_grad]
@@ -149,7 +149,7 @@ class AsynchronousDataParallel(nn.Module):
             mine = self.servers.index(self.rank)
             shard = Shard(flat, mine, [x.clone() for x in self._flat_buffers.value_shard(mine)], made, staleness_scale)
             order, workers = ArrivalOrder(record, replay), range(comm.world_size)
-            self._server = ParameterServer(shard, order, self.rank, self.servers, workers, max_staleness, self._limit_s)
+            self._server = ParameterServer(shard, order, self.rank, self.servers, workers, max_staleness, comm.timeout)
         choose_kernels()  # before threads use them at once
         asked, served = _connect(comm, self.servers)
         self._connections = {
@@ -246,7 +246,7 @@ class AsynchronousDataParallel(nn.Module):
                 self._own_version = self._server.pull(self.rank, self._flat_buffers.value_shard(mine))
             for connection in self._connections.values():
                 # The server waits for other workers as long as the limit is, and answers then.
-                connection.receive_values(call, 2 * self._limit_s)
+                connection.receive_values(call, 2 * self.comm.timeout)
         except BaseException as error:  # a message may be sent or received in part
             self._end(error)
             raise
@@ -339,7 +339,7 @@ class AsynchronousDataParallel(nn.Module):
                     states.append(self._server.state())
                     continue
                 self._connections[rank].request("state_dict", STATE)
-                states.append(pickle.loads(self._connections[rank].receive("state_dict", self._limit_s)[1]))
+                states.append(pickle.loads(self._connections[rank].receive("state_dict", self.comm.timeout)[1]))
         except BaseException as error:
             self._end(error)
             raise
@@ -382,7 +382,7 @@ class AsynchronousDataParallel(nn.Module):
             return
         self._closed = True
         try:
-            ends = time.monotonic() + self._limit_s
+            ends = time.monotonic() + self.comm.timeout
             for connection in self._connections.values():
                 with suppress(AbortedError, ClosedError):  # a server that is gone needs not be told
                     connection.request("close", LEAVE)
