@@ -19,7 +19,7 @@ def record_group(head: bytes) -> int:
     record."""
 
 def read_record(
-    bytes: bytes,
+    bytes: bytes, with_calls: bool = True
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]], list[int]]: ...
 def set_step(step: int) -> None: ...
 def crc32c(data: Buffer, by_instruction: bool = True) -> int:

@@ -26,10 +26,7 @@ import subprocess
 import sys
 from pathlib import Path, PurePosixPath
 
-import pytest
-
 from tests.support import ROOT
-from tests.support.choice import slow
 from tests.support.house import (
     circles,
     imported,
@@ -221,11 +218,3 @@ def test_importing_ringcomm_imports_nothing_heavy() -> None:
     heavy = "import sys, ringcomm; print(sorted({'torch', 'numpy', 'cupy', 'rich', 'matplotlib'} & set(sys.modules)))"
     assert run_python(heavy) == "[]"
     assert run_python("import sys, ringcomm; ringcomm.init(); print('torch' in sys.modules)") == "False"
-
-
-@pytest.mark.parametrize(
-    "order", ["import ringcomm, torch", "import torch, ringcomm", slow("import ringcomm.backend, torch")]
-)
-def test_the_backend_registers_itself_in_either_order(order: str) -> None:
-    program = f"{order}; import torch.distributed as dist; print('ringcomm' in dist.Backend.backend_list)"
-    assert run_python(program) == "True"

@@ -156,7 +156,7 @@ def totals(pid: int) -> list[tuple[dict[str, Any], list[dict[str, Any]], list[in
     found = []
     taken, _, own = _taken(pid, None)
     for each in taken:
-        facts, _, sums, waited = _C.read_record(each)
+        facts, _, sums, waited = _C.read_record(each, with_calls=False)
         if facts["state"] != _PART and facts["pid"] == own:
             found.append((facts, sums, waited))
     return found

@@ -337,7 +337,7 @@ CALLS: list[Callable[[Communicator, Any, Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("step", [5, slow(1)])  # of arrays and calls each is in many cases
+@pytest.mark.parametrize("step", [9, slow(1)])  # of arrays and calls each is in many cases
 def test_the_short_way_does_and_refuses_what_the_long_way_does(step: int) -> None:
     def outcome(comm: Communicator, call: Callable[..., Any], *make: Callable[[], Any]) -> str:
         arrays = [each() for each in make]

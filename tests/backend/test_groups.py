@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ringcomm import errors
 from tests.support import torch_ranks
+from tests.support.choice import choose
 from tests.support.torch_checks import all_reduce_works, backend_of, raised
 
 pytestmark = pytest.mark.timeout(180)
@@ -463,7 +464,7 @@ def test_a_rank_missing_at_init_is_named() -> None:
     torch_ranks.close_pool()  # torch counts the failed group, on two ranks of three
 
 
-@pytest.mark.parametrize("first", ["ringcomm", "torch"])
+@pytest.mark.parametrize("first", choose(["ringcomm", "torch", "ringcomm.backend"], ["ringcomm", "torch"]))
 def test_either_import_order_registers_the_backend(first: str, tmp_path: Path) -> None:
     lines = [f"import {first}", "import ringcomm, torch", "import torch.distributed as dist"]
     lines += ["dist.init_process_group('ringcomm', store=dist.HashStore(), rank=0, world_size=1)"]

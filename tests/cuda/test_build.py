@@ -139,7 +139,7 @@ def test_float8_is_converted_by_instructions_where_there_are_some(kernels: list[
         pytest.skip(f"no machine code for sm_90: {BUILT}")
     float8 = [kernel for kernel in kernels if "Float8E4M3" in kernel.name]
     assert float8
-    soft = [kernel.name for kernel in float8 if not any("E4M3" in word for word in kernel.words())]
+    soft = [kernel.name for kernel in float8 if not any("E4M3" in word for word in kernel.words)]
     assert not soft, f"files with these kernels are missing from float8_sources in cmake/cuda.cmake: {soft}"
 
 

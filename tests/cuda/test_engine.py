@@ -76,9 +76,9 @@ def test_the_bits_are_the_cpu_engines(world_size: int) -> None:
 @pytest.mark.parametrize(
     ("world_size", "kind", "devices", "device"),
     [
-        pytest.param(12, "threads", 2, "cuda", id="12-on-two-devices"),
+        pytest.param(12, "threads", 2, "cuda", id="12-on-two-devices", marks=pytest.mark.slow),
         pytest.param(32, "threads", 4, "cuda", id="32-on-four-devices", marks=pytest.mark.slow),
-        pytest.param(9, "processes", 1, "cuda:0", id="9-processes", marks=pytest.mark.slow),
+        pytest.param(9, "processes", 1, "cuda:0", id="9-processes"),
     ],
 )
 def test_many_ranks(world_size: int, kind: str, devices: int, device: str) -> None:

@@ -53,7 +53,7 @@ AXES = [
 
 # Those of two axes: they have what those of one have.
 @pytest.mark.parametrize(
-    "axes", choose(AXES, AXES[1:4]), ids=lambda axes: "-".join(f"{name}{extent}" for name, extent in axes)
+    "axes", choose(AXES, AXES[2:4]), ids=lambda axes: "-".join(f"{name}{extent}" for name, extent in axes)
 )
 def test_every_mesh_and_stage(axes: tuple[tuple[str, int], ...]) -> None:
     with spread([2, 2]):
@@ -81,7 +81,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", choose(CASES, [CASES[0], CASES[3]]), ids=str)
 def test_parity_of_the_stages(case: Case) -> None:
     runs = [{"stage": stage, "bucket_mb": 0.001} for stage in range(4)]
     one = train_ranks(case, runs, steps=2)

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,6 +101,9 @@ def _with_environment(environment: dict[str, str], target: Callable[..., Any], *
 
 def _like_a_new_python(target: Callable[..., Any], *args: Any) -> None:
     gc.freeze()  # the garbage collector does not look through what was imported
+    for info in weakref.finalize._registry.values():  # type: ignore[attr-defined]
+        if info.func.__module__ == "torch.library":  # torch would take back its operators one by one
+            info.atexit = False
     try:
         target(*args)
     finally:

@@ -19,7 +19,7 @@ def is_good(told: str) -> bool:
 
 # A recurrent network, convolutions, a transformer that writes text, adapters, gradients of gradients, layers that are
 # unfrozen on the way, an optimizer of another package, and one that may be refused.
-USUAL = ("LSTM", "DenseNet", "GPT-2", "LoRA", "WGAN-GP", "staged unfreezing", "Lion", "Prodigy")
+USUAL = ("LSTM", "DenseNet", "GPT-2", "LoRA", "WGAN-GP", "staged unfreezing", "Prodigy")
 
 
 @pytest.mark.parametrize("name", choose(PROGRAMS, USUAL))

@@ -29,8 +29,8 @@ py::dict to_python(const RecordText::Facts& facts) {
 }
 
 // Returns (facts, calls, totals, waited) of a record of calls.
-py::tuple read_record(const py::bytes& bytes) {
-  const RecordText text = RecordText::read(bytes);
+py::tuple read_record(const py::bytes& bytes, bool with_calls) {
+  const RecordText text = RecordText::read(bytes, with_calls);
   py::list calls;
   for (const RecordText::Facts& call : text.calls) calls.append(to_python(call));
   py::list totals, waited;
@@ -50,9 +50,10 @@ void define_record(py::module_& m) {
   m.attr("RECORD_HEAD_BYTES") = sizeof(RecordHead);
   m.def("record_group", &RecordText::group, py::arg("head"),
         "The communicator's number in the first RECORD_HEAD_BYTES bytes of a record; 0: not connected, or no record.");
-  m.def("read_record", &read_record, py::arg("bytes"),
+  m.def("read_record", &read_record, py::arg("bytes"), py::arg("with_calls") = true,
         "What a record of calls says: facts about its rank; its last calls, from old to new, with times in ns since "
-        "1970; the totals of all calls by op and algorithm asked for, each with its numbers of calls by the algorithm "
+        "1970 (none without `with_calls`); the totals of all calls by op and algorithm asked for, each with its "
+        "numbers of calls by the algorithm "
         "that was chosen; and the ns that it waited for each peer, empty if unknown.");
   m.def("set_step", &set_step, py::arg("step"), "Names the step of training that this process is in; below 0: none.");
 }

@@ -181,7 +181,7 @@ std::int64_t RecordText::group(const std::string& head) {
   return headed ? static_cast<std::int64_t>(h.group) : 0;
 }
 
-RecordText RecordText::read(const std::string& bytes) {
+RecordText RecordText::read(const std::string& bytes, bool with_calls) {
   RecordHead h;
   const bool headed =
       bytes.size() >= FlightRecorder::kWaits && (std::memcpy(&h, bytes.data(), sizeof h), h.magic == kMagic);
@@ -202,8 +202,8 @@ RecordText RecordText::read(const std::string& bytes) {
   const auto time_of = [&](std::int64_t ns) {  // untrusted bytes: the sum may overflow
     return static_cast<std::int64_t>(static_cast<std::uint64_t>(ns) + static_cast<std::uint64_t>(h.epoch_ns));
   };
-  std::vector<CallRecord> entries(h.capacity);
-  std::memcpy(entries.data(), bytes.data() + h.entries_at, h.capacity * sizeof(CallRecord));
+  std::vector<CallRecord> entries(with_calls ? h.capacity : 0);
+  std::memcpy(entries.data(), bytes.data() + h.entries_at, entries.size() * sizeof(CallRecord));
   std::sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) { return a.number < b.number; });
   for (const CallRecord& e : entries) {
     if (e.number == 0) continue;

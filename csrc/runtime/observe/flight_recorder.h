@@ -141,8 +141,8 @@ struct RecordText {
   std::vector<Facts> chosen;         // for each of the totals: the number of calls by chosen algorithm
   std::vector<std::int64_t> waited;  // ns for each peer; empty: not known
 
-  // Throws kInvalid for anything but a flight recorder's memory of this version.
-  static RecordText read(const std::string& bytes);
+  // Throws kInvalid for anything but a flight recorder's memory of this version. The calls are most of the work.
+  static RecordText read(const std::string& bytes, bool with_calls);
   // The group number in the first bytes of a memory file, sizeof(RecordHead) of them; 0 for anything else.
   static std::int64_t group(const std::string& head);
 };

@@ -9,6 +9,7 @@ sm_90 as nvcc 13 makes them.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
@@ -67,8 +68,10 @@ class Kernel:
     ops: list[str] = field(default_factory=list)  # with operands
     address: list[int] = field(default_factory=list)
 
+    @functools.cached_property
     def words(self) -> list[str]:
-        return [op.split()[0] for op in self.ops]
+        """The operations without their operands."""
+        return [op.split(None, 1)[0] for op in self.ops]
 
 
 def disassemble(path: Path, arch: str, functions: list[str] | None = None) -> list[Kernel]:
@@ -78,7 +81,7 @@ def disassemble(path: Path, arch: str, functions: list[str] | None = None) -> li
     for line in run("cuobjdump", "-sass", "-arch", arch, *chosen, path).splitlines():
         if "Function :" in line:
             found.append(Kernel(line.partition("Function :")[2].strip(), arch))
-        elif found and (match := INSTRUCTION.match(line)):
+        elif found and ";" in line and (match := INSTRUCTION.match(line)):
             found[-1].address.append(int(match[1], 16))
             found[-1].ops.append((match[2] + match[3]).strip())
     return found
@@ -111,7 +114,7 @@ def loops(kernel: Kernel) -> list[tuple[int, int]]:
 def loads_in_flight(kernel: Kernel) -> int:
     """The longest run of wide loads before a store: of 16 bytes, or of 8 where the other side has 16."""
     longest = run_length = 0
-    for word in kernel.words():
+    for word in kernel.words:
         if word in ("LDG.E.128", "LDG.E.64"):
             run_length += 1
         elif word.startswith("STG.E") and "STRONG" not in word:
@@ -121,34 +124,35 @@ def loads_in_flight(kernel: Kernel) -> int:
 
 def lint(kernel: Kernel) -> list[str]:
     """What is wrong with the machine code of a kernel."""
-    words, bad = kernel.words(), []
-    if any(re.match(r"LDL|STL", word) for word in words):
-        count = sum(word.startswith(("LDL", "STL")) for word in words)
+    words, bad = kernel.words, []
+    kinds = Counter(words)  # tens of thousands of instructions are of some hundred kinds
+    if count := sum(kinds[word] for word in kinds if word.startswith(("LDL", "STL"))):
         bad.append(f"local memory: {count} loads and stores")
-    for op in kernel.ops:
-        word = op.split()[0]
-        if ".CONSTANT" in word:
-            bad.append(f"data through the read-only cache: {op}")
-        # the once-only word of a rank is among blocks of its own device
-        if re.search(r"STRONG\.(GPU|SM|CTA)", word) and not re.match(r"ATOMG?\.E\.CAS\.64", word):
-            bad.append(f"scope narrower than the system: {op}")
+    cached = {word for word in kinds if ".CONSTANT" in word}
+    # the once-only word of a rank is among blocks of its own device
+    narrow = {w for w in kinds if re.search(r"STRONG\.(GPU|SM|CTA)", w) and not re.match(r"ATOMG?\.E\.CAS\.64", w)}
+    posts = {word for word in kinds if POST.match(word)}
     for i, word in enumerate(words):
-        if POST.match(word) and not any(before.startswith("MEMBAR.ALL.SYS") for before in words[max(0, i - 6) : i]):
+        if word in cached:
+            bad.append(f"data through the read-only cache: {kernel.ops[i]}")
+        if word in narrow:
+            bad.append(f"scope narrower than the system: {kernel.ops[i]}")
+        if word in posts and not any(before.startswith("MEMBAR.ALL.SYS") for before in words[max(0, i - 6) : i]):
             bad.append(f"a flag is stored without a MEMBAR.ALL.SYS before it: {kernel.ops[i]}")
-    barriers = {(int(match[1], 16), bool(match[2])) for op in kernel.ops if (match := BARRIER.match(op))}
+    at_barriers = (BARRIER.match(op) for op in kernel.ops if op.startswith("BAR"))
+    barriers = {(int(match[1], 16), bool(match[2])) for match in at_barriers if match}
     if (0, True) in barriers or any(number and not counted for number, counted in barriers):
         bad.append(f"a barrier of the wrong threads: (number, with a count) {sorted(barriers)}")
     if POSTING_WARP.search(kernel.name) and (1, True) not in barriers:
         bad.append("no barrier of the workers alone: they wait for the fence of the posting warp")
     # packets carry their flags with them: oneshot looks at no others but those that stop it
-    polls = any(POLL.match(word) for word in words) and "oneshot" not in kernel.name
-    if polls and "CCTL.IVALL" not in words:
+    polls = {word for word in kinds if POLL.match(word)}
+    if polls and "oneshot" not in kernel.name and "CCTL.IVALL" not in kinds:
         bad.append("no wait acquires: there is no CCTL.IVALL")
     for first, last in loops(kernel):
         body = words[first : last + 1]
-        waits = any(POLL.match(word) for word in body)
-        works = any(re.match(r"BAR\.|LDG\.E\.128|STG\.E\.128", word) for word in body)
-        if waits and not works and "CCTL.IVALL" in body:
+        works = any(word.startswith(("BAR.", "LDG.E.128", "STG.E.128")) for word in body)
+        if not polls.isdisjoint(body) and not works and "CCTL.IVALL" in body:
             bad.append("a wait acquires at every look: CCTL.IVALL inside its loop")
     return bad
 
