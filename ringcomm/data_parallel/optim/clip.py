@@ -119,24 +119,32 @@ def _chosen(
     return found, places, homes[0]
 
 
-def _ranges(bucket: Bucket, some: set[int], start: int, end: int) -> list[tuple[int, int]]:
-    """Returns the parts of the given segments, if they have a gradient, inside a range of the buffer."""
+def _parts(bucket: Bucket, some: set[int], start: int, end: int, *buffers: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the parts of the given segments, if they have a gradient, inside a range of the bucket; those that adjoin
+    are one.
+
+    Args:
+        buffers: of this rank's range of the bucket; the parts are views of them.
+    """
     gradient = bucket.gradient
     if not gradient.has_reduced:
         return []
-    here = bucket.layout.fragments(start, end)
-    return [
-        (start + f.offset, start + f.offset + f.numel) for f in here if f.segment in some and f.segment in gradient.has
-    ]
+    ranges: list[tuple[int, int]] = []
+    offset = start - bucket.start
+    for segment, _, at, numel in bucket.layout.fragments(start, end):
+        if segment in some and segment in gradient.has:
+            first = offset + at
+            if ranges and ranges[-1][1] == first:
+                first = ranges.pop()[0]
+            ranges.append((first, offset + at + numel))
+    return [buffer[first:last] for first, last in ranges for buffer in buffers]
 
 
 def _share(bucket: Bucket, some: set[int]) -> list[torch.Tensor]:
     """Returns the gradients that this rank adds to the norm: its shard, even at stage 0 where it has all gradients,
     without parameters that another rank of the mesh also has and counts."""
-    gradient = bucket.gradient
     some = {i for i in some if bucket.is_primary_copy(i)}
-    found = _ranges(bucket, some, *bucket.layout.shard_range(bucket.ranks.rank))
-    return [gradient.reduced[first - bucket.start : last - bucket.start] for first, last in found]
+    return _parts(bucket, some, *bucket.layout.shard_range(bucket.ranks.rank), bucket.gradient.reduced)
 
 
 def _scaled(flat: ShardedModel, bucket: Bucket, some: set[int]) -> list[torch.Tensor]:
@@ -144,5 +152,4 @@ def _scaled(flat: ShardedModel, bucket: Bucket, some: set[int]) -> list[torch.Te
     bucket.gradient.changed()
     copies = [host.of(bucket) for host in flat.optimizers.hosts]
     held = [bucket.gradient.reduced, *(copy for copy in copies if copy is not None)]
-    ranges = _ranges(bucket, some, bucket.start, bucket.end)
-    return [each[first - bucket.start : last - bucket.start] for first, last in ranges for each in held]
+    return _parts(bucket, some, bucket.start, bucket.end, *held)
