@@ -10,6 +10,7 @@ make together, or immediately by ``init_process_group(..., device_id=...)``.
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from ringcomm.errors import DeviceError as DeviceError
 from ringcomm.errors import DtypeError as DtypeError
 from ringcomm.errors import InvalidArgumentError, RingcommError, UnsupportedError
 from ringcomm.errors import ShapeError as ShapeError
+from ringcomm.terminal import Progress
 
 if TYPE_CHECKING:
     from ringcomm import _c10d
@@ -196,8 +198,15 @@ def _exchange(
 
 
 def _await(store: dist.Store, keys: list[str], rank: int, timeout: timedelta, call: str) -> None:
+    from ringcomm.comm.rendezvous import look_for  # imports more than `import torch` needs
+
+    seconds = timeout.total_seconds()
+    deadline = time.monotonic() + seconds
     try:
-        store.wait(keys, timeout)
+        if rank == 0:
+            with Progress(f"{call}: waiting", limit_s=seconds) as waiting:
+                look_for(store, keys, keys, deadline, waiting, call)
+        store.wait(keys, timedelta(seconds=max(0.001, deadline - time.monotonic())))
     except RuntimeError as error:  # the stores raise different classes
         missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
         if not missing:

@@ -16,7 +16,8 @@ import sys
 import textwrap
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 QUIET_S = 2.0  # nothing is shown before
@@ -86,6 +87,17 @@ class Progress:
         if self._shows and self._thread is None and not self._noted and self.seconds >= NOTE_S:
             self._noted = True
             _write(f"{self.text()}\n")
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Inside the block, which waits and cannot call `note`, says what is waited for without a terminal, too."""
+        timer = threading.Timer(NOTE_S, self.note, [self.what])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def text(self) -> str:
         """Returns the line."""

@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from functools import wraps
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from ringcomm.errors import InvalidArgumentError, shown
@@ -43,7 +43,7 @@ class Requirement(NamedTuple):
 
 
 def _plain(value: Any) -> int | float:
-    return value if type(value) is int else float(value)
+    return operator.index(value) if isinstance(value, Integral) else float(value)
 
 
 def that(
@@ -88,6 +88,22 @@ def as_int(value: Any) -> int | None:
         return None if is_truth else operator.index(value)
     except Exception:  # raised by the value's own code
         return None
+
+
+def as_number(value: Any) -> int | float | None:
+    """Returns Python's form of a real number of Python or NumPy; None for any other value, and for True and False."""
+    try:
+        return _plain(value) if _is_a(value, Real) else None
+    except Exception:  # raised by the value's own code
+        return None
+
+
+def as_list(values: Any) -> list[Any] | None:
+    """Returns the elements of a list, a tuple, a range or a NumPy array of one dimension; None for any other value."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(values, numpy.ndarray):
+        return values.tolist() if values.ndim == 1 else None
+    return list(values) if isinstance(values, (list, tuple, range)) else None
 
 
 def validate_int(least: int = 0, most: int = (1 << 63) - 1, said: str = "") -> Requirement:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ringcomm import _C
 from ringcomm.errors import DeviceError, InvalidArgumentError, shown
+from ringcomm.validation import as_int
 
 EMULATED = _C.build_info()["cuda"] == "emulated"
 """True in a test build whose cuda devices are threads of this process. Their memory is host memory, so arrays on the
@@ -70,8 +71,9 @@ def parse(device: Any, call: str) -> tuple[str | None, int | None]:
     missing part."""
     if device is None:
         return None, None
-    if isinstance(device, int) or hasattr(device, "id"):  # an ordinal, or CuPy's device
-        device = f"cuda:{int(getattr(device, 'id', device))}"
+    ordinal = as_int(getattr(device, "id", device))  # also of CuPy's device
+    if ordinal is not None:
+        device = f"cuda:{ordinal}"
     if hasattr(device, "type") and hasattr(device, "index"):  # torch's
         device = device.type if device.index is None else f"{device.type}:{device.index}"
     kind, _, index = str(device).partition(":")

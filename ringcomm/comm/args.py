@@ -18,7 +18,7 @@ from ringcomm.arrays.devices import CPU, EMULATED, Device
 from ringcomm.arrays.interop import Array, Dtype, as_array, wire_type
 from ringcomm.arrays.libraries import stream_number, usual_stream
 from ringcomm.errors import DtypeError, InvalidArgumentError, RingcommError, ShapeError, shown
-from ringcomm.validation import as_int
+from ringcomm.validation import as_int, as_number
 
 _Key = TypeVar("_Key", bound=str)
 
@@ -63,8 +63,8 @@ def milliseconds(timeout: float | timedelta | None, call: str, rank: int) -> int
     """Converts a time limit to the engine's form; 0 for None, which means the communicator's own limit."""
     if timeout is None:
         return 0
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < 1e9:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else as_number(timeout)
+    if seconds is None or not 0 < seconds < 1e9:
         raise InvalidArgumentError(
             f"{call}: rank {rank} got timeout {shown(timeout)}, expected seconds above 0 or a timedelta; pass None for "
             "the communicator's own limit"
@@ -200,11 +200,12 @@ class CollectiveArgs:
 
     def number(self, what: str, value: float) -> float:
         """Returns ``value`` after checking that it is a number."""
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > sys.float_info.max:
+        number = as_number(value)
+        if number is None or abs(number) > sys.float_info.max:
             raise InvalidArgumentError(
                 f"{self.op}: rank {self.rank} got {what}={shown(value)}, expected a number; pass one"
             )
-        return float(value)
+        return float(number)
 
     def peer(self, what: str, value: int) -> int:
         """Returns ``value`` as Python's int after checking that it is a rank of this communicator."""

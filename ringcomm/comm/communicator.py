@@ -47,7 +47,7 @@ from ringcomm.errors import (
     rank_list,
     shown,
 )
-from ringcomm.validation import as_int
+from ringcomm.validation import as_int, as_list
 
 _AUTO = "auto"
 """The string that a call without ``algorithm`` has; another of the same letters takes the slow path."""
@@ -623,9 +623,10 @@ class Communicator:
         return output
 
     def _checked_counts(self, call: CollectiveArgs, what: str, counts: Sequence[int]) -> list[int]:
-        listed = isinstance(counts, (list, tuple, range)) and len(counts) == self.world_size
-        numbers = [number for number in map(as_int, counts) if number is not None] if listed else []
-        if len(numbers) != self.world_size or any(not 0 <= number < 1 << 62 for number in numbers):
+        listed = as_list(counts) or []
+        numbers = [number for number in map(as_int, listed) if number is not None]
+        is_complete = len(numbers) == len(listed) == self.world_size
+        if not is_complete or any(not 0 <= number < 1 << 62 for number in numbers):
             raise ShapeError(
                 f"{call.op}: rank {self.rank} got {what}={shown(counts)}, expected {self.world_size} whole numbers; "
                 "pass one number of rows for each rank"
@@ -1045,7 +1046,7 @@ class Communicator:
         return stream is None and pack is not None and pack(tensors, bucket, scale, unpacks)
 
     def _pack(self, call: CollectiveArgs, pairs: Pairs, scale: float) -> None:
-        call.number("scale", scale)
+        scale = call.number("scale", scale)
         if not pairs:
             return
         sources, targets = ([pair[end].array for pair in pairs] for end in (0, 1))
@@ -1204,7 +1205,8 @@ class Communicator:
         return self._open.mem_pool(nbytes)
 
     def _extents(self, shape: Any) -> tuple[int, ...]:
-        listed = shape if isinstance(shape, (tuple, list)) else (shape,)
+        several = as_list(shape)
+        listed = [shape] if several is None else several
         extents = [extent for extent in map(as_int, listed) if extent is not None]
         if len(extents) != len(listed) or any(extent < 0 for extent in extents):
             raise ShapeError(
@@ -1242,12 +1244,13 @@ class Communicator:
                  ranks name different lists; every rank raises, and this communicator stays usable.
         """
         call = self._begin("subgroup")
-        if not isinstance(ranks, (list, tuple, range)) or len(ranks) > self.world_size:
+        listed = as_list(ranks)
+        if listed is None or len(listed) > self.world_size:
             raise InvalidArgumentError(
                 f"subgroup: rank {self.rank} got {shown(ranks)}, expected a list of at most {self.world_size} ranks; "
                 "name each rank once"
             )
-        ranks = [call.peer("ranks", rank) for rank in ranks]
+        ranks = [call.peer("ranks", rank) for rank in listed]
         if len(set(ranks)) != len(ranks):
             raise InvalidArgumentError(f"subgroup: rank {self.rank} got {shown(ranks)}; name each rank once")
         everybody = [each.decode() for each in self._exchange_alike("subgroup", "subgroup()", str(ranks).encode())]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import sys
 import threading
 import time
 import warnings
@@ -33,7 +34,7 @@ VARIABLE = "RINGCOMM_HOST"
 name share memory."""
 
 AT_CLOSE: list[Callable[[], None]] = []
-"""What is called when a communicator has closed an engine, whose record can still be read."""
+"""What is called when an engine is closed or goes, while its record can still be read."""
 
 WIRE_VARIABLE = "RINGCOMM_WIRE_DTYPE"
 WIRE_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
@@ -392,6 +393,11 @@ class Span:
         if self._watch is not None:
             self._watch.stop()
         for call in AT_CLOSE:
+            call()
+
+    def __del__(self) -> None:
+        # The end of a process group, which torch closes, and of a communicator that nobody closes.
+        for call in () if sys.is_finalizing() else AT_CLOSE:
             call()
 
 

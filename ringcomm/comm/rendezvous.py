@@ -191,8 +191,12 @@ def _rendezvous(init_method: str | None, rank: int, world_size: int, limit: time
     where = init_method
     if where in (None, "env://"):
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT)"
+    whom = f"all {world_size} ranks" if rank == 0 else "rank 0"
     try:
-        return next(rendezvous(init_method or "env://", rank, world_size, timeout=limit))[0]
+        # Rank 1 says so, too, because rank 0 may not have started.
+        with Progress(f"init: waiting at {where} for {whom}", shows=rank < 2, limit_s=limit.total_seconds()) as waiting:
+            with waiting.noted():
+                return next(rendezvous(init_method or "env://", rank, world_size, timeout=limit))[0]
     except (RuntimeError, ValueError) as error:
         raise _not_met(error, str(where), rank, world_size, limit) from error
 
@@ -275,7 +279,7 @@ def _await(
 ) -> None:
     """Waits for a key until the deadline. Rank 0 says which ranks it waits for."""
     if rank == 0:
-        _look_for(store, keys, key, deadline, waiting)
+        look_for(store, keys, [key], deadline, waiting, "init")
     left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
     try:
         store.wait([key], left)
@@ -289,17 +293,17 @@ def _await(
         ) from error
 
 
-def _look_for(store: Any, keys: list[str], key: str, deadline: float, waiting: Progress) -> None:
-    """Returns once the key is there, or the deadline has passed. Looks again and again, because torch logs two warnings
-    for every wait that ends without it."""
+def look_for(store: Any, keys: list[str], wanted: list[str], deadline: float, waiting: Progress, call: str) -> None:
+    """Returns once the wanted keys are there, or the deadline has passed; says of which ranks the keys are missing.
+    Looks again and again, because torch logs two warnings for every wait that ends without them."""
     pause, noted = 0.001, time.monotonic()
-    while not store.check([key]) and time.monotonic() < deadline:
+    while not store.check(wanted) and time.monotonic() < deadline:
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
         if time.monotonic() - noted > _LOOK_S:
             missing = [peer for peer, each in enumerate(keys) if not store.check([each])]
             if missing:
-                waiting.note(f"init: waiting for {rank_list(missing)}")
+                waiting.note(f"{call}: waiting for {rank_list(missing)}")
             noted = time.monotonic()
 
 

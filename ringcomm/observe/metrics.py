@@ -160,7 +160,8 @@ class _File:
     def __init__(self, where: str) -> None:
         self._pid = os.getpid()
         self._path = Path(where.replace("{rank}", str(_first_rank())).replace("{pid}", str(self._pid)))
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may end a communicator in between
+        self._writes = False
         self._told = ""
 
     def write(self) -> bool:
@@ -169,6 +170,9 @@ class _File:
         Returns: whether to wait before the next attempt; False while there is nothing to write yet.
         """
         with self._lock:
+            if self._writes:
+                return True
+            self._writes = True
             try:
                 found = text()
                 if found:  # else every communicator has ended: its last figures stay
@@ -182,6 +186,8 @@ class _File:
                     print(f"ringcomm metrics: {why}; tried again", file=sys.stderr, flush=True)
                 self._told = why
                 return True
+            finally:
+                self._writes = False
 
     def write_last(self) -> None:
         """Writes it, in the process that it is of."""

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import ringcomm
 from ringcomm import _C, Communicator, errors
+from ringcomm.arrays import devices
 from ringcomm.comm.work import Group
 from tests.support.collectives.arrays import raw
 
@@ -501,6 +502,46 @@ def test_whole_numbers_of_any_library(whole: Any) -> None:
             comm.broadcast(x, np.float32(0.5))  # type: ignore[arg-type]
 
     ringcomm.run_ranks(fn, 2, timeout=30)
+
+
+def test_lists_of_whole_numbers_may_be_numpy_arrays() -> None:
+    def fn(comm: Communicator) -> None:
+        out = comm.all_to_all(torch.arange(3.0), send_counts=np.array([1, 2]), recv_counts=np.full(2, 1 + comm.rank))
+        assert out.tolist() == ([0, 0] if comm.rank == 0 else [1, 2, 1, 2])
+        pair = comm.subgroup(np.array([1, 0]))
+        assert pair is not None
+        assert pair.rank == 1 - comm.rank
+        assert comm.empty(np.array([2, 3])).shape == (2, 3)
+        for wrong in (np.array([1.0, 2.0]), np.array([True, True]), np.array([[1, 2]]), np.array([1, 1, 1])):
+            with pytest.raises(errors.ShapeError, match=r"send_counts=.* array of shape .*, expected 2 whole numbers"):
+                comm.all_to_all(torch.arange(3.0), send_counts=wrong)
+
+    ringcomm.run_ranks(fn, 2, timeout=30)
+
+
+@pytest.mark.parametrize("number", [np.float32, np.float64, np.int64, np.uint8])
+def test_numbers_of_numpy(number: Any) -> None:
+    def fn(comm: Communicator) -> None:
+        x = torch.ones(2)
+        assert comm.all_reduce(x.clone(), "premul_sum", factor=number(3)).tolist() == [6, 6]
+        assert comm.pack([x], torch.zeros(2), number(3)).tolist() == [3, 3]
+        comm.barrier(timeout=number(20))
+        assert comm.all_reduce(x, async_op=True).wait(number(20)).tolist() == [2, 2]
+        comm.timeout = number(40)
+        assert comm.timeout == 40
+        for wrong in (True, np.bool_(True), "1", np.float64("nan")):
+            with pytest.raises(errors.InvalidArgumentError, match="timeout"):
+                comm.barrier(timeout=wrong)  # type: ignore[arg-type]
+        with pytest.raises(errors.InvalidArgumentError, match="got factor=True, expected a number"):
+            comm.all_reduce(x, "premul_sum", factor=np.bool_(True))  # type: ignore[arg-type]
+
+    ringcomm.run_ranks(fn, 2, timeout=number(30))
+
+
+def test_a_device_number_may_be_numpys() -> None:
+    assert devices.parse(np.int64(1), "init") == devices.parse(1, "init") == ("cuda", 1)
+    with pytest.raises(errors.InvalidArgumentError, match="got device=True"):
+        devices.parse(True, "init")
 
 
 # ---- a send and a receive at once ----------------------------------------------------------------------------------

@@ -362,6 +362,49 @@ def test_a_forked_process_has_its_own_file(tmp_path: Path) -> None:
     assert 'op="barrier"' in path.read_text()
 
 
+GROUP = """
+import time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("ringcomm", init_method=f"file://{Path('store').absolute()}", rank=0, world_size=1)
+dist.all_reduce(torch.ones(8))
+until = time.monotonic() + 20
+while not Path("at.prom").exists() and time.monotonic() < until:
+    time.sleep(0.02)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_the_file_has_the_last_calls_of_a_process_group_that_is_destroyed(tmp_path: Path) -> None:
+    (tmp_path / "group.py").write_text(GROUP)
+    environment = {**os.environ, "RINGCOMM_METRICS": "file:at.prom"}
+    done = subprocess.run(
+        [sys.executable, "group.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert 'op="barrier"' in (tmp_path / "at.prom").read_text()
+
+
+def test_a_communicator_that_goes_while_the_file_is_written_does_not_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_first_rank", lambda: 0)
+    file = module._File(str(tmp_path / "at.prom"))
+    written = []
+
+    def text() -> str:
+        written.append(file.write_last())  # as the garbage collector does
+        return "some"
+
+    monkeypatch.setattr(module, "text", text)
+    assert file.write()
+    assert len(written) == 1
+    assert (tmp_path / "at.prom").read_text() == "some"
+
+
 def test_an_error_does_not_end_the_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from ringcomm import terminal
+from ringcomm import backend, terminal
 from ringcomm.comm import rendezvous
 from ringcomm.errors import CollectiveTimeoutError
 from ringcomm.terminal import Progress
@@ -110,6 +111,43 @@ def test_rank_0_says_for_whom_it_waits(screen: Screen, monkeypatch: pytest.Monke
     handles = rendezvous._exchange(LateStore(40), "init", 0, 4, b"handle", timedelta(seconds=60))[1]
     assert handles == [b"handle"] * 4
     assert screen.getvalue() == "init: waiting for ranks 1-3 (0 s of 60)\n"
+
+
+@pytest.mark.parametrize("screen", [False], indirect=True)
+def test_rank_0_of_a_process_group_says_for_whom_it_waits(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_LOOK_S", 0.01)
+    store: Any = LateStore(40)
+    store.set("0", b"")
+    backend._await(store, ["0", "1", "2"], 0, timedelta(seconds=60), "init_process_group")
+    assert screen.getvalue() == "init_process_group: waiting for ranks 1, 2 (0 s of 60)\n"
+
+
+@pytest.mark.parametrize("screen", [False], indirect=True)
+def test_a_process_group_that_waits_in_vain_ends_within_its_time_limit(screen: Screen) -> None:
+    store: Any = LateStore(10**9)
+    waits: list[float] = []
+    wait = store.wait
+    store.wait = lambda keys, limit: (waits.append(limit.total_seconds()), wait(keys, limit))
+    with pytest.raises(CollectiveTimeoutError, match=r"got none of \[0, 1\]"):
+        backend._await(store, ["0", "1"], 0, timedelta(seconds=0.2), "init_process_group")
+    assert waits == [0.001]  # what was left of the limit
+
+
+@pytest.mark.parametrize("screen", [False, True], indirect=True)
+@pytest.mark.parametrize(("rank", "whom"), [(0, "all 3 ranks"), (1, "rank 0"), (2, "")])
+def test_ranks_that_have_no_store_yet_say_for_whom_they_wait(
+    rank: int, whom: str, screen: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meet(*args: Any, **more: Any) -> Any:
+        screen.written.wait(20 if whom else 0.2)
+        yield "store", rank, 3
+
+    monkeypatch.setattr(dist, "rendezvous", meet)
+    monkeypatch.setenv("COLUMNS", "90")
+    assert rendezvous._rendezvous("tcp://node7:29500", rank, 3, timedelta(seconds=60)) == "store"
+    said = f"init: waiting at tcp://node7:29500 for {whom} (0 s of 60)"
+    assert (said in screen.getvalue()) is bool(whom)
+    assert bool(screen.getvalue()) is bool(whom)
 
 
 @pytest.mark.parametrize("screen", [False], indirect=True)

@@ -43,12 +43,13 @@ def main(argv: Sequence[str]) -> int:
     except BrokenPipeError:
         raise
     except (RingcommError, OSError, ValueError) as error:
-        print(f"ringcomm simulate: {error}", file=sys.stderr)
+        print(f"ringcomm simulate: {str(error).removeprefix('simulate: ')}", file=sys.stderr)
         return 2
     return 0
 
 
 def _run(a: argparse.Namespace) -> None:
+    sizes = _sizes(a)
     cluster = _cluster(a)
     print(f"# {cluster.hosts} hosts x {cluster.ranks_per_host} ranks")
     for what, source in cluster.sources.items():
@@ -59,7 +60,7 @@ def _run(a: argparse.Namespace) -> None:
         document["steps"] = _steps(a, cluster)
     else:
         for collective in COLLECTIVES if "all" in a.collective else a.collective:
-            document["collectives"] += [asdict(each) for each in _collective(a, cluster, collective)]
+            document["collectives"] += [asdict(each) for each in _collective(a, cluster, collective, sizes)]
     if a.json:
         with open(a.json, "w", encoding="utf-8") as file:
             json.dump(_plain(document), file, indent=1)
@@ -128,9 +129,8 @@ def _cluster(a: argparse.Namespace) -> Cluster:
 # ---- collectives ---------------------------------------------------------------------------------------------------
 
 
-def _collective(a: argparse.Namespace, cluster: Cluster, collective: str) -> list[Prediction]:
+def _collective(a: argparse.Namespace, cluster: Cluster, collective: str, sizes: Sequence[int]) -> list[Prediction]:
     names = algorithms(collective, cluster) if a.algorithm == "all" else (a.algorithm,)
-    sizes = _sizes(a)
     equal = cluster.without_differences()
     more = "" if cluster.equal else f"{'x equal':>9}"
     marked = "; * is the fastest that is not flat, within 1 %" if len(names) > 1 else ""
@@ -278,7 +278,7 @@ def _parser() -> argparse.ArgumentParser:
     g.add_argument(
         "--ranks-per-host", "--gpus-per-host", type=_positive, default=8, metavar="N", help="(8)", dest="ranks_per_host"
     )
-    g.add_argument("--preset", choices=PRESETS, default="h100", help="(h100)")
+    g.add_argument("--preset", choices=PRESETS, default="h100", metavar="NAME", help=f"{', '.join(PRESETS)} (h100)")
     g.add_argument(
         "--calibrate", type=_report, action="append", default=[], metavar="FILE[:HOSTS]",
         help="from ringcomm bench -J: one host's links, or those between hosts; may be given for each. HOSTS: of the "
@@ -287,7 +287,8 @@ def _parser() -> argparse.ArgumentParser:
     for name in _GIVEN:
         g.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X", help="of the links between hosts")
     g.add_argument("--shared-nic", action=argparse.BooleanOptionalAction, help="whether a host's ranks share its link")
-    g.add_argument("--wire", choices=WIRES, help="element type of floats between hosts in reductions")
+    g.add_argument("--wire", choices=WIRES, metavar="NAME",
+                   help=f"element type of floats between hosts in reductions: {', '.join(WIRES)}")  # fmt: skip
     g = p.add_argument_group("what differs")
     g.add_argument("--slow-host", type=_figure, action="append", default=[], metavar="HOST:SHARE",
                    help="share of the bandwidth that its link has, such as 3:0.5")  # fmt: skip
