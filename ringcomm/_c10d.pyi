@@ -4,7 +4,7 @@ from typing import Any
 from torch._C._distributed_c10d import Backend as C10dBackend
 from torch._C._distributed_c10d import ErrorType
 
-from ringcomm.backend import DeviceMaker
+from ringcomm.backend import DeviceEngineFactory
 
 built_for: str
 
@@ -18,7 +18,7 @@ class Backend(C10dBackend):
         self,
         engine: object,
         options: Backend.Options,
-        device_maker: DeviceMaker,
+        device_factory: DeviceEngineFactory,
         host_memory: bool = False,
     ) -> None: ...
     def perform_nocolor_split(self, device: Any) -> None: ...

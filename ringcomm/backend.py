@@ -110,11 +110,11 @@ def _backend(
     hosts = Hosts.of([each.decode() for each in identities])
     span = Span("cpu", rank, world_size, limit_ms, CPU, hosts, Network(store, name))
     _connect(span, store, prefix, options._timeout, _INIT)
-    device = DeviceMaker(span, hosts, Network(store, f"{name}/device"), f"{prefix}/device", options)
+    device = DeviceEngineFactory(span, hosts, Network(store, f"{name}/device"), f"{prefix}/device", options)
     return module.Backend(span.engine.capsule(), options, device, device.serves_cpu)
 
 
-class DeviceMaker:
+class DeviceEngineFactory:
     """Makes the engine of one rank of a group on its device, when the first call on the device needs it."""
 
     kind = "cuda"

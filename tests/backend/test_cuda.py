@@ -47,13 +47,13 @@ def main(tests: str) -> None:
 def _on_device(function: Callable[..., Any], args: tuple[Any, ...], connects: bool) -> Any:
     """Runs a test in a process group whose tensors go through its device side; does it make calls there itself?"""
     made: list[str] = []
-    make = backend.DeviceMaker.make
+    make = backend.DeviceEngineFactory.make
 
-    def counted(self: backend.DeviceMaker, call: str, index: int) -> object:
+    def counted(self: backend.DeviceEngineFactory, call: str, index: int) -> object:
         made.append(call)
         return make(self, call, index)
 
-    with mock.patch.multiple(backend.DeviceMaker, kind=ENGINE, serves_cpu=True, make=counted):
+    with mock.patch.multiple(backend.DeviceEngineFactory, kind=ENGINE, serves_cpu=True, make=counted):
         torch_ranks.init("ringcomm", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         if not connects:
             all_reduce_works()

@@ -26,8 +26,9 @@ class Backend final : public c10d::Backend {
     explicit Options(std::chrono::milliseconds limit) : c10d::Backend::Options("ringcomm", limit) {}
   };
 
-  // `maker` makes the device's engine; with `host_memory` that engine serves cpu tensors in place of `engine`.
-  Backend(std::shared_ptr<Engine> engine, intrusive_ptr<Options> options, DeviceGroup::Maker maker, bool host_memory);
+  // `factory` makes the device's engine; with `host_memory` that engine serves cpu tensors in place of `engine`.
+  Backend(std::shared_ptr<Engine> engine, intrusive_ptr<Options> options, DeviceGroup::EngineFactory factory,
+          bool host_memory);
   ~Backend() override;
 
   const std::string getBackendName() const override { return "ringcomm"; }

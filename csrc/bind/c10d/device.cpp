@@ -100,7 +100,7 @@ void DeviceGroup::make(const Site& site, c10::Device device) {
     site.refuse("InvalidArgumentError", "got the group's first call on ", device, " while a graph is captured, ",
                 "expected an earlier one, which connects the ranks; make one call before the capture");
   }
-  auto engine = maker_.make(site.call(), device);
+  auto engine = factory_.make(site.call(), device);
   auto streams = device.is_cpu() ? host_streams() : device_streams(device, engine);
   streams->prepare(std::min(kMostPreparedStreams, num_side_streams(engine->world_size())));
   link_ = std::make_shared<DeviceLink>(DeviceLink{std::move(engine), device, std::move(streams)});
@@ -112,7 +112,7 @@ void DeviceGroup::connect(const char* call) {
   const auto released = release_gil();
   const std::lock_guard<std::mutex> lock(mutex_);
   if (connected_) return;
-  link_->engine = maker_.connect(call);
+  link_->engine = factory_.connect(call);
   connected_ = true;
 }
 

@@ -22,15 +22,15 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 class DeviceGroup {
  public:
-  struct Maker {
+  struct EngineFactory {
     std::function<std::shared_ptr<Engine>(const char* call, c10::Device device)> make;
     // Connects the engine that `make` returned last with those of all other ranks; the result is used from then on.
     std::function<std::shared_ptr<Engine>(const char* call)> connect;
   };
 
   // With `host_memory` it serves cpu tensors: for an engine whose device memory is the host's.
-  DeviceGroup(int rank, Maker maker, bool host_memory)
-      : rank_(rank), type_(host_memory ? c10::kCPU : c10::kCUDA), maker_(std::move(maker)) {}
+  DeviceGroup(int rank, EngineFactory factory, bool host_memory)
+      : rank_(rank), type_(host_memory ? c10::kCPU : c10::kCUDA), factory_(std::move(factory)) {}
 
   bool serves(c10::Device device) const { return device.type() == type_; }
   bool connected() const { return connected_; }
@@ -70,8 +70,8 @@ class DeviceGroup {
 
   const int rank_;
   const c10::DeviceType type_;
-  Maker maker_;
-  std::mutex mutex_;  // for the maker and the calls in flight
+  EngineFactory factory_;
+  std::mutex mutex_;  // for the factory and the calls in flight
   std::shared_ptr<DeviceLink> link_;
   std::atomic<bool> made_{false}, connected_{false};
   std::deque<std::shared_ptr<CallTensors>> in_flight_;

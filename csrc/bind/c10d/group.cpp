@@ -32,12 +32,12 @@ std::string join(const std::vector<int>& ranks) {
 
 }  // namespace
 
-Backend::Backend(std::shared_ptr<Engine> engine, intrusive_ptr<Options> options, DeviceGroup::Maker maker,
+Backend::Backend(std::shared_ptr<Engine> engine, intrusive_ptr<Options> options, DeviceGroup::EngineFactory factory,
                  bool host_memory)
     : c10d::Backend(engine->rank(), engine->world_size()),
       engine_(std::move(engine)),
       options_(std::move(options)),
-      devices_(rank_, std::move(maker), host_memory),
+      devices_(rank_, std::move(factory), host_memory),
       split_child_(intrusive_ptr<c10d::Backend>()) {}
 
 // The engine finishes calls in flight, and its thread may need the GIL to release tensors.

@@ -43,8 +43,8 @@ py::capsule transport_over(const c10::intrusive_ptr<c10d::Backend>& group, const
                      });
 }
 
-// Wraps a ringcomm.backend.DeviceMaker, so that it can be called and destroyed without the GIL.
-DeviceGroup::Maker maker(py::object made_in_python) {
+// Wraps a ringcomm.backend.DeviceEngineFactory, so that it can be called and destroyed without the GIL.
+DeviceGroup::EngineFactory factory_of(py::object made_in_python) {
   const auto drop = [](py::object* held) {
     if (Py_IsInitialized() == 0) return;  // the interpreter is gone
     const py::gil_scoped_acquire gil;
@@ -82,11 +82,11 @@ PYBIND11_MODULE(RINGCOMM_C10D, m) {
       .def("__deepcopy__",
            [](const Backend::Options& self, const py::dict&) { return c10::make_intrusive<Backend::Options>(self); });
   backend.def(py::init([](const py::capsule& engine, const c10::intrusive_ptr<Backend::Options>& options,
-                          py::object device_maker, bool host_memory) {
+                          py::object device_factory, bool host_memory) {
                 return c10::make_intrusive<Backend>(ringcomm::engine_of(engine), options,
-                                                    ringcomm::maker(std::move(device_maker)), host_memory);
+                                                    ringcomm::factory_of(std::move(device_factory)), host_memory);
               }),
-              py::arg("engine"), py::arg("options"), py::arg("device_maker"), py::arg("host_memory") = false);
+              py::arg("engine"), py::arg("options"), py::arg("device_factory"), py::arg("host_memory") = false);
   // torch calls this, since supports_splitting is true, on ranks that are not in a new group: NCCL needs those ranks.
   backend.def("perform_nocolor_split", [](Backend&, const py::object&) {}, py::arg("device"));
   backend.def_property_readonly("options", &Backend::getBackendOptions);

@@ -57,30 +57,30 @@ py::dict simulate(const std::string& collective, const std::string& between, con
   const simulation::Cluster cluster{hosts,      ranks_per_host,        link_of(inside_link), link_of(between_link),
                                     shared_nic, std::move(link_share), std::move(start_us),  std::move(slowdown)};
   const auto& [element, partial, sum, result] = element_bytes;
-  const simulation::Question question{chosen(kCollectives, collective, "collective"),
-                                      chosen(kBetween, between, "schedule between hosts"),
-                                      chosen(kInside, inside, "algorithm inside"),
-                                      flat,
-                                      root_host,
-                                      count,
-                                      element,
-                                      partial,
-                                      sum,
-                                      result,
-                                      fold};
-  simulation::Answer answer;
+  const simulation::CollectiveCall call{chosen(kCollectives, collective, "collective"),
+                                        chosen(kBetween, between, "schedule between hosts"),
+                                        chosen(kInside, inside, "algorithm inside"),
+                                        flat,
+                                        root_host,
+                                        count,
+                                        element,
+                                        partial,
+                                        sum,
+                                        result,
+                                        fold};
+  simulation::Prediction prediction;
   {
     const py::gil_scoped_release release;
-    answer = simulation::simulate(cluster, question);
+    prediction = simulation::simulate(cluster, call);
   }
   py::dict found;
-  found["time_us"] = answer.time_us;
-  found["first_us"] = answer.first_us;
-  found["inside_bytes"] = answer.inside_bytes;
-  found["between_bytes"] = answer.between_bytes;
-  found["messages"] = answer.messages;
-  found["events"] = answer.events;
-  found["folded"] = answer.folded;
+  found["time_us"] = prediction.time_us;
+  found["first_us"] = prediction.first_us;
+  found["inside_bytes"] = prediction.inside_bytes;
+  found["between_bytes"] = prediction.between_bytes;
+  found["messages"] = prediction.messages;
+  found["events"] = prediction.events;
+  found["folded"] = prediction.folded;
   return found;
 }
 

@@ -31,20 +31,20 @@ void check_list(const std::vector<double>& values, std::size_t entries, const ch
           may_be_zero ? "0 or more" : "more than 0");
 }
 
-void check_schedules(const Cluster& cluster, const Question& question) {
-  const int members = question.flat ? cluster.hosts * cluster.ranks_per_host : cluster.hosts;
-  check(question.between != InterHostSchedule::kButterfly || is_power_of_two(members), "members of a butterfly",
-        members, "a power of two, or the schedule direct or ring");
-  const bool all_to_all = question.collective == Collective::kAllToAll;
-  if (all_to_all && members > 1 && question.between != InterHostSchedule::kDirect)
+void check_schedules(const Cluster& cluster, const CollectiveCall& call) {
+  const int members = call.flat ? cluster.hosts * cluster.ranks_per_host : cluster.hosts;
+  check(call.between != InterHostSchedule::kButterfly || is_power_of_two(members), "members of a butterfly", members,
+        "a power of two, or the schedule direct or ring");
+  const bool all_to_all = call.collective == Collective::kAllToAll;
+  if (all_to_all && members > 1 && call.between != InterHostSchedule::kDirect)
     fail(ErrorCode::kInvalid,
          "simulate: got an all_to_all that is not direct, expected direct, which alone has it; "
          "pass that");
-  if (question.collective == Collective::kBroadcast && members > 1 && question.between != InterHostSchedule::kRing)
+  if (call.collective == Collective::kBroadcast && members > 1 && call.between != InterHostSchedule::kRing)
     fail(ErrorCode::kInvalid,
          "simulate: got a broadcast that is not a ring, expected ring, the chain of it; pass that");
-  const bool oneshot = question.inside == LocalAlgorithm::kOneshot;
-  if (oneshot && (cluster.hosts > 1 || question.flat || question.collective != Collective::kAllReduce))
+  const bool oneshot = call.inside == LocalAlgorithm::kOneshot;
+  if (oneshot && (cluster.hosts > 1 || call.flat || call.collective != Collective::kAllReduce))
     fail(ErrorCode::kInvalid,
          "simulate: got oneshot for what it does not do, expected an all_reduce inside one host; "
          "pass direct or ring");
@@ -52,7 +52,7 @@ void check_schedules(const Cluster& cluster, const Question& question) {
 
 }  // namespace
 
-void check(const Cluster& cluster, const Question& question) {
+void check(const Cluster& cluster, const CollectiveCall& call) {
   constexpr int kMostRanks = 1 << 20;
   check(cluster.hosts >= 1 && cluster.hosts <= kMostRanks, "hosts", cluster.hosts, "at least 1");
   check(cluster.ranks_per_host >= 1 && cluster.ranks_per_host <= kMostRanks, "ranks_per_host", cluster.ranks_per_host,
@@ -65,11 +65,10 @@ void check(const Cluster& cluster, const Question& question) {
   check_list(cluster.link_share, hosts, "link_share", false);
   check_list(cluster.start_us, ranks, "start_us", true);
   check_list(cluster.slowdown, ranks, "slowdown", false);
-  check(question.root_host >= 0 && question.root_host < cluster.hosts, "root_host", question.root_host, "a host");
-  check(question.element_bytes >= 1 && question.partial_bytes >= 1 && question.sum_bytes >= 1 &&
-            question.result_bytes >= 1,
+  check(call.root_host >= 0 && call.root_host < cluster.hosts, "root_host", call.root_host, "a host");
+  check(call.element_bytes >= 1 && call.partial_bytes >= 1 && call.sum_bytes >= 1 && call.result_bytes >= 1,
         "bytes of an element", 0, "at least 1");
-  check_schedules(cluster, question);
+  check_schedules(cluster, call);
 }
 
 }  // namespace ringcomm::simulation

@@ -46,22 +46,23 @@ inline double num_messages(InterHostSchedule kind, int members, const WindowCut&
 }
 
 // Returns the number of elements that the engine over hosts handles at once.
-inline std::size_t wave_elements(const Cluster& cluster, const Question& question) {
-  const bool scatters = question.collective == Collective::kReduceScatter,
-             wider = question.collective == Collective::kAllReduce && question.partial_bytes > question.element_bytes;
+inline std::size_t wave_elements(const Cluster& cluster, const CollectiveCall& call) {
+  const bool scatters = call.collective == Collective::kReduceScatter,
+             wider = call.collective == Collective::kAllReduce && call.partial_bytes > call.element_bytes;
   const std::size_t nbytes = cluster.between.wave_bytes;
-  if (nbytes == 0 || cluster.hosts == 1 || question.flat || !(scatters || wider)) return larger(1, question.count);
+  if (nbytes == 0 || cluster.hosts == 1 || call.flat || !(scatters || wider)) return larger(1, call.count);
   const std::size_t parts = scatters ? static_cast<std::size_t>(cluster.hosts) * cluster.ranks_per_host : 1;
-  return larger(64, nbytes / (question.partial_bytes * parts) / 64 * 64) * parts;
+  return larger(64, nbytes / (call.partial_bytes * parts) / 64 * 64) * parts;
 }
 
 // Returns when each rank knows that its partners in its rail make the same call. `called`: the times of the calls, of
 // the ranks of all hosts, or of the one host that represents all.
-inline std::vector<double> agree(const Cluster& cluster, const Question& question, const std::vector<double>& called) {
+inline std::vector<double> agree(const Cluster& cluster, const CollectiveCall& call,
+                                 const std::vector<double>& called) {
   const int rails = cluster.ranks_per_host, members = static_cast<int>(called.size()) / rails;
-  const bool to_all = question.between == InterHostSchedule::kDirect && question.collective != Collective::kBroadcast;
+  const bool to_all = call.between == InterHostSchedule::kDirect && call.collective != Collective::kBroadcast;
   const int rounds = members == 1 || to_all ? 0
-                     : question.between == InterHostSchedule::kButterfly
+                     : call.between == InterHostSchedule::kButterfly
                          ? bits_of(members)
                          : 1;  // a ring has the same neighbours in every round
   std::vector<double> last(rails, 0.0), agreed;
@@ -70,8 +71,8 @@ inline std::vector<double> agree(const Cluster& cluster, const Question& questio
     const int rail = id % rails, member = id / rails;
     double heard = to_all ? last[rail] : called[id];
     for (int round = 0; round < rounds; ++round) {
-      const int to = sent(question.between, members, member, round, 0).peer,
-                from = received(question.between, members, member, round, 0).peer;
+      const int to = sent(call.between, members, member, round, 0).peer,
+                from = received(call.between, members, member, round, 0).peer;
       heard = std::max({heard, called[to * rails + rail], called[from * rails + rail]});
     }
     const double slowdown = cluster.slowdown.empty() ? 1.0 : cluster.slowdown[id];

@@ -17,9 +17,9 @@ constexpr std::size_t kAlignBytes = 64;
 
 class Simulation {
  public:
-  Simulation(const Cluster& cluster, const Question& question)
+  Simulation(const Cluster& cluster, const CollectiveCall& call)
       : cluster_(cluster),
-        question_(question),
+        call_(call),
         hosts_(cluster.hosts),
         rails_(cluster.ranks_per_host),
         folded_(folds()),
@@ -39,17 +39,17 @@ class Simulation {
     std::iota(order_.begin(), order_.end(), 0);
   }
 
-  Answer run() {
-    if (hosts_ > 1 && cluster_.between.agrees) clock_ = agree(cluster_, question_, clock_);
-    const std::size_t wave = wave_elements(cluster_, question_);
-    for (std::size_t begin = 0; begin == 0 || begin < question_.count; begin += wave) {
-      count_ = smaller(wave, question_.count - begin);
-      if (question_.flat)
+  Prediction run() {
+    if (hosts_ > 1 && cluster_.between.agrees) clock_ = agree(cluster_, call_, clock_);
+    const std::size_t wave = wave_elements(cluster_, call_);
+    for (std::size_t begin = 0; begin == 0 || begin < call_.count; begin += wave) {
+      count_ = smaller(wave, call_.count - begin);
+      if (call_.flat)
         flat();
       else
         layered();
     }
-    return answer();
+    return prediction();
   }
 
  private:
@@ -57,44 +57,43 @@ class Simulation {
 
   // Where chunks differ in length, folds only if there are too many messages to simulate.
   bool folds() const {
-    if (!question_.fold || !cluster_.equal() || question_.collective == Collective::kBroadcast) return false;
+    if (!call_.fold || !cluster_.equal() || call_.collective == Collective::kBroadcast) return false;
     const double ranks = 1.0 * hosts_ * rails_;
-    const std::size_t wave = wave_elements(cluster_, question_), waves = ceil_div(question_.count, wave);
-    const bool whole = waves <= 1 || question_.count % wave == 0;  // else the last wave is shorter
-    if (question_.flat) {
-      const WindowCut all = cut(question_.count, hosts_ * rails_, cluster_.between);
+    const std::size_t wave = wave_elements(cluster_, call_), waves = ceil_div(call_.count, wave);
+    const bool whole = waves <= 1 || call_.count % wave == 0;  // else the last wave is shorter
+    if (call_.flat) {
+      const WindowCut all = cut(call_.count, hosts_ * rails_, cluster_.between);
       // Hosts whose ranks share a link differ at some moments of a direct exchange.
-      const bool alike = !cluster_.shared_nic || question_.between != InterHostSchedule::kDirect;
-      return (alike && is_even(all)) || ranks * num_messages(question_.between, hosts_ * rails_, all) > kFullMessages;
+      const bool alike = !cluster_.shared_nic || call_.between != InterHostSchedule::kDirect;
+      return (alike && is_even(all)) || ranks * num_messages(call_.between, hosts_ * rails_, all) > kFullMessages;
     }
-    const bool to_all = question_.collective == Collective::kAllToAll;
-    const std::size_t count = smaller(wave, question_.count);
+    const bool to_all = call_.collective == Collective::kAllToAll;
+    const std::size_t count = smaller(wave, call_.count);
     const auto rail = [&](int number) { return shard_of(count, rails_, number, align()).count; };
     const WindowCut inside = cut(to_all ? count / hosts_ : count, rails_, cluster_.inside),
                     between = to_all ? parts(count) : cut(rail(0), hosts_, cluster_.between);
     const bool even = whole && is_even(inside) && is_even(between) && rail(rails_ - 1) == rail(0);
     const double each =
-        num_messages(InterHostSchedule::kDirect, rails_, inside) + num_messages(question_.between, hosts_, between);
+        num_messages(InterHostSchedule::kDirect, rails_, inside) + num_messages(call_.between, hosts_, between);
     return even || ranks * each * waves > kFullMessages;
   }
   // ---- the exchanges of each collective -----------------------------------------------------------------------------
 
   void flat() {
     const int all = hosts_ * rails_;
-    if (question_.collective == Collective::kBroadcast) return chain(GroupKind::kAll, all, count_);
-    Exchange e = exchange(GroupKind::kAll, question_.between, all, cluster_.between);
-    e.element_bytes[0] = question_.sum_bytes;
-    e.element_bytes[1] = question_.result_bytes;
+    if (call_.collective == Collective::kBroadcast) return chain(GroupKind::kAll, all, count_);
+    Exchange e = exchange(GroupKind::kAll, call_.between, all, cluster_.between);
+    e.element_bytes[0] = call_.sum_bytes;
+    e.element_bytes[1] = call_.result_bytes;
     e.cuts = {cut(count_, all, cluster_.between)};
     take_part(e);
   }
 
   void layered() {
-    const bool reduces =
-        question_.collective == Collective::kAllReduce || question_.collective == Collective::kReduceScatter;
-    switch (question_.collective) {
+    const bool reduces = call_.collective == Collective::kAllReduce || call_.collective == Collective::kReduceScatter;
+    switch (call_.collective) {
       case Collective::kAllReduce:
-        if (hosts_ == 1 && question_.inside == LocalAlgorithm::kOneshot) return oneshot();
+        if (hosts_ == 1 && call_.inside == LocalAlgorithm::kOneshot) return oneshot();
         inside(true, reduces);
         rails();
         return inside(false, reduces);
@@ -113,25 +112,24 @@ class Simulation {
 
   void inside(bool first_half, bool reduces, int only_host = -1, int but_host = -1) {
     if (rails_ == 1) return;
-    const InterHostSchedule kind =
-        question_.inside == LocalAlgorithm::kRing && question_.collective != Collective::kAllToAll
-            ? InterHostSchedule::kRing
-            : InterHostSchedule::kDirect;
+    const InterHostSchedule kind = call_.inside == LocalAlgorithm::kRing && call_.collective != Collective::kAllToAll
+                                       ? InterHostSchedule::kRing
+                                       : InterHostSchedule::kDirect;
     Exchange e = exchange(GroupKind::kHost, kind, rails_, cluster_.inside);
     e.cuts = {cut(count_, rails_, cluster_.inside)};
     (first_half ? e.last_round : e.first_round) = e.half();
     e.only_host = only_host;
     e.but_host = but_host;
     e.reduces = reduces && first_half;
-    if (e.reduces && hosts_ > 1) e.element_bytes[0] = question_.partial_bytes;  // widened before they are summed
+    if (e.reduces && hosts_ > 1) e.element_bytes[0] = call_.partial_bytes;  // widened before they are summed
     run_exchange(e);
   }
 
   void rails() {
     if (hosts_ == 1) return;
-    Exchange e = exchange(GroupKind::kRail, question_.between, hosts_, cluster_.between);
-    e.element_bytes[0] = question_.sum_bytes;
-    e.element_bytes[1] = question_.result_bytes;
+    Exchange e = exchange(GroupKind::kRail, call_.between, hosts_, cluster_.between);
+    e.element_bytes[0] = call_.sum_bytes;
+    e.element_bytes[1] = call_.result_bytes;
     for (int rail = 0; rail < rails_; ++rail) {
       const std::size_t count = rail_count(rail);
       const WindowCut whole = cut(count, hosts_, cluster_.between);
@@ -144,7 +142,7 @@ class Simulation {
 
   // Selects the rounds of an exchange that the collective consists of, and runs them.
   void take_part(Exchange& e) {
-    switch (question_.collective) {
+    switch (call_.collective) {
       case Collective::kReduceScatter:
         e.last_round = e.half();
         break;
@@ -186,24 +184,24 @@ class Simulation {
   // The root's host scatters and gathers, every rail is a chain of hosts, and the other hosts gather. With one host: a
   // chain, or the scatter and gather.
   void broadcast() {
-    if (hosts_ == 1 && question_.inside == LocalAlgorithm::kRing) return chain(GroupKind::kHost, rails_, count_);
+    if (hosts_ == 1 && call_.inside == LocalAlgorithm::kRing) return chain(GroupKind::kHost, rails_, count_);
     scatter_from_root();
-    inside(false, false, question_.root_host);
+    inside(false, false, call_.root_host);
     if (hosts_ == 1) return;
     chain(GroupKind::kRail, hosts_, count_);
-    inside(false, false, -1, question_.root_host);
+    inside(false, false, -1, call_.root_host);
   }
 
   Exchange exchange(GroupKind among, InterHostSchedule kind, int members, const LinkClass& timing) const {
-    const std::size_t element = question_.element_bytes;
+    const std::size_t element = call_.element_bytes;
     return {among, kind, members, 0, num_rounds(kind, members), true, false, {}, {element, element}, timing};
   }
 
-  std::size_t align() const { return larger(1, kAlignBytes / question_.element_bytes); }
+  std::size_t align() const { return larger(1, kAlignBytes / call_.element_bytes); }
   WindowCut cut(std::size_t count, int chunks, const LinkClass& link) const {
     if (link.slice_bytes == 0) return cut_windows(count, chunks, count + 1, align());
     const std::size_t least = link.least_slice_bytes ? link.least_slice_bytes : link.slice_bytes;
-    return cut_between(count, chunks, {link.slice_bytes, least, link.slots}, question_.element_bytes, align());
+    return cut_between(count, chunks, {link.slice_bytes, least, link.slots}, call_.element_bytes, align());
   }
 
   // ---- an exchange -------------------------------------------------------------------------------------------------
@@ -414,9 +412,9 @@ class Simulation {
   // ---- broadcast ---------------------------------------------------------------------------------------------------
 
   void scatter_from_root() {
-    const int root = question_.root_host * rails_;
+    const int root = call_.root_host * rails_;
     for (int rail = 1; rail < rails_; ++rail) {
-      const std::size_t n = rail_count(rail) * question_.element_bytes;
+      const std::size_t n = rail_count(rail) * call_.element_bytes;
       if (n == 0) continue;
       clock_[root] += own_time(root, cluster_.inside.overhead_us);
       const Times times = transfer(root, root + rail, n, std::max(clock_[root], clock_[root + rail]));
@@ -431,7 +429,7 @@ class Simulation {
     const LinkClass& link = among == GroupKind::kHost ? cluster_.inside : cluster_.between;
     const Exchange e{among, InterHostSchedule::kRing, members, 0, 0, false, false, {}, {0, 0}, link};
     const int groups = by_rail ? rails_ : 1;
-    const int root = by_rail ? question_.root_host : among == GroupKind::kAll ? question_.root_host * rails_ : 0;
+    const int root = by_rail ? call_.root_host : among == GroupKind::kAll ? call_.root_host * rails_ : 0;
     for (int member = root, at = 0; at + 1 < members; ++at) {
       const int next = ring_next(member, members);
       for (int group = 0; group < groups; ++group)
@@ -452,7 +450,7 @@ class Simulation {
     for (std::size_t w = 0; w < windows; ++w) {
       now = std::max(now, had[w]) + own_time(from, e.timing.overhead_us);
       const double free = w >= slots ? has[w - slots] : clock_[to];
-      const std::size_t n = cut.slice(0, w).count * question_.element_bytes;
+      const std::size_t n = cut.slice(0, w).count * call_.element_bytes;
       const Times times = transfer(from, to, n, std::max(now, free));
       has[w] = times.arrived;
       clock_[from] = std::max(clock_[from], times.sent);
@@ -463,8 +461,8 @@ class Simulation {
 
   // ---- the result --------------------------------------------------------------------------------------------------
 
-  Answer answer() const {
-    Answer found;
+  Prediction prediction() const {
+    Prediction found;
     found.time_us = *std::max_element(clock_.begin(), clock_.end());
     found.first_us = *std::min_element(clock_.begin(), clock_.end());
     found.inside_bytes = *std::max_element(inside_bytes_.begin(), inside_bytes_.end());
@@ -479,7 +477,7 @@ class Simulation {
   }
 
   const Cluster& cluster_;
-  const Question& question_;
+  const CollectiveCall& call_;
   const int hosts_, rails_;
   const bool folded_;
   const int ranks_;  // number of simulated ranks
@@ -495,9 +493,9 @@ class Simulation {
 
 }  // namespace
 
-Answer simulate(const Cluster& cluster, const Question& question) {
-  check(cluster, question);
-  return Simulation(cluster, question).run();
+Prediction simulate(const Cluster& cluster, const CollectiveCall& call) {
+  check(cluster, call);
+  return Simulation(cluster, call).run();
 }
 
 }  // namespace ringcomm::simulation

@@ -50,7 +50,7 @@ struct Cluster {
 enum class Collective : std::uint8_t { kAllReduce, kReduceScatter, kAllGather, kBroadcast, kAllToAll };
 enum class LocalAlgorithm : std::uint8_t { kRing, kDirect, kOneshot };
 
-struct Question {
+struct CollectiveCall {
   Collective collective = Collective::kAllReduce;
   InterHostSchedule between = InterHostSchedule::kRing;
   LocalAlgorithm inside = LocalAlgorithm::kDirect;
@@ -69,7 +69,7 @@ struct Question {
   bool fold = true;
 };
 
-struct Answer {
+struct Prediction {
   double time_us = 0;               // until the last rank is done
   double first_us = 0;              // until the first rank is done
   std::uint64_t inside_bytes = 0;   // the most that a rank sends inside its host
@@ -80,8 +80,8 @@ struct Answer {
 };
 
 // Throws kInvalid for combinations that the schedules do not have, and for numbers out of range.
-void check(const Cluster& cluster, const Question& question);
+void check(const Cluster& cluster, const CollectiveCall& call);
 // Checks too, and throws for more than 2e10 messages.
-Answer simulate(const Cluster& cluster, const Question& question);
+Prediction simulate(const Cluster& cluster, const CollectiveCall& call);
 
 }  // namespace ringcomm::simulation

@@ -136,7 +136,7 @@ bool PointToPoint::receive_now(const Call& call) {
   const std::size_t nbytes = call.count * element_bytes(call.dtype);
   if (call.root == kAnySource || nbytes > tuning::kLeastSliceBytes) return false;
   const Board board = group_.p2p_board(call.root, group_.rank());
-  for (int i = 0; i <= group_.patience().spins; ++i, cpu_relax()) {
+  for (int i = 0; i <= group_.wait_policy().spins; ++i, cpu_relax()) {
     const std::lock_guard<std::mutex> lock(mutex_);
     ReceiveQueue& in = incoming_[call.root];
     if (!receives_.empty() || in.current || in.unexpected || !in.arrived.empty()) return false;
@@ -446,8 +446,8 @@ void PointToPoint::check(const Message& message) {
 
 // Moves all messages until this one is done, or `timeout_ms` (if not 0) has passed.
 void PointToPoint::wait(Message& message, std::int64_t timeout_ms) {
-  Deadline patience_of_caller{&message.call, timeout_ms};
-  const Patience patience = group_.patience();
+  Deadline limit_of_caller{&message.call, timeout_ms};
+  const WaitPolicy policy = group_.wait_policy();
   Clock::time_point next{};
   const WaitKind kind = message.call.op == Op::kSend    ? WaitKind::kSend
                         : message.call.op == Op::kProbe ? WaitKind::kProbe
@@ -461,7 +461,7 @@ void PointToPoint::wait(Message& message, std::int64_t timeout_ms) {
       idle = 0;
       continue;
     }
-    if (idle < patience.spins) {
+    if (idle < policy.spins) {
       cpu_relax();
       continue;
     }
@@ -479,10 +479,10 @@ void PointToPoint::wait(Message& message, std::int64_t timeout_ms) {
       while (!message.done()) yield();  // another thread is about to finish it
       throw;
     }
-    if (timeout_ms > 0 && patience_of_caller.passed())
+    if (timeout_ms > 0 && limit_of_caller.passed())
       fail(ErrorCode::kTimeout, name(message.call.op), ": rank ", group_.rank(), " waited ", timeout_ms / 1000.0,
            " s for an asynchronous message, which is still in flight; wait longer, or abort the communicator");
-    if (idle < patience.spins + patience.yields)
+    if (idle < policy.spins + policy.yields)
       yield();
     else
       group_.sleep_by_bell([&] { return step() || message.done(); });

@@ -167,7 +167,7 @@ void Group::connect(const std::vector<std::string>& handles, std::int64_t connec
     fail(ErrorCode::kInvalid, "connect: rank ", rank_, " expected ", world_size_, " handles, got ", handles.size(),
          "; pass every rank's handle, in rank order");
   shares_address_space_ = true;
-  patience_ = Patience::for_ranks(world_size_);
+  wait_policy_ = WaitPolicy::for_ranks(world_size_);
   attach_all(handles);
   for (int peer = 0; peer < world_size_; ++peer) fetch_add(&control(peer).attached.value, 1);
   store_release(&control().has_attached.value, 1);

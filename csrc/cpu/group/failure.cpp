@@ -52,7 +52,7 @@ void Group::wait(int peer, const Flag* flag, std::uint64_t target, const Deadlin
   const ScopeExit count(count_wait);  // also if the wait throws
   const auto has_come = [&] { return load_acquire(flag) >= target; };
   LongWait watch(*this, WaitKind::kCollective, peer, deadline.timeout_ms, flag);
-  wait_flag(flag, target, &control(peer).sleepers.value, patience_, begin, [&] {
+  wait_flag(flag, target, &control(peer).sleepers.value, wait_policy_, begin, [&] {
     wait_for(peer);
     watch.check(has_come);
     look_around(peer, deadline, has_come);

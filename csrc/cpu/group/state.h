@@ -108,7 +108,7 @@ class Group {
   // active, and returns whether there is work already.
   template <typename Look>
   void sleep_by_bell(const Look& look) const;
-  const Patience& patience() const { return patience_; }
+  const WaitPolicy& wait_policy() const { return wait_policy_; }
 
   // Publishes the collective that this rank has begun; compare_calls compares it, without waiting, with the peers' call
   // of the same number, so that a mismatch is also found between ranks that do not wait for each other.
@@ -219,7 +219,7 @@ class Group {
   std::shared_ptr<Flag> waited_;  // ns that collectives waited for each peer; null: not counted
   const std::shared_ptr<WaitGraph> graph_;
   mutable WaitGraph::Member member_;
-  Patience patience_{};
+  WaitPolicy wait_policy_{};
   bool shares_address_space_ = false;
   bool connected_ = false;
   trace::Origin origin_;

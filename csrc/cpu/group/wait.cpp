@@ -38,7 +38,7 @@ int available_cores() {
   return CPU_COUNT(&set);
 }
 
-Patience Patience::for_ranks(int ranks_on_host) {
+WaitPolicy WaitPolicy::for_ranks(int ranks_on_host) {
   if (ranks_on_host <= available_cores()) return {200, 64, 2000};
   return {0, 64, 500};
 }

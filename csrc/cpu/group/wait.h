@@ -14,12 +14,12 @@ using Clock = std::chrono::steady_clock;
 
 // How long a wait stays awake. With a core for every rank the peer is running and will be quick; otherwise the peer may
 // need this core.
-struct Patience {
+struct WaitPolicy {
   int spins;              // polls with a pause between them
   int yields;             // polls with a sched_yield between them
   std::int64_t awake_us;  // then sleep, once this long has passed
 
-  static Patience for_ranks(int ranks_on_host);
+  static WaitPolicy for_ranks(int ranks_on_host);
 };
 
 // The futex is the low half of a flag.
@@ -37,20 +37,20 @@ inline void post(Flag* flag, std::uint64_t value, const Flag* sleepers) {
 // Waits until *flag >= target. `check` is called regularly while waiting, and throws to end the wait. `begin` becomes
 // the time at which it stopped spinning, if it did: a clock costs too much for shorter waits.
 template <typename Check>
-void wait_flag(const Flag* flag, std::uint64_t target, Flag* sleepers, const Patience& patience,
+void wait_flag(const Flag* flag, std::uint64_t target, Flag* sleepers, const WaitPolicy& policy,
                Clock::time_point& begin, const Check& check) {
-  for (int i = 0; i < patience.spins; ++i) {
+  for (int i = 0; i < policy.spins; ++i) {
     if (load_acquire(flag) >= target) return;
     cpu_relax();
   }
   begin = Clock::now();
   for (int i = 0;; ++i) {
-    for (int k = 0; k < patience.yields; ++k) {
+    for (int k = 0; k < policy.yields; ++k) {
       if (load_acquire(flag) >= target) return;
       yield();
     }
     check();
-    if (Clock::now() - begin > std::chrono::microseconds(patience.awake_us)) break;
+    if (Clock::now() - begin > std::chrono::microseconds(policy.awake_us)) break;
   }
   for (;;) {
     fetch_add(sleepers, 1);
