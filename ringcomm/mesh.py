@@ -165,7 +165,14 @@ def init_mesh(
              different axes.
     """
     if axes is not None and not isinstance(axes, Mapping):
-        refuse_no_mesh(axes, "init_mesh")
+        if not hasattr(axes, "mesh_dim_names"):
+            remedy = (
+                "pass this communicator as comm=" if is_communicator(axes) else "pass one, or keywords such as dp=2"
+            )
+            raise InvalidArgumentError(
+                f"init_mesh: got axes={shown(axes)}, expected sizes by name such as {{'dp': 2}}, or a DeviceMesh; "
+                f"{remedy}"
+            )
         return _from_device_mesh(axes, device)
     given = [*({} if axes is None else axes).items(), *sizes.items()]
     named = {name: int(n) if isinstance(n, Integral) and not isinstance(n, bool) else n for name, n in given}

@@ -25,8 +25,8 @@ _NOT_REPLACED = {
 }
 
 
-def names_of(text: str) -> list[str]:
-    """Returns the backend names in ``text``, separated by commas.
+def names_of(text: str, given: str = VARIABLE) -> list[str]:
+    """Returns the backend names in ``text``, separated by commas; ``given`` is the variable or flag that has it.
 
     Raises:  InvalidArgumentError: no name, a word that is none, or the name of a backend that cannot be replaced.
     """
@@ -35,13 +35,13 @@ def names_of(text: str) -> list[str]:
         if name in _NOT_REPLACED or not re.fullmatch(r"[a-z][a-z0-9_-]*", name):
             why = _NOT_REPLACED.get(name, "that is no name of a backend")
             raise InvalidArgumentError(
-                f"{VARIABLE}: expected names of torch.distributed backends such as gloo,nccl, got {name!r}: {why}; "
-                f"remove it from {VARIABLE}={text!r}"
+                f"{given}: expected names of torch.distributed backends such as gloo,nccl, got {name!r}: {why}; "
+                f"remove it from {given}={text!r}"
             )
     if not names:
         raise InvalidArgumentError(
-            f"{VARIABLE}: expected names of torch.distributed backends such as gloo,nccl, got none in {text!r}; name "
-            f"one, or leave {VARIABLE} out"
+            f"{given}: expected names of torch.distributed backends such as gloo,nccl, got none in {text!r}; name one, "
+            f"or leave {given} out"
         )
     return names
 

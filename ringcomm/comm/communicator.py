@@ -451,7 +451,8 @@ class Communicator:
 
         Args:
             algorithm: auto, ring, direct; on GPUs of one host also copy_engine.
-        Shapes:  x (n, ...), out (W*n, ...) or (W, n, ...). ``x`` may be this rank's part of ``out``.
+        Shapes:  x (n, ...), the same on every rank (`all_gather_list` learns different ones), out (W*n, ...) or
+                 (W, n, ...). ``x`` may be this rank's part of ``out``.
         Dtypes:  all.
         Cost:    (W-1)/W of the bytes each way.
         Returns: ``out``, or a new array.

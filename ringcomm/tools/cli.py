@@ -41,16 +41,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     Runs one command.
 
-    Returns: its exit status; 2 for an unknown command; 141 if the reader of the output, such as `head`, has ended.
+    Returns: its exit status; 2 for an unknown command; 141 if the reader of the output, such as `head`, has ended, or 0
+             under torchrun, which would report any other status with a traceback.
     """
     try:
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # closed by the shell
+                sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its exit
-        return 128 + signal.SIGPIPE
+        return 0 if "TORCHELASTIC_RUN_ID" in os.environ else 128 + signal.SIGPIPE
 
 
 def usage() -> str:

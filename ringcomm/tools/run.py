@@ -46,7 +46,7 @@ def main(words: list[str]) -> int:
     )
     own, program = _split(words)
     try:
-        names = names_of(parser.parse_args(own).replace)
+        names = names_of(parser.parse_args(own).replace, "--replace" if own else VARIABLE)
         if not program:
             raise InvalidArgumentError("expected a program or -m MODULE, got none; ringcomm run --help shows examples")
         _check_entry_point()

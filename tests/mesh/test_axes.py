@@ -307,3 +307,17 @@ def test_a_mesh_knows_who_averages_and_who_counts() -> None:
         assert shards == groups(extents, ("shard",), number)
         assert replicas == groups(extents, ("replicate",), number)
         assert counts == (number % 2 == 0)
+
+
+def test_what_is_no_axes_is_refused_with_what_to_pass() -> None:
+    def rank(comm: Any) -> None:
+        mesh = init_mesh({"dp": 2}, comm)
+        for axes, said in [
+            (comm, r"got axes=a value of type Communicator, .* pass this communicator as comm="),
+            (mesh, r"got axes=a value of type Mesh, expected sizes by name"),
+            (2, r"got axes=2, expected sizes by name .* or keywords such as dp=2"),
+        ]:
+            with pytest.raises(InvalidArgumentError, match=said):
+                init_mesh(axes, dp=2)
+
+    ringcomm.run_ranks(rank, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -177,6 +178,31 @@ def test_a_command_ends_quietly_when_nobody_reads_on(words: str) -> None:
         assert process.stderr.read() == ""
     endless = "-N 0" in words  # others may have written all of it before
     assert process.returncode in ((141,) if endless else (0, 141))
+
+
+@pytest.mark.slow
+def test_bench_under_torchrun_ends_quietly_when_nobody_reads_on() -> None:
+    """Neither the rank that cannot write, nor the others, nor torchrun says anything."""
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2"
+    bench = "-m ringcomm bench -b 64 -e 1K -f 2 -n 1 -w 1 -N 0"
+    with subprocess.Popen(
+        [sys.executable, *torchrun.split(), *bench.split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
+
+
+def test_a_command_without_an_output_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # as after `>&-`
+    assert cli.main(["--version"]) == 0
 
 
 @pytest.mark.parametrize(

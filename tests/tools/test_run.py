@@ -196,6 +196,19 @@ def test_names_that_cannot_be_replaced(text: str) -> None:
         replace.names_of(text)
 
 
+@pytest.mark.parametrize(
+    ("words", "given"), [(["--replace", "mpi"], "--replace"), (["--replace=,"], "--replace"), ([], "RINGCOMM_REPLACE")]
+)
+def test_the_error_names_what_gave_the_names(
+    words: list[str], given: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RINGCOMM_REPLACE", "mpi")
+    assert cli.main(["run", *words, "job.py"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"ringcomm run: {given}: expected names of torch.distributed backends")
+    assert ("RINGCOMM_REPLACE" in said) is (not words)
+
+
 @contextlib.contextmanager
 def replacing(names: str) -> Iterator[io.StringIO]:
     """What `import torch` does under RINGCOMM_REPLACE, undone at the end; gives what is said meanwhile."""
