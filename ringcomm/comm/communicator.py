@@ -92,6 +92,11 @@ class Communicator:
     """
 
     def __init__(self, engine: Engine) -> None:
+        if not isinstance(engine, Engine):
+            raise InvalidArgumentError(
+                f"Communicator: got {shown(engine)}, expected an engine; call ringcomm.init, ringcomm.run_ranks or "
+                "Communicator.from_process_group, which make communicators"
+            )
         self._engine: Engine | None = engine
         self._engine_name = engine.name
         self._device = engine.device

@@ -234,6 +234,23 @@ def test_a_subgroup_of_other_ranks_is_told_to_all(own: list[int]) -> None:
     four(fn)
 
 
+def test_a_gather_of_parts_of_different_sizes_names_the_call_that_takes_them() -> None:
+    def fn(comm: Communicator) -> None:
+        with pytest.raises(errors.MismatchError) as caught:
+            comm.all_gather(np.ones(1 + (comm.rank == 3)))
+        said = str(caught.value)
+        assert "rank 3 gathers 8 x float64" in said
+        assert "; all_gather_list gathers parts of different sizes; every rank must" in said
+
+    four(fn)
+
+
+def test_a_communicator_is_made_of_an_engine() -> None:
+    made: Any = Communicator
+    with pytest.raises(errors.InvalidArgumentError, match=r"got 1, expected an engine; call ringcomm\.init"):
+        made(1)
+
+
 def test_dup_is_independent() -> None:
     def fn(comm: Communicator) -> None:
         with comm.dup() as other:

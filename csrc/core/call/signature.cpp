@@ -84,10 +84,11 @@ std::string difference(const std::vector<Caller>& callers) {
   const bool same_op = !differ(callers, [](const Signature& each) {
     return std::pair(each.op, is_scan(op_of(each), each.root) ? each.root : 0);
   });
-  std::vector<std::pair<std::string, std::vector<int>>> groups;  // in the order of their first ranks
+  const bool gathers = same_op && op_of(callers[0].signature) == Op::kAllGather;  // its count is that of the output
+  std::vector<std::pair<std::string, std::vector<int>>> groups;                   // in the order of their first ranks
   for (const Caller& caller : callers) {
-    std::string said =
-        same_op ? concat("passed ", passed(caller.signature, callers)) : concat("called ", describe(caller.signature));
+    std::string said = same_op ? concat(gathers ? "gathers " : "passed ", passed(caller.signature, callers))
+                               : concat("called ", describe(caller.signature));
     if (!caller.site.empty()) said += concat(" (", caller.site, ')');
     auto group = groups.begin();
     while (group != groups.end() && group->first != said) ++group;
@@ -99,6 +100,8 @@ std::string difference(const std::vector<Caller>& callers) {
                              : concat("call #", first.sequence, ": ");
   for (std::size_t i = 0; i < groups.size(); ++i)
     text += concat(i ? ", " : "", named(groups[i].second), ' ', groups[i].first);
+  if (gathers && differ(callers, [](const Signature& each) { return each.count; }))
+    text += "; all_gather_list gathers parts of different sizes";
   return text;
 }
 
