@@ -70,8 +70,13 @@ def a(said: str, *types: type) -> Requirement:
 def or_none(wanted: Requirement) -> Requirement:
     """Also accepts None, for arguments whose default is not None."""
     return Requirement(
-        f"{wanted.said} or None", lambda value: None if value is None else wanted.take(value), wanted.instead
+        _with_none(wanted.said), lambda value: None if value is None else wanted.take(value), wanted.instead
     )
+
+
+def _with_none(said: str) -> str:
+    """The words for a requirement that None meets too: one "or", before the last choice."""
+    return f"{said.replace(', or ', ' or ').replace(' or ', ', ')} or None"
 
 
 def one_of(*known: str) -> Requirement:
@@ -185,7 +190,7 @@ def expects(call: str, **wanted: Requirement) -> Callable[[Callable[_P, _R]], Ca
             try:
                 return wanted[name].take(value)
             except Exception as error:
-                expected = wanted[name].said + (" or None" if defaults[name] is None else "")
+                expected = _with_none(wanted[name].said) if defaults[name] is None else wanted[name].said
                 instead = wanted[name].instead(value)
                 advice = f"pass {name}={instead}" if instead else "pass that"
                 raise InvalidArgumentError(f"{call}: got {name}={shown(value)}, expected {expected}; {advice}") from (

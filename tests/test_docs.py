@@ -1,7 +1,9 @@
-"""The documentation site is built without a dead link, and the notebook gives the outputs that stand in it."""
+"""The site is built without a dead link; the notebook and the guide's snippets give the outputs that stand there."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import os
 import re
@@ -11,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import ringcomm
@@ -115,3 +118,27 @@ def test_the_notebook_gives_the_outputs_that_stand_in_it(tmp_path: Path, monkeyp
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbclient.NotebookClient(notebook, timeout=250, resources={"metadata": {"path": str(tmp_path)}}).execute()
     assert cell_outputs(notebook) == cell_outputs(json.loads(NOTEBOOK.read_text()))
+
+
+def test_the_snippets_of_the_guide_return_what_their_comments_say() -> None:
+    section = (ROOT / "docs" / "guide.md").read_text().split("\n## Snippets\n")[1].split("\n## ")[0]
+    functions: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL):
+        exec(block, names := {"np": np, "ringcomm": ringcomm})  # the guide's own code
+        functions |= {name: each for name, each in names.items() if inspect.isfunction(each)}
+
+    def run(comm: ringcomm.Communicator, function: Any) -> Any:
+        result = function(comm)
+        return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+    found = {name: ringcomm.run_ranks(run, 4, function) for name, function in functions.items()}
+    assert [int(x) for x in found.pop("sendrecv")] == [3, 0, 1, 2]
+    assert [first in (0, 1) for first, _ in found.pop("both")] == [True] * 4
+    assert found.pop("unknown") == [{1: 45, 2: 190, 3: 435}, None, None, None]
+    assert {name: [str(x) for x in results] for name, results in found.items()} == {
+        "split": ["[2.]"] * 4,
+        "subgroup": ["None", "[3 1]"] * 2,
+        "coalesce": ["[array([4., 4., 4.]), array([0, 1, 2, 3])]"] * 4,
+        "uneven": ["[array([], dtype=int64), array([1]), array([2, 2]), array([3, 3, 3])]"] * 4,
+        "offsets": ["[0]", "[10]", "[30]", "[60]"],
+    }

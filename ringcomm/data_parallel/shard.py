@@ -169,7 +169,7 @@ def _refuse_other(
             raise InvalidArgumentError(
                 f"shard: rank {flat.ranks.rank} got {name}={value} for a module that is wrapped with "
                 f"{name}={found[name]}, expected the optimizer alone; use ringcomm.restage for another stage, or "
-                "take the module out with ringcomm.unshard and wrap it anew"
+                "unwrap the module with ringcomm.unshard and wrap it again"
             )
 
 

@@ -213,5 +213,5 @@ def main(as_json: bool = False) -> int:
     if as_json:
         print(json.dumps([asdict(fact) for fact in found], indent=1))
     else:
-        print(f"```\n{text(found)}\n```\nTo report a bug, paste this, what you ran, what it printed.")
+        print(f"```\n{text(found)}\n```\nTo report a bug, paste this, your command and its output.")
     return int(not any(fact.usable for fact in found if fact.name == "cpu"))

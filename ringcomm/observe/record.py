@@ -179,7 +179,7 @@ def _taken(pid: int, wanted: set[int] | None) -> tuple[list[bytes], str, int]:
         # The first bytes are written last, when the head of the file is whole.
         taken = [each for each in _memory_files(pid, wanted) if any(each[:8])]
     except (FileNotFoundError, ProcessLookupError):
-        raise InvalidArgumentError(f"record: expected a process, got {pid}, which there is none of; see ps") from None
+        raise InvalidArgumentError(f"record: got process ID {pid}, which no process has; look it up with ps") from None
     except PermissionError:
         raise InvalidArgumentError(
             f"record: process {pid} belongs to another user, or is protected: expected one of this user; ask as it"
@@ -493,21 +493,20 @@ class View:
         return ["; ".join(described(ranks) for ranks in together)] if together else []
 
     def _doing(self, at: Position, record: Record, many: bool, waits: bool) -> str:
-        are = "are" if many else "is"
+        have = "have" if many else "has"
         call = at.call
         if call is not None:
-            since = seconds(max(0, (call.end_ns or record.taken_ns) - call.begin_ns))
+            duration = seconds(max(0, (call.end_ns or record.taken_ns) - call.begin_ns))
             if call.state == "failed":
-                return f"gave up {call.title}{_in_brackets(call.place)} after {since}"
-            verb = ("wait in" if many else "waits in") if waits else f"{are} in"
-            return f"{verb} {call.title}{_in_brackets(call.place)} since {since}"
+                return f"gave up {call.title}{_in_brackets(call.place)} after {duration}"
+            return f"{have} {'waited' if waits else 'been'} in {call.title}{_in_brackets(call.place)} for {duration}"
         last = at.last
         if last is None:
-            return f"{'have' if many else 'has'} called nothing yet"
+            return f"{have} called nothing yet"
         if last.state == "enqueued":
-            return f"{'have' if many else 'has'} enqueued all up to {last.title}{_in_brackets(last.place)}"
-        since = seconds(max(0, record.taken_ns - last.end_ns))
-        return f"{are} outside of any call, since {since} after {last.title}{_in_brackets(last.place)}"
+            return f"{have} enqueued all up to {last.title}{_in_brackets(last.place)}"
+        duration = seconds(max(0, record.taken_ns - last.end_ns))
+        return f"{have} been outside of any call for {duration}, after {last.title}{_in_brackets(last.place)}"
 
     def _missing(self) -> list[str]:
         missing = [rank for rank in range(self.world_size) if rank not in self.positions]

@@ -205,5 +205,5 @@ def main(argv: Sequence[str]) -> int:
         return 2
     spans = sum(event["ph"] == "X" for event in timeline["traceEvents"])
     dropped = sum(process["dropped"] for process in timeline["ringcomm"])
-    print(f"wrote {a.out}: {spans} spans of {len(timeline['ringcomm'])} processes, {dropped} found no room")
+    print(f"wrote {a.out}: {spans} spans of {len(timeline['ringcomm'])} processes, {dropped} dropped")
     return 0

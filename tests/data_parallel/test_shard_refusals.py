@@ -90,10 +90,10 @@ def test_an_optimizer_that_no_shard_can_serve(make: Callable[..., Any], kind: ty
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ({"stage": 4}, "stage=4, expected 0, 1, 2 or 3"),
+        ({"stage": 4}, "stage=4, expected 0, 1, 2, 3 or None"),
         ({"stage": -1}, "stage=-1"),
-        ({"stage": "2"}, r"stage='2', expected 0, 1, 2 or 3 or None; pass stage=2$"),
-        ({"stage": "7"}, r"stage='7', expected 0, 1, 2 or 3 or None; pass that$"),
+        ({"stage": "2"}, r"stage='2', expected 0, 1, 2, 3 or None; pass stage=2$"),
+        ({"stage": "7"}, r"stage='7', expected 0, 1, 2, 3 or None; pass that$"),
         ({"accumulation": "pairs"}, "accumulation='pairs'"),
         ({"atom": "page"}, "atom='page'"),
         ({"units": [nn.Linear(2, 2)]}, "unit Linear, which is not in the module"),

@@ -107,11 +107,11 @@ def test_it_says_which_rank_is_behind_in_which_call(job: Job, capsys: pytest.Cap
     text = doctor(capsys, "--pid", job.pids[0], "--calls", 2)  # the other ranks are found
     late = f"rank 2 (process {job.pids[2]})"
     if job.how == "receiving":
-        assert f"{late} is in recv from rank 1 (job.py:{RECV}) since " in text
+        assert f"{late} has been in recv from rank 1 (job.py:{RECV}) for " in text
     else:
-        assert f"{late} is outside of any call, since " in text
+        assert f"{late} has been outside of any call for " in text
         assert f" after all_gather #1 (job.py:{GATHER}); " in text
-    assert f"; ranks 0, 1 wait in all_reduce #2 (job.py:{LAST}) since " in text
+    assert f"; ranks 0, 1 have waited in all_reduce #2 (job.py:{LAST}) for " in text
     assert (f"{late}: stopped by a signal" in text) == (job.how == "stopped")
     rows = [" ".join(line.split()) for line in text.splitlines()]
     assert any(row.startswith("all_reduce #2 5 x float64, sum ranks 0, 1 in flight ") for row in rows)
@@ -232,7 +232,7 @@ def test_it_reads_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
         (own,) = (each for each in record.records() if each.group not in before)
     text = doctor(capsys, *paths)
     assert f"communicator {own.group:x} of 1 ranks (cpu)" in text
-    assert "is outside of any call, since " in text
+    assert "has been outside of any call for " in text
     assert "barrier #0" in text
 
 
@@ -245,7 +245,7 @@ def ended_process() -> int:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--pid", "of a process that has ended"], "which there is none of"),
+        (["--pid", "of a process that has ended"], "which no process has"),
         (
             ["--pid", "of a process without ringcomm"],
             "nor has a process that it started, expected a rank",

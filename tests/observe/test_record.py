@@ -294,7 +294,7 @@ def test_a_path_may_be_long_and_no_utf8(tmp_path: Path) -> None:
 def test_there_is_no_record_of_no_process() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
-    with pytest.raises(errors.InvalidArgumentError, match=f"got {child.pid}, which there is none of"):
+    with pytest.raises(errors.InvalidArgumentError, match=f"got process ID {child.pid}, which no process has"):
         record.records(child.pid)
 
 

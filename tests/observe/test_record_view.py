@@ -52,8 +52,8 @@ def view(*found: Record) -> View:
 def test_who_is_behind_comes_first() -> None:
     waits = (made_call(7), made_call(8, "in flight"))
     assert view(made(0, *waits), made(1, made_call(7, "in flight", "all_gather")), made(2, *waits)).summary() == [
-        "rank 1 (process 41) is in all_gather #7 (train.py:87) since 3.0 s; ranks 0, 2 wait in all_reduce #8 "
-        "(train.py:88) since 2.0 s",
+        "rank 1 (process 41) has been in all_gather #7 (train.py:87) for 3.0 s; ranks 0, 2 have waited in all_reduce "
+        "#8 (train.py:88) for 2.0 s",
         "call #7 differs: ranks 0, 2 called all_reduce(1024 x float32, sum) (train.py:87), rank 1 "
         "called all_gather(1024 x float32) (train.py:87)",
     ]
@@ -63,20 +63,21 @@ def test_who_has_not_come_is_behind_those_who_wait() -> None:
     outside = made(1, made_call(7), process="stopped")
     waits = made_call(7), made_call(8, "in flight")
     assert view(made(0, *waits), outside).summary() == [
-        "rank 1 (process 41) is outside of any call, since 2.5 s after all_reduce #7 (train.py:87); rank 0 waits in "
-        "all_reduce #8 (train.py:88) since 2.0 s",
+        "rank 1 (process 41) has been outside of any call for 2.5 s, after all_reduce #7 (train.py:87); rank 0 has "
+        "waited in all_reduce #8 (train.py:88) for 2.0 s",
         "rank 2 has no record here: its process has ended, closed the communicator, or runs on another host",
         "rank 1 (process 41): stopped by a signal, SIGCONT lets it go on",
     ]
     receives = made(1, made_call(7), made_call(8, "in flight", "recv", root=-1))
-    assert "rank 1 (process 41) is in recv from any rank (train.py:88)" in view(made(0, *waits), receives).summary()[0]
+    (first, *_) = view(made(0, *waits), receives).summary()
+    assert "rank 1 (process 41) has been in recv from any rank (train.py:88)" in first
     new = made(1)
     assert view(made(0, *waits), new).summary()[0].startswith("rank 1 (process 41) has called nothing yet; rank 0")
 
 
 def test_processes_of_several_hosts_are_named_with_them() -> None:
     ranks = made(0, made_call(8, "in flight"), world_size=2), made(1, made_call(7), world_size=2, host="node1")
-    assert view(*ranks).summary()[0].startswith("rank 1 (process 41 on node1) is outside of any call, ")
+    assert view(*ranks).summary()[0].startswith("rank 1 (process 41 on node1) has been outside of any call for ")
 
 
 def test_who_gave_up_is_told_so() -> None:

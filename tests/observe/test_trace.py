@@ -314,7 +314,7 @@ def test_files_of_processes_merge(tmp_path: Path, capsys: pytest.CaptureFixture[
     out = tmp_path / "merged.json"
     assert cli.main(["trace", *(str(tmp_path / f"rank{r}.json") for r in range(3)), "-o", str(out)]) == 0
     spans = spans_of(json.loads(out.read_text()))
-    assert f"{len(spans)} spans of 3 processes, 0 found no room" in capsys.readouterr().out
+    assert f"{len(spans)} spans of 3 processes, 0 dropped" in capsys.readouterr().out
     assert len({span["pid"] for span in spans}) == 3
     check_nesting(spans)
     for rank in range(3):
