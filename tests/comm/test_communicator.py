@@ -822,6 +822,17 @@ def test_objects_against_plain_bytes() -> None:
     ringcomm.run_ranks(fn, 2, timeout=30)
 
 
+@pytest.mark.parametrize(
+    ("method", "ops"),
+    [(Communicator.all_reduce, _C.REDUCE_OPS), (Communicator.scan, PREFIXES)],
+    ids=["all_reduce", "scan"],
+)
+def test_a_docstring_names_the_reduce_ops(method: Any, ops: dict[str, Any]) -> None:
+    named = re.search(r"\bop: (.*);", method.__doc__)
+    assert named is not None
+    assert set(named[1].split(", ")) == set(ops)
+
+
 def test_reduce_ops_of_torch() -> None:
     kinds = torch.distributed.ReduceOp
     assert process_group.torch_reduction("nope") is None
