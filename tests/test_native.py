@@ -6,13 +6,14 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support import ROOT
 from tests.support.choice import slow
-from tests.support.emulated import EMULATES, build, module, run
+from tests.support.emulated import EMULATES, build, module, run, tool
 
 PLAIN = ""
 SANITIZED = {  # what to instrument: world sizes of cpu_engine_test
@@ -46,6 +47,26 @@ def test_core_and_engine(test: str, kind: str) -> None:
 def test_more_of_core_and_engine(words: str) -> None:
     test, *rest = words.split()
     run(str(build(PLAIN) / test), *rest, limit_s=290)
+
+
+ONE_PAIR = """
+#include "core/dispatch.h"
+int main() {
+  int calls = 0;
+  ringcomm::dispatch_reduce(ringcomm::DType::kFloat32, ringcomm::ReduceOp::ONLY, [&](auto, auto) { ++calls; });
+  return calls - 1;
+}
+"""
+
+
+@pytest.mark.parametrize("op", ["kMax", "kAvg"])  # with a step of its own, with that of sum
+def test_a_build_of_one_pair_has_that_pair(op: str, tmp_path: Path) -> None:
+    source, program = tmp_path / "one_pair.cpp", tmp_path / "one_pair"
+    source.write_text(ONE_PAIR.replace("ONLY", op))
+    only = ["-DRINGCOMM_ONLY_DTYPE=kFloat32", f"-DRINGCOMM_ONLY_OP={op}"]
+    names = str(ROOT / "csrc" / "core" / "names.cpp")
+    run(tool("c++"), "-std=c++17", f"-I{ROOT / 'csrc'}", *only, str(source), names, "-o", str(program), limit_s=200)
+    run(str(program), limit_s=60)
 
 
 @pytest.mark.timeout(900)

@@ -43,10 +43,10 @@ void dispatch_reduce(DType dtype, ReduceOp op, F&& body) {
     break;
 #if defined(RINGCOMM_ONLY_OP)
 #undef X
-#define X(e)                                                                                        \
-  case ReduceOp::e:                                                                                 \
-    if constexpr (ReduceOp::e == ReduceOp::RINGCOMM_ONLY_OP && (kBits || !is_bitwise(ReduceOp::e))) \
-      return body(element, ReduceStep<ReduceOp::e>{});                                              \
+#define X(e)                                                                                                    \
+  case ReduceOp::e:                                                                                             \
+    if constexpr (ReduceOp::e == combine_of(ReduceOp::RINGCOMM_ONLY_OP) && (kBits || !is_bitwise(ReduceOp::e))) \
+      return body(element, ReduceStep<ReduceOp::e>{});                                                          \
     break;
 #endif
       RINGCOMM_FOR_EACH_STEP(X)

@@ -29,6 +29,13 @@ Started = tuple[list[Any], Callable[[], None]]
 """The process group's handles of a call, and the functions to run when they are done."""
 
 
+def torch_reduction(op: str) -> Any:
+    """Returns the ReduceOp of torch.distributed that has our name ``op``, or None if torch has none."""
+    import torch.distributed as dist
+
+    return getattr(dist.ReduceOp, {"prod": "PRODUCT"}.get(op, op.upper()), None)
+
+
 class TorchRequest:
     """A call in flight in a process group."""
 
@@ -198,14 +205,18 @@ class ProcessGroupEngine(Engine):
 
     def _reduction(self, call: CollectiveArgs) -> tuple[Any, float]:
         """Returns the group's reduce op and the divisor of its result, because Gloo has no average."""
-        import torch.distributed as dist
-
         op, _ = call.reduction or ("sum", 1.0)
         if op == "premul_sum":
-            return dist.ReduceOp.SUM, 1
+            return torch_reduction("sum"), 1
         if op == "avg" and "gloo" in self.name:
-            return dist.ReduceOp.SUM, self.world_size
-        return getattr(dist.ReduceOp, "PRODUCT" if op == "prod" else op.upper()), 1
+            return torch_reduction("sum"), self.world_size
+        reduction = torch_reduction(op)
+        if reduction is None:
+            raise UnsupportedError(
+                f"{call.op}: rank {call.rank} got op {op} over a process group, expected one that torch.distributed "
+                "has; use a communicator that ringcomm.init makes"
+            )
+        return reduction, 1
 
     def _source(self, call: CollectiveArgs, piece: Piece) -> Any:
         """Returns a piece to reduce; for premul_sum a copy of it times the factor."""

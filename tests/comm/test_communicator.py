@@ -23,6 +23,7 @@ import torch.distributed as dist
 import ringcomm
 from ringcomm import _C, Communicator, errors
 from ringcomm.arrays import devices
+from ringcomm.comm import process_group
 from ringcomm.comm.work import Group
 from tests.support.collectives.arrays import raw
 
@@ -636,6 +637,19 @@ def _over_gloo() -> None:
             assert bool((x == (previous - 1) % 3 + 1).all())
 
 
+def test_an_operator_that_torch_lacks_over_a_process_group() -> None:
+    from tests.support import torch_ranks
+
+    torch_ranks.run(_operator_that_torch_lacks, world_size=2, backend="gloo", timeout_s=60)
+
+
+def _operator_that_torch_lacks() -> None:
+    process_group.torch_reduction = lambda op: None
+    with Communicator.from_process_group() as comm:
+        with pytest.raises(errors.UnsupportedError, match=r"^all_reduce: rank . got op max over a process group"):
+            comm.all_reduce(torch.ones(2), "max")
+
+
 # ---- done ----------------------------------------------------------------------------------------------------------
 
 
@@ -825,12 +839,25 @@ def test_objects_against_plain_bytes() -> None:
     ringcomm.run_ranks(fn, 2, timeout=30)
 
 
+@pytest.mark.parametrize(
+    ("method", "ops"),
+    [(Communicator.all_reduce, _C.REDUCE_OPS), (Communicator.scan, PREFIXES)],
+    ids=["all_reduce", "scan"],
+)
+def test_a_docstring_names_the_reduce_ops(method: Any, ops: dict[str, Any]) -> None:
+    named = re.search(r"\bop: (.*);", method.__doc__)
+    assert named is not None
+    assert set(named[1].split(", ")) == set(ops)
+
+
 def test_reduce_ops_of_torch() -> None:
     kinds = torch.distributed.ReduceOp
+    assert process_group.torch_reduction("nope") is None
 
     def fn(comm: Communicator) -> None:
         for name in ("sum", "avg", "prod", "min", "max", "band", "bor", "bxor"):
             kind = kinds.PRODUCT if name == "prod" else getattr(kinds, name.upper())
+            assert process_group.torch_reduction(name) == kind
             for op in (kind, kinds(kind)):
                 x, y = (torch.tensor([comm.rank + 2, 5]) for _ in range(2))
                 comm.all_reduce(x, op)

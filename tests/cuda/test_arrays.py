@@ -1,6 +1,6 @@
 """Arrays on a real GPU: torch tensors and CuPy arrays, their streams and their memory. Several ranks share one device.
 
-What the kernels compute is tested without a GPU (test_cuda_engine.py); this is what the host cannot stand for.
+What the kernels compute is tested without a GPU (test_engine.py); this is what the host cannot stand for.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support.reference import COMBINE
+
 
 def values(rank: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The input of a rank, which every rank can compute."""
@@ -36,18 +38,8 @@ def combined(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
     first, dtype = tensors[0].clone(), tensors[0].dtype
     wide = torch.float64 if dtype.is_floating_point else dtype
     total = first.to(wide)
-    two = {
-        "sum": torch.add,
-        "avg": torch.add,
-        "prod": torch.mul,
-        "min": torch.minimum,
-        "max": torch.maximum,
-        "band": torch.bitwise_and,
-        "bor": torch.bitwise_or,
-        "bxor": torch.bitwise_xor,
-    }[op]
     for tensor in tensors[1:]:
-        total = two(total, tensor.to(wide))
+        total = COMBINE["sum" if op == "avg" else op](total, tensor.to(wide))
     if op == "avg":
         total = torch.div(total, len(tensors), rounding_mode=None if dtype.is_floating_point else "trunc")
     return total.to(dtype)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ringcomm.comm.process_group import torch_reduction
+
 if TYPE_CHECKING:
     import torch
 
@@ -208,14 +210,11 @@ class DistTarget:
         newer: Any = dist  # torch 2.13 and later warn about the old names
         self.all_gather = getattr(newer, "all_gather_single", None) or dist.all_gather_into_tensor
         self.reduce_scatter = getattr(newer, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        self.ops = {"sum": dist.ReduceOp.SUM, "prod": dist.ReduceOp.PRODUCT, "max": dist.ReduceOp.MAX,
-                    "min": dist.ReduceOp.MIN, "avg": dist.ReduceOp.AVG, "band": dist.ReduceOp.BAND,
-                    "bor": dist.ReduceOp.BOR, "bxor": dist.ReduceOp.BXOR}  # fmt: skip
 
     def call(self, case: Case, x: torch.Tensor, y: torch.Tensor, in_place: bool) -> Call | None:
         dist, name, group = self.dist, case.collective.name, {"group": self.group}
         only_in_place = name in ("all_reduce", "broadcast", "reduce")
-        op = self.ops.get(case.op)
+        op = None if case.op == "premul_sum" else torch_reduction(case.op)  # its factor is in the operator
         if case.collective.reduces and op is None:
             return None
         if only_in_place != in_place and name not in ("reduce_scatter", "all_gather"):
