@@ -98,6 +98,7 @@ class Progress:
             yield
         finally:
             timer.cancel()
+            timer.join()  # a caller may fork next
 
     def text(self) -> str:
         """Returns the line."""

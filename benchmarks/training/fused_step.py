@@ -1,5 +1,5 @@
 """
-What one walk from gradient to parameter would save: a step of ZeRO-1 as three passes (reduce_scatter, fused AdamW,
+What a fused pass from gradient to parameter would save: a step of ZeRO-1 as three passes (reduce_scatter, fused AdamW,
 all_gather), beside the same three piece by piece, so that a piece is still in the cache when the next call reads it.
 
     OMP_NUM_THREADS=1 python -m benchmarks.training.fused_step --millions 64
@@ -29,7 +29,7 @@ class Step:
         self.comm, self.shard_count = comm, count // comm.world_size
         self.gradients, self.params = (comm.empty(count, torch.float32).uniform_(-1, 1) for _ in range(2))
         self.shard, self.first, self.second = (torch.zeros(self.shard_count) for _ in range(3))
-        self.steps = torch.zeros(())
+        self.steps = torch.ones(())  # with 0, every parameter becomes NaN
 
     def adamw(self, params: torch.Tensor, gradient: torch.Tensor, begin: int) -> None:
         first, second = (state[begin : begin + len(params)] for state in (self.first, self.second))
@@ -49,7 +49,7 @@ class Step:
         times.append(time.perf_counter())
         return [end - begin for begin, end in itertools.pairwise(times)]
 
-    def walk(self, piece: int) -> float:
+    def piecewise(self, piece: int) -> float:
         gradient, window = self.shard[:piece], piece * self.comm.world_size
         began = time.perf_counter()
         for k in range(self.shard_count // piece):
@@ -73,7 +73,7 @@ def measure(comm: ringcomm.Communicator, count: int, turns: int) -> dict[str, li
         found.setdefault("three passes", []).append(sum(parts))
         for piece in PIECES:
             comm.barrier()
-            found.setdefault(f"pieces of {piece * 4 >> 10} KiB", []).append(step.walk(piece))
+            found.setdefault(f"pieces of {piece * 4 >> 10} KiB", []).append(step.piecewise(piece))
     return {name: seconds[1:] for name, seconds in found.items()}
 
 
@@ -93,6 +93,8 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=2, help="ranks")
     parser.add_argument("--turns", type=int, default=9)
     a = parser.parse_args()
+    if (a.millions << 20) % (a.n * PIECES[-1]):
+        parser.error(f"expected a number of parameters that {a.n} ranks cut into pieces of {PIECES[-1]}")
     found = ringcomm.run_ranks(measure, a.n, a.millions << 20, a.turns, ranks="processes")[0]
     print(table(found, f"{a.n} ranks, {a.millions} Mi float32 parameters, {a.turns} turns"))
 

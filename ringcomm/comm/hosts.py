@@ -330,6 +330,8 @@ def _over_group(group: Any, rank: int, world_size: int, device: Device) -> Any:
 class Span:
     """One engine of one rank, over the ranks of this host or of several hosts."""
 
+    _is_reported = False  # whether AT_CLOSE was called, once for each engine
+
     def __init__(
         self,
         kind: str,
@@ -392,13 +394,18 @@ class Span:
         self.engine.close()
         if self._watch is not None:
             self._watch.stop()
-        for call in AT_CLOSE:
-            call()
+        self._report_end()
 
     def __del__(self) -> None:
         # The end of a process group, which torch closes, and of a communicator that nobody closes.
-        for call in () if sys.is_finalizing() else AT_CLOSE:
-            call()
+        if not sys.is_finalizing():
+            self._report_end()
+
+    def _report_end(self) -> None:
+        if not self._is_reported:
+            self._is_reported = True
+            for call in AT_CLOSE:
+                call()
 
 
 class Watch:

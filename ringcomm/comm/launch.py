@@ -307,8 +307,8 @@ class _Processes:
     def run(self) -> list[Any]:
         """Serves the pipes until every rank has ended, or the time limit after a failure has passed."""
         while self.ending or (self.open and (self.deadline is None or time.monotonic() < self.deadline)):
-            patience = 0.01 if self.ending else None if self.deadline is None else 0.1
-            for pipe in wait(list(self.open), patience):
+            poll_s = 0.01 if self.ending else None if self.deadline is None else 0.1
+            for pipe in wait(list(self.open), poll_s):
                 self.receive(pipe)
             self.look_for_deaths()
             self.tell()

@@ -44,15 +44,15 @@ def build(
     """
     device = device_of(ranks.comm, module)
     params = {id(p) for _, _, named, _ in parts for _, p in named}
-    waiting = MetaModules(module, params, device, init_fn, call, ranks.rank)
+    on_meta = MetaModules(module, params, device, init_fn, call, ranks.rank)
     kept = kept_in_their_type(module)
     builder = BucketBuilder(config, ranks, bucket_bytes, atom, optimizer_group or {}, kept, send, device)
     units = [builder.unit(*each) for each in parts]
-    waiting.initialise([unit.buckets for unit in units])
+    on_meta.initialise([unit.buckets for unit in units])
     uninitialized = [each.flat.contents.uninitialized for each in below]
     _take_over(module, below)
     flat = ShardedModel(module, ranks, [*below, *units], config)
-    flat.contents.uninitialized = waiting.left_in(flat.buckets, uninitialized)
+    flat.contents.uninitialized = on_meta.left_in(flat.buckets, uninitialized)
     for unit in units:
         for each in unit.modules:
             keep_state_of(each, unit, flat.buckets if each is module and not below else unit.buckets)

@@ -29,24 +29,24 @@ def device_of(comm: Communicator, module: nn.Module) -> torch.device:
     return real_device(module) if "," in comm.device else torch.device(comm.device)
 
 
-def uninitialized(value: torch.Tensor) -> float | int:
+def value_of_uninitialized(value: torch.Tensor) -> float | int:
     """Returns the value that fills a tensor that was not initialised."""
     if value.is_floating_point() or value.is_complex():
         return math.nan
     return 0 if value.dtype == torch.bool else torch.iinfo(value.dtype).max
 
 
-def is_unmade(value: torch.Tensor) -> bool:
-    """Whether nothing was written into a tensor since it was filled with `uninitialized`."""
+def is_uninitialized(value: torch.Tensor) -> bool:
+    """Whether nothing was written into a tensor since it was filled with `value_of_uninitialized`."""
     floats = value.is_floating_point() or value.is_complex()
-    empty = value.isnan() if floats else value == uninitialized(value)
+    empty = value.isnan() if floats else value == value_of_uninitialized(value)
     return bool(empty.any() and (empty | (value == 0)).all())  # zeros are the padding of a sharded parameter
 
 
-def fill_unmade(value: torch.Tensor, p: nn.Parameter) -> None:
-    """Fills a parameter's memory with `uninitialized`, and its padding with zeros."""
+def fill_uninitialized(value: torch.Tensor, p: nn.Parameter) -> None:
+    """Fills a parameter's memory with `value_of_uninitialized`, and its padding with zeros."""
     part = part_of(p)
-    value.fill_(uninitialized(value))
+    value.fill_(value_of_uninitialized(value))
     if part.dim is not None:
         length = sum(count for _, count in part.pieces)
         value.narrow(part.dim, length, value.shape[part.dim] - length).zero_()

@@ -21,6 +21,7 @@ import pytest
 
 import ringcomm
 from ringcomm import _C, Communicator
+from ringcomm.comm import hosts
 from ringcomm.observe import metrics as module
 
 
@@ -386,6 +387,21 @@ def test_the_file_has_the_last_calls_of_a_process_group_that_is_destroyed(tmp_pa
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert 'op="barrier"' in (tmp_path / "at.prom").read_text()
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_the_end_of_a_communicator_writes_the_file_once(closes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # communicators of earlier tests may end at any moment
+    written: list[int] = []
+    monkeypatch.setattr(hosts, "AT_CLOSE", [lambda: written.append(len(ringcomm.metrics()["communicators"]))])
+    before = len(ringcomm.metrics()["communicators"])
+    comm = ringcomm.init()
+    comm.barrier()
+    if closes:
+        comm.close()
+    del comm
+    gc.collect()
+    assert written == [before + 1]
 
 
 def test_a_communicator_that_goes_while_the_file_is_written_does_not_hang(

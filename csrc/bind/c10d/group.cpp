@@ -126,9 +126,9 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_r
   std::uint8_t byte = 0;
   if (rank_ != 0) {
     // Longer than rank 0's own limit, so that rank 0's report, which names the missing ranks, comes first.
-    const std::int64_t patience = limit.count() + limit.count() / 8 + 200;
-    engine_->run(message(Op::kSend, 0, &byte, patience));
-    engine_->run(message(Op::kRecv, 0, &byte, patience));
+    const std::int64_t longer_ms = limit.count() + limit.count() / 8 + 200;
+    engine_->run(message(Op::kSend, 0, &byte, longer_ms));
+    engine_->run(message(Op::kRecv, 0, &byte, longer_ms));
     return;
   }
   const std::vector<int> missing = missing_at_barrier(limit, wait_all_ranks);

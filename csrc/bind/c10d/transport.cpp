@@ -12,8 +12,8 @@
 
 #include "bind/c10d/messages.h"
 #include "core/error.h"
-#include "core/on_exit.h"
 #include "core/schedule.h"
+#include "core/scope_exit.h"
 
 namespace ringcomm {
 

@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "bind/module/define.h"
-#include "core/on_exit.h"
+#include "core/scope_exit.h"
 #include "runtime/crc32c.h"
 
 namespace py = pybind11;

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "core/error.h"
-#include "core/on_exit.h"
+#include "core/scope_exit.h"
 #include "cpu/group/state.h"
 #include "runtime/clock.h"
 #include "runtime/observe/flight_recorder.h"

@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "core/error.h"
-#include "core/on_exit.h"
+#include "core/scope_exit.h"
 #include "runtime/forks.h"
 #include "runtime/interrupt.h"
 

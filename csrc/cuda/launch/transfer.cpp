@@ -146,7 +146,7 @@ void Matcher::end_all() {
 
 Links::~Links() {
   if (process_is_ending()) return;
-  for (const auto& [way, stream] : streams_) tolerate(cudaStreamDestroy(stream), "cudaStreamDestroy");
+  for (const auto& [key, stream] : streams_) tolerate(cudaStreamDestroy(stream), "cudaStreamDestroy");
 }
 
 bool Links::leads_to(int peer) const {
@@ -174,7 +174,7 @@ void Links::connect() {
 std::vector<StreamEventPtr> Links::last() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::vector<StreamEventPtr> ends;
-  for (const auto& [way, latest] : latest_) ends.push_back(latest.eager());
+  for (const auto& [key, latest] : latest_) ends.push_back(latest.eager());
   return ends;
 }
 
@@ -187,7 +187,7 @@ std::shared_ptr<PendingCall> Links::post(const std::vector<const Call*>& calls, 
   args.layout = memory.layout();
   args.rank = memory.args();
   std::int64_t limit_ms = 0;
-  std::map<Way, int> channels;  // the blocks of a way's first message serve all of them
+  std::map<LinkKey, int> channels;  // the blocks of a link's first message serve all of them
   for (const Call* call : calls) {
     if (call->root == kAnySource)
       fail(ErrorCode::kUnsupported, "recv: rank ", rank,
@@ -203,14 +203,14 @@ std::shared_ptr<PendingCall> Links::post(const std::vector<const Call*>& calls, 
     transfer.tag = call->tag;
     transfer.sends = sends;
     transfer.dtype = call->dtype;
-    int& most = channels[way(*call)];
+    int& most = channels[key_of(*call)];
     most = std::max<int>(most, transfer.channels);
     limit_ms = std::max(limit_ms, context_.limit(*call));
-    latest_[way(*call)].follow(stream, capture, rank);
+    latest_[key_of(*call)].follow(stream, capture, rank);
   }
   args.timeout_ns = static_cast<std::uint64_t>(limit_ms) * 1000000;
   int blocks = 0, widest = 0;  // all that wait must be on the device at once
-  for (const auto& [way, most] : channels) {
+  for (const auto& [key, most] : channels) {
     blocks += most;
     widest = std::max(widest, most);
   }
@@ -219,7 +219,7 @@ std::shared_ptr<PendingCall> Links::post(const std::vector<const Call*>& calls, 
          " blocks of ", threads_, " threads, got room for ", room_, "; use smaller blocks (RINGCOMM_CUDA_THREADS)");
   launch(transfer_kernel(), name(calls[0]->op), dim3(widest, args.num_transfers), threads_, args, stream, false, rank);
   const StreamEventPtr end = context_.events().record(stream, capture, rank);
-  for (const Call* call : calls) latest_[way(*call)].put(end);
+  for (const Call* call : calls) latest_[key_of(*call)].put(end);
   context_.calls(calls[0]->op, limit_ms);
   if (capture) context_.captured.store(true);
   auto pending = std::make_shared<PendingCall>();

@@ -62,22 +62,22 @@ class Links {
                                     unsigned long long capture);
   // The engine's stream for a call whose caller does not wait: sends and receives on one stream would wait for each
   // other.
-  cudaStream_t stream_of(const Call& call) const { return streams_.at(way(call)); }
+  cudaStream_t stream_of(const Call& call) const { return streams_.at(key_of(call)); }
   // The ends of the last launch of every link.
   std::vector<StreamEventPtr> last() const;
   ~Links();
 
  private:
-  using Way = std::pair<int, bool>;  // peer, whether this rank sends
-  static Way way(const Call& call) { return {call.root, call.op == Op::kSend}; }
+  using LinkKey = std::pair<int, bool>;  // peer, whether this rank sends
+  static LinkKey key_of(const Call& call) { return {call.root, call.op == Op::kSend}; }
 
   Context& context_;
   int threads_ = 0;   // of a block
   int room_ = 0;      // blocks of the kernel that fit on the device beside those of the other ranks there
   int channels_ = 1;  // most of a link
   mutable std::mutex mutex_;
-  std::map<Way, LatestEvents> latest_;
-  std::map<Way, cudaStream_t> streams_;
+  std::map<LinkKey, LatestEvents> latest_;
+  std::map<LinkKey, cudaStream_t> streams_;
 };
 
 }  // namespace ringcomm::cuda

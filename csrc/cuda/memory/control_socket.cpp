@@ -168,9 +168,9 @@ bool ControlSocket::receive(int timeout_ms) {
   return true;
 }
 
-template <typename Wanted>
-bool ControlSocket::take_if(const Wanted& wanted, ControlMessage& message) {
-  const auto found = std::find_if(unread_.begin(), unread_.end(), wanted);
+template <typename Predicate>
+bool ControlSocket::take_if(const Predicate& matches, ControlMessage& message) {
+  const auto found = std::find_if(unread_.begin(), unread_.end(), matches);
   if (found == unread_.end()) return false;
   message = std::move(*found);
   unread_.erase(found);

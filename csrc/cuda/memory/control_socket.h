@@ -71,8 +71,8 @@ class ControlSocket {
   bool take(ControlMessage::Kind kind, int from, std::uint64_t last, ControlMessage& message);
 
  private:
-  template <typename Wanted>
-  bool take_if(const Wanted& wanted, ControlMessage& message);
+  template <typename Predicate>
+  bool take_if(const Predicate& matches, ControlMessage& message);
 
   int socket_ = -1;
   Address address_;

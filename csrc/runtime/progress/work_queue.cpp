@@ -4,7 +4,7 @@
 #include <chrono>
 
 #include "core/error.h"
-#include "core/on_exit.h"
+#include "core/scope_exit.h"
 #include "runtime/observe/flight_recorder.h"
 #include "runtime/observe/site.h"
 #include "runtime/observe/trace.h"

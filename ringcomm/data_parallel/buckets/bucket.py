@@ -27,7 +27,7 @@ from ringcomm.data_parallel.buckets.group import DONE, DataParallelGroup, uses
 from ringcomm.data_parallel.buckets.layout import FlatLayout, Run
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.modules.arguments import LAST_STAGE
-from ringcomm.modules.meta import fill_unmade, give_memory
+from ringcomm.modules.meta import fill_uninitialized, give_memory
 from ringcomm.modules.precision import Types
 from ringcomm.modules.shard_spec import is_primary_copy
 
@@ -261,7 +261,7 @@ class Bucket:
         for i, p in enumerate(self.params):
             part = self.layout.part(values, i)
             with torch.no_grad():
-                fill_unmade(part, p) if id(p) in uninitialized else part.copy_(p)
+                fill_uninitialized(part, p) if id(p) in uninitialized else part.copy_(p)
             p.data = part
         return values
 

@@ -14,7 +14,7 @@ from ringcomm.data_parallel.buckets.bucket import Bucket
 from ringcomm.data_parallel.buckets.group import DataParallelGroup
 from ringcomm.data_parallel.buckets.layout import up
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.modules.meta import is_unmade, uninitialized
+from ringcomm.modules.meta import is_uninitialized, value_of_uninitialized
 from ringcomm.modules.unsplit import unsplit_of
 
 InitFn = Callable[[nn.Module], Any]
@@ -135,7 +135,7 @@ class MetaModules:
             self.memory = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         parts = self.memory[: sum(sizes)].split(sizes)
         made = [part[: x.nbytes].view(x.dtype).view(x.shape) for x, part in zip(tensors, parts, strict=True)]
-        return [x.fill_(uninitialized(x)) for x in made]
+        return [x.fill_(value_of_uninitialized(x)) for x in made]
 
     def _make_buffers(self) -> None:
         made: dict[int, torch.Tensor] = {}
@@ -144,7 +144,7 @@ class MetaModules:
                 if buffer is None or not buffer.is_meta:
                     continue
                 if id(buffer) not in made:
-                    made[id(buffer)] = torch.full_like(buffer, uninitialized(buffer), device=self.device)
+                    made[id(buffer)] = torch.full_like(buffer, value_of_uninitialized(buffer), device=self.device)
                 m._buffers[key] = new = made[id(buffer)]
                 self.buffers.append((m, key, new))
 
@@ -196,13 +196,13 @@ class UninitializedTensors:
     def _is_written(self, bucket: Bucket, i: int) -> bool:
         """Whether this rank's part of a parameter has values."""
         piece = bucket.piece(bucket.master, i)
-        return not bucket.layout.segments[i].numel or (piece.numel() > 0 and not is_unmade(piece))
+        return not bucket.layout.segments[i].numel or (piece.numel() > 0 and not is_uninitialized(piece))
 
 
 def _is_untouched(now: Any, made: Any, version: int) -> bool:
     if now is not made or not made.numel():
         return False
-    return made._version == version if made.dtype == torch.bool else is_unmade(made)
+    return made._version == version if made.dtype == torch.bool else is_uninitialized(made)
 
 
 def _children_first(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

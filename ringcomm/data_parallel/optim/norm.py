@@ -100,7 +100,7 @@ def total_norm(
         largest = float(top)
         valid = math.isfinite(largest) and largest > 0
         norm = _root(limbs.tolist(), p, largest) if valid else largest
-        return torch.as_tensor(norm, dtype=torch.float64).to(dtype)
+        return torch.as_tensor(norm, dtype=torch.float64, device=limbs.device).to(dtype)
     return torch.where(top.isfinite() & (top > 0), _root(limbs.unbind(), p, top), top).to(dtype)
 
 
@@ -196,10 +196,10 @@ def _fold(parts: Sequence[torch.Tensor], p: float, top: torch.Tensor) -> torch.T
 def fold_native(parts: Sequence[torch.Tensor], top: float) -> torch.Tensor:
     """Returns the limbs of contiguous tensors on the CPU, p = 2. If top is inf or NaN it decides the norm alone, and
     the limbs are zeros."""
-    limbs = torch.zeros(4, dtype=torch.int64)
+    limbs = torch.zeros(4, dtype=torch.int64, device="cpu")
     if math.isfinite(top):
         for dtype, spans in _spans(parts).items():
-            limbs += torch.tensor(_C.fold_sums(spans, dtype, math.frexp(top)[1]), dtype=torch.int64)
+            limbs += torch.tensor(_C.fold_sums(spans, dtype, math.frexp(top)[1]), dtype=torch.int64, device="cpu")
     return limbs
 
 
@@ -249,7 +249,9 @@ def _root(limbs: Sequence[Any], p: float, top: Any) -> Any:
             error = error + ((before - (total - kept)) + (part - kept))  # the rounding error of the sum
     total = total + error
     if p not in (1.0, 2.0):
-        third = _exp2((_log2(torch.as_tensor(total, dtype=torch.float64)) * (1 / (3 * p))).clamp(0.0, _LARGEST / 3))
+        if isinstance(total, float):
+            total = torch.tensor(total, dtype=torch.float64, device="cpu")
+        third = _exp2((_log2(total) * (1 / (3 * p))).clamp(0.0, _LARGEST / 3))
         return third * top * third * third  # in this order, since third^3 may be out of range
     first, second = _halves(math.frexp(top)[1] if isinstance(top, float) else torch.frexp(top).exponent.long())
     return (_sqrt(total) if p == 2 else total) * first * second

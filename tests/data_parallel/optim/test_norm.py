@@ -181,6 +181,16 @@ def test_the_root_of_numbers_has_the_bits_of_the_root_of_tensors(p: float) -> No
         assert bits(one) == bits(torch.as_tensor(norm._root(limbs, p, top), dtype=torch.float64))
 
 
+@pytest.mark.parametrize("p", [0.0, 1.0, 2.0, 3.0, math.inf])
+def test_the_default_device_does_not_matter(p: float) -> None:
+    expected = norm.total_norm([values(100)], p, None, 100)
+    x = values(100)
+    with torch.device("meta"):
+        found = norm.total_norm([x], p, None, 100)
+    assert found.device == expected.device
+    assert bits(found.double()) == bits(expected.double())
+
+
 def _over_a_process_group(fragments: Cut, count: int, broken: float) -> list[int]:
     comm = ringcomm.Communicator.from_process_group()
     mine = fragments[comm.rank]
