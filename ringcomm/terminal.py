@@ -86,7 +86,7 @@ class Progress:
         self.what = what
         if self._shows and self._thread is None and not self._noted and self.seconds >= NOTE_S:
             self._noted = True
-            _write(f"{self.text()}\n")
+            write_stderr(f"{self.text()}\n")
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -109,10 +109,10 @@ class Progress:
         pause = QUIET_S
         while not self._over.wait(pause):
             width = shutil.get_terminal_size().columns - 1
-            _write(f"\r{self.text()[:width]}\x1b[K")
+            write_stderr(f"\r{self.text()[:width]}\x1b[K")
             pause = _REFRESH_S
         if pause != QUIET_S:
-            _write("\r\x1b[K")
+            write_stderr("\r\x1b[K")
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
@@ -121,7 +121,8 @@ def _is_terminal(stream: TextIO | None) -> bool:
     return False
 
 
-def _write(text: str) -> None:
+def write_stderr(text: str) -> None:
+    """Writes to the standard error, unless the program has closed it or replaced it by what cannot be written."""
     with suppress(AttributeError, ValueError, OSError):
         sys.stderr.write(text)
         sys.stderr.flush()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +17,7 @@ from typing import Any
 from ringcomm.comm.hosts import AT_CLOSE
 from ringcomm.errors import InvalidArgumentError, shown
 from ringcomm.observe import record
+from ringcomm.terminal import write_stderr
 from ringcomm.validation import expects, validate_int
 
 VARIABLE = "RINGCOMM_METRICS"
@@ -138,9 +138,7 @@ def _guarded(work: Callable[[], object]) -> None:
     try:
         work()
     except Exception as error:  # the job must not end because its metrics cannot be had
-        print(
-            f"ringcomm metrics: {type(error).__name__}: {error}; this process gives none", file=sys.stderr, flush=True
-        )
+        write_stderr(f"ringcomm metrics: {type(error).__name__}: {error}; this process gives none\n")
 
 
 def _first_rank() -> int:
@@ -183,7 +181,7 @@ class _File:
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
                 if why != self._told:
-                    print(f"ringcomm metrics: {why}; tried again", file=sys.stderr, flush=True)
+                    write_stderr(f"ringcomm metrics: {why}; tried again\n")
                 self._told = why
                 return True
             finally:

@@ -69,6 +69,8 @@ def run(target: Callable[..., Any], *args: Any, limit_s: float) -> subprocess.Co
         if process.exitcode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # it may have no group of its own yet
+            process.join()
             raise TimeoutError(
                 f"{target.__name__} did not end within {limit_s:g} s\n{out.read_text()}{err.read_text()}"
             )
