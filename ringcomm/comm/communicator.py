@@ -1353,6 +1353,10 @@ class Communicator:
         }
         return facts if self._engine is None else facts | self._engine.describe()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+        """Returns this communicator: the copy of a model with a communication hook, say, uses the same one."""
+        return self
+
     def __enter__(self) -> Communicator:
         return self
 

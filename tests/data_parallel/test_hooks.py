@@ -247,6 +247,20 @@ def test_memory_is_lent_once_at_a_time() -> None:
 # ---- DDP ---------------------------------------------------------------------------------------------------------
 
 
+def rank_averages() -> tuple[torch.Tensor, torch.Tensor]:
+    model = hooks.attach(nn.parallel.DistributedDataParallel(net()))
+    averaged = torch.optim.swa_utils.AveragedModel(model)  # a deep copy
+    steps(model)
+    averaged.update_parameters(model)
+    x = torch.ones(2, 10)
+    return averaged(x), model(x)
+
+
+def test_a_copy_of_a_model_has_its_communicator() -> None:
+    for averaged, now in torch_ranks.run(rank_averages, backend="gloo"):
+        assert torch.equal(averaged, now)
+
+
 def rank_trains_ddp(hook: str, bucket_cap_mb: float) -> tuple[Any, ...]:
     models = [nn.parallel.DistributedDataParallel(net(), bucket_cap_mb=bucket_cap_mb) for _ in range(2)]
     plain, ours = models
