@@ -644,8 +644,8 @@ def test_an_operator_that_torch_lacks_over_a_process_group() -> None:
 
 
 def _operator_that_torch_lacks() -> None:
-    process_group.torch_reduction = lambda op: None
-    with Communicator.from_process_group() as comm:
+    with pytest.MonkeyPatch.context() as patch, Communicator.from_process_group() as comm:
+        patch.setattr(process_group, "torch_reduction", lambda op: None)
         with pytest.raises(errors.UnsupportedError, match=r"^all_reduce: rank . got op max over a process group"):
             comm.all_reduce(torch.ones(2), "max")
 
