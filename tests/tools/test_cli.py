@@ -163,21 +163,25 @@ READ_LITTLE = [
 ]
 
 
-@pytest.mark.parametrize("words", READ_LITTLE)
-def test_a_command_ends_quietly_when_nobody_reads_on(words: str) -> None:
+def status_when_nobody_reads_on(words: str) -> int:
+    """Reads one line of a command's output; it must write nothing to the standard error."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-u", *words.split()]
     with subprocess.Popen(
-        [sys.executable, "-u", "-m", "ringcomm", *words.split()],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline()
         process.stdout.close()
         assert process.stderr.read() == ""
+    return process.returncode
+
+
+@pytest.mark.parametrize("words", READ_LITTLE)
+def test_a_command_ends_quietly_when_nobody_reads_on(words: str) -> None:
     endless = "-N 0" in words  # others may have written all of it before
-    assert process.returncode in ((141,) if endless else (0, 141))
+    assert status_when_nobody_reads_on(f"-m ringcomm {words}") in ((141,) if endless else (0, 141))
 
 
 @pytest.mark.slow
@@ -185,19 +189,7 @@ def test_bench_under_torchrun_ends_quietly_when_nobody_reads_on() -> None:
     """Neither the rank that cannot write, nor the others, nor torchrun says anything."""
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2"
     bench = "-m ringcomm bench -b 64 -e 1K -f 2 -n 1 -w 1 -N 0"
-    with subprocess.Popen(
-        [sys.executable, *torchrun.split(), *bench.split()],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdout.readline()
-        process.stdout.close()
-        assert process.stderr.read() == ""
-    assert process.returncode == 0
+    assert status_when_nobody_reads_on(f"{torchrun} {bench}") == 0
 
 
 def test_a_command_without_an_output_runs(monkeypatch: pytest.MonkeyPatch) -> None:
