@@ -212,7 +212,7 @@ def introduce(a: argparse.Namespace, training: Training, text: torch.Tensor) -> 
         laid = f" ({described(axes_of(a, ranks))})" if ranks > 1 else ""
         print(
             f"{count / 1e6:.2f} M parameters, {len(text):,} bytes of text, {ranks} rank{'s' * (ranks > 1)}{laid}, "
-            f"{tokens_per_step(a, mesh)} tokens per step",
+            f"{tokens_per_step(a, mesh)} tokens per step, {a.until} steps",
             flush=True,
         )
 

@@ -27,6 +27,8 @@ void dispatch_dtype(DType dtype, F&& body) {
 #endif
     RINGCOMM_FOR_EACH_DTYPE(X)
 #undef X
+    default:
+      break;
   }
   not_in_this_build(dtype, ReduceOp::kSum);
 }

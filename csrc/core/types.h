@@ -15,7 +15,7 @@ RINGCOMM_HD constexpr std::size_t round_up(std::size_t n, std::size_t multiple) 
   return (n + multiple - 1) / multiple * multiple;
 }
 
-// X(enumerator, C++ type, public name). The only list of element types.
+// X(enumerator, C++ type, public name). The element types that can be reduced.
 #define RINGCOMM_FOR_EACH_DTYPE(X)                        \
   X(kFloat32, float, "float32")                           \
   X(kFloat64, double, "float64")                          \
@@ -29,6 +29,16 @@ RINGCOMM_HD constexpr std::size_t round_up(std::size_t n, std::size_t multiple) 
   X(kInt64, std::int64_t, "int64")                        \
   X(kUInt8, std::uint8_t, "uint8")                        \
   X(kBool, ::ringcomm::Bool, "bool")
+
+// X(enumerator, bytes, public name). The element types that are only moved: ranks compare them, no kernel reads them.
+// (A sum of complex numbers is a sum of twice as many real ones.)
+#define RINGCOMM_FOR_EACH_MOVED_DTYPE(X) \
+  X(kUInt16, 2, "uint16")                \
+  X(kUInt32, 4, "uint32")                \
+  X(kUInt64, 8, "uint64")                \
+  X(kComplex32, 4, "complex32")          \
+  X(kComplex64, 8, "complex64")          \
+  X(kComplex128, 16, "complex128")
 
 // X(enumerator, public name). The only list of reduction operators.
 #define RINGCOMM_FOR_EACH_REDUCE_OP(X) \
@@ -44,7 +54,7 @@ RINGCOMM_HD constexpr std::size_t round_up(std::size_t n, std::size_t multiple) 
 
 enum class DType : std::uint8_t {
 #define X(e, type, text) e,
-  RINGCOMM_FOR_EACH_DTYPE(X)
+  RINGCOMM_FOR_EACH_DTYPE(X) RINGCOMM_FOR_EACH_MOVED_DTYPE(X)
 #undef X
 };
 enum class ReduceOp : std::uint8_t {
@@ -53,9 +63,12 @@ enum class ReduceOp : std::uint8_t {
 #undef X
 };
 
-// Loops over the types end at kBool, those over the operators at kBxor.
+// Loops over the types that can be reduced end at kBool, over all types at kComplex128, over the operators at kBxor.
 #define X(...) +1
-static_assert(static_cast<int>(DType::kBool) + 1 == 0 RINGCOMM_FOR_EACH_DTYPE(X), "kBool must be the last type");
+static_assert(static_cast<int>(DType::kBool) + 1 == 0 RINGCOMM_FOR_EACH_DTYPE(X),
+              "kBool must be the last type that can be reduced");
+static_assert(static_cast<int>(DType::kComplex128) == static_cast<int>(DType::kBool) RINGCOMM_FOR_EACH_MOVED_DTYPE(X),
+              "kComplex128 must be the last type");
 static_assert(static_cast<int>(ReduceOp::kBxor) + 1 == 0 RINGCOMM_FOR_EACH_REDUCE_OP(X),
               "kBxor must be the last operator");
 #undef X
@@ -221,6 +234,11 @@ RINGCOMM_HD constexpr std::size_t element_bytes(DType dtype) {
     return sizeof(type);
     RINGCOMM_FOR_EACH_DTYPE(X)
 #undef X
+#define X(e, bytes, text) \
+  case DType::e:          \
+    return bytes;
+    RINGCOMM_FOR_EACH_MOVED_DTYPE(X)
+#undef X
   }
   return 0;
 }
@@ -230,6 +248,7 @@ inline const char* name(DType dtype) {
   case DType::e:         \
     return text;
     RINGCOMM_FOR_EACH_DTYPE(X)
+    RINGCOMM_FOR_EACH_MOVED_DTYPE(X)
 #undef X
   }
   return "?";
@@ -250,6 +269,7 @@ RINGCOMM_HD constexpr bool is_bitwise(ReduceOp op) { return op >= ReduceOp::kBan
 
 // Whether a type has an operator: bitwise ones need integers, averages need numbers, and premul_sum needs floats.
 RINGCOMM_HD constexpr bool supports(DType dtype, ReduceOp op) {
+  if (dtype > DType::kBool) return false;
   if (is_float(dtype)) return !is_bitwise(op);
   if (dtype == DType::kBool) return op != ReduceOp::kAvg && op != ReduceOp::kPremulSum;
   return op != ReduceOp::kPremulSum;

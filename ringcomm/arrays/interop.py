@@ -35,8 +35,8 @@ DTYPE_NAMES = {code: name for name, code in _C.DTYPES.items()}
 def wire_type(dtype: Dtype, reduce_op: str | None, call: str, rank: int) -> tuple[int, int]:
     """Returns (number of the type that is sent, number of such elements per element).
 
-    Without a reduction any type can be sent, as bytes if necessary; a sum of complex numbers is the sum of their
-    halves.
+    Without a reduction any type can be sent, one that the core does not know as bytes; a sum of complex numbers is the
+    sum of their halves.
     """
     if reduce_op is None:
         return (_C.DTYPES["uint8"], dtype.nbytes) if dtype.code is None else (dtype.code, 1)

@@ -16,8 +16,7 @@ from ringcomm.validation import as_int
 
 
 class Dtype(NamedTuple):
-    """An element type: its name, its number in the core (None: the core has no arithmetic for it), its size in
-    bytes."""
+    """An element type: its name, its number in the core (None: the core does not know it), its size in bytes."""
 
     name: str
     code: int | None
@@ -43,7 +42,7 @@ def torch_dtype(dtype: Any) -> Dtype:
 
 
 def numpy_dtype(dtype: Any) -> Dtype:
-    """Returns the element type of a NumPy dtype; a dtype of foreign byte order has no arithmetic."""
+    """Returns the element type of a NumPy dtype; the core knows none of foreign byte order."""
     found = _numpy_dtypes.get(dtype)
     if found is None:
         found = named_dtype(dtype.name, dtype.itemsize)

@@ -68,8 +68,8 @@ class Status:
     Attributes:
         source: the rank that sent it.
         tag: its tag.
-        dtype: the name of its element type, such as "float32". Types that ringcomm has no arithmetic for, such as
-            complex numbers, travel as bytes: "uint8".
+        dtype: the name of its element type, such as "float32"; "uint8" of a type whose name ringcomm does not know,
+            such as a structured one of NumPy, which travels as bytes.
         count: the number of its elements of this type.
         nbytes: its size in bytes.
     """

@@ -179,11 +179,15 @@ def merge(timelines: Iterable[Timeline]) -> Timeline:
 
 
 def _read(path: str) -> Timeline:
-    with open(path, encoding="utf-8") as file:
-        try:
+    try:
+        with open(path, encoding="utf-8") as file:
             timeline = json.load(file)
-        except ValueError:
-            timeline = None
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"trace: expected a file of ringcomm.trace, got {path}: {error.strerror}; name a file that exists"
+        ) from error
+    except ValueError:
+        timeline = None
     if not isinstance(timeline, dict) or "ringcomm" not in timeline:
         raise InvalidArgumentError(f"trace: expected a file of ringcomm.trace, got {path}; leave it out")
     return timeline

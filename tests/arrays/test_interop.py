@@ -189,6 +189,31 @@ def test_types_without_arithmetic_still_move(dtype: str) -> None:
     three(fn)
 
 
+@pytest.mark.parametrize("width", [2, 4, 8, 16])
+def test_types_of_one_size_are_told_apart(width: int) -> None:
+    names = {
+        2: ("int16", "uint16", "float16", "bfloat16"),
+        4: ("int32", "uint32", "float32", "complex32"),
+        8: ("int64", "uint64", "float64", "complex64"),
+        16: ("complex128", "float64"),
+    }[width]
+
+    def fn(comm: Communicator) -> None:
+        for ours, theirs in zip(names, names[1:] + names[:1], strict=True):
+            x = torch.zeros(64, dtype=torch.uint8).view(getattr(torch, ours if comm.rank == 0 else theirs))
+            pair = comm.split(0)
+            with pytest.raises(errors.MismatchError, match=rf"\b{ours}\b.*\b{theirs}\b|\b{theirs}\b.*\b{ours}\b"):
+                pair.broadcast(x)
+            messages = comm.split(0)
+            if comm.rank == 0:
+                messages.send(x, 1)
+            else:
+                with pytest.raises(errors.MismatchError, match=f"expected .* {theirs}.* sent .* {ours}"):
+                    messages.recv(x, 0)
+
+    ringcomm.run_ranks(fn, 2, ranks="threads", timeout=30)
+
+
 def test_parameters_are_reduced_without_autograd() -> None:
     def fn(comm: Communicator) -> None:
         weight = torch.nn.Parameter(torch.ones(4))

@@ -192,6 +192,17 @@ def test_bench_under_torchrun_ends_quietly_when_nobody_reads_on() -> None:
     assert status_when_nobody_reads_on(f"{torchrun} {bench}") == 0
 
 
+def test_a_command_whose_output_cannot_be_written_says_so() -> None:
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "ringcomm", "--version"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert ended.returncode == 1
+    assert ended.stderr == (
+        "ringcomm: cannot write the output: No space left on device; free space, or write elsewhere\n"
+    )
+
+
 def test_a_command_without_an_output_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)  # as after `>&-`
     assert cli.main(["--version"]) == 0

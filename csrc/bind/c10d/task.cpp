@@ -38,6 +38,18 @@ std::optional<DType> engine_dtype(c10::ScalarType type) {
       return DType::kUInt8;
     case c10::ScalarType::Bool:
       return DType::kBool;
+    case c10::ScalarType::UInt16:
+      return DType::kUInt16;
+    case c10::ScalarType::UInt32:
+      return DType::kUInt32;
+    case c10::ScalarType::UInt64:
+      return DType::kUInt64;
+    case c10::ScalarType::ComplexHalf:
+      return DType::kComplex32;
+    case c10::ScalarType::ComplexFloat:
+      return DType::kComplex64;
+    case c10::ScalarType::ComplexDouble:
+      return DType::kComplex128;
     default:
       return std::nullopt;
   }

@@ -93,7 +93,7 @@ Call make_call(const Fields& fields) {
                output_parts, stream] = fields;
   Call call;
   call.op = checked(op, Op::kRecv, "op");
-  call.dtype = checked(dtype, DType::kBool, "dtype");
+  call.dtype = checked(dtype, DType::kComplex128, "dtype");
   call.reduce_op = checked(reduce_op, ReduceOp::kBxor, "reduce_op");
   call.algorithm = checked(algorithm, Algorithm::kCopyEngine, "algorithm");
   call.root = root;
@@ -151,8 +151,8 @@ void run_list(Engine& engine, const std::vector<Fields>& list) {
 void pack(Engine& engine, const std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>>& pieces, int from,
           int to, double factor, std::uintptr_t stream) {
   PackCall packing;
-  packing.from = checked(from, DType::kBool, "dtype");
-  packing.to = checked(to, DType::kBool, "dtype");
+  packing.from = checked(from, DType::kComplex128, "dtype");
+  packing.to = checked(to, DType::kComplex128, "dtype");
   packing.factor = factor;
   packing.stream = stream;
   for (const auto& [source, target, count] : pieces)
@@ -164,7 +164,7 @@ void pack(Engine& engine, const std::vector<std::tuple<std::uintptr_t, std::uint
 void combine(Engine& engine, std::uintptr_t first, std::uintptr_t second, std::uintptr_t output, std::size_t count,
              int dtype, int op, int divisor, std::uintptr_t stream) {
   CombineCall combining;
-  combining.dtype = checked(dtype, DType::kBool, "dtype");
+  combining.dtype = checked(dtype, DType::kComplex128, "dtype");
   combining.op = checked(op, ReduceOp::kBxor, "reduce_op");
   combining.first = reinterpret_cast<const void*>(first);
   combining.second = reinterpret_cast<const void*>(second);
@@ -495,13 +495,15 @@ std::vector<Span> to_spans(const PartList& spans) {
 void define_norm(py::module_& m) {
   m.def(
       "abs_max",
-      [](const PartList& spans, int dtype) { return abs_max(to_spans(spans), checked(dtype, DType::kBool, "dtype")); },
+      [](const PartList& spans, int dtype) {
+        return abs_max(to_spans(spans), checked(dtype, DType::kComplex128, "dtype"));
+      },
       py::arg("spans"), py::arg("dtype"), py::call_guard<py::gil_scoped_release>(),
       "The largest magnitude in (address, count) pairs of floats; NaN if there is one; 0 without elements.");
   m.def(
       "fold_sums",
       [](const PartList& spans, int dtype, int exponent) {
-        return fold_sums(to_spans(spans), checked(dtype, DType::kBool, "dtype"), exponent);
+        return fold_sums(to_spans(spans), checked(dtype, DType::kComplex128, "dtype"), exponent);
       },
       py::arg("spans"), py::arg("dtype"), py::arg("exponent"), py::call_guard<py::gil_scoped_release>(),
       "The sums of (x / 2^exponent)^2 over (address, count) pairs of finite floats below 2^exponent; see core/norm.h.");
@@ -650,7 +652,7 @@ PYBIND11_MODULE(_C, m) {
   define_pool(m);
   define_record(m);
   define_training(m);
-  m.attr("DTYPES") = table(DType::kBool);
+  m.attr("DTYPES") = table(DType::kComplex128);
   m.attr("REDUCE_OPS") = table(ReduceOp::kBxor);
   m.attr("OPS") = table(Op::kRecv);
   m.attr("ALGORITHMS") = table(Algorithm::kCopyEngine);
@@ -668,7 +670,7 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "supports",
       [](int dtype, int op) {
-        return supports(checked(dtype, DType::kBool, "dtype"), checked(op, ReduceOp::kBxor, "reduce_op"));
+        return supports(checked(dtype, DType::kComplex128, "dtype"), checked(op, ReduceOp::kBxor, "reduce_op"));
       },
       py::arg("dtype"), py::arg("reduce_op"), "Whether a type has a reduction operator.");
 }

@@ -46,6 +46,12 @@ inline std::optional<DType> dtype_of(const DlTensor& tensor) {
       return DType::kInt64;
     case 0x108:
       return DType::kUInt8;
+    case 0x110:
+      return DType::kUInt16;
+    case 0x120:
+      return DType::kUInt32;
+    case 0x140:
+      return DType::kUInt64;
     case 0x210:
       return DType::kFloat16;
     case 0x220:
@@ -90,6 +96,13 @@ inline std::optional<DType> dtype_of(const Py_buffer& view) {
     case 'l':
     case 'q':
       return view.itemsize == 8 ? DType::kInt64 : DType::kInt32;
+    case 'H':
+      return DType::kUInt16;
+    case 'I':
+      return DType::kUInt32;
+    case 'L':
+    case 'Q':
+      return view.itemsize == 8 ? DType::kUInt64 : DType::kUInt32;
     default:
       return std::nullopt;
   }

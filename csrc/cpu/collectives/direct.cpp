@@ -19,6 +19,10 @@ std::size_t input_bytes(const Call& call, int world_size) {
   const bool parts = call.op == Op::kReduceScatter || call.op == Op::kAllToAll;
   return call.count * element_bytes(call.dtype) * (parts ? world_size : 1);
 }
+// The larger of a rank's two buffers.
+std::size_t buffer_bytes(const Call& call, int world_size) {
+  return input_bytes(call, world_size) * (call.op == Op::kAllGather ? world_size : 1);
+}
 
 class Direct {
  public:
@@ -28,7 +32,7 @@ class Direct {
         rank_(slots.group().rank()),
         world_size_(slots.group().world_size()),
         element_(element_bytes(call_.dtype)),
-        streaming_(call_.input != call_.output && input_bytes(call_, world_size_) >= tuning::kStreamOutputBytes) {}
+        streaming_(call_.input != call_.output && buffer_bytes(call_, world_size_) >= tuning::kStreamOutputBytes) {}
 
   void run() {
     switch (call_.op) {

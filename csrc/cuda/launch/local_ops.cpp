@@ -35,6 +35,8 @@ void pack(const PackCall& packing, const Context& context) {
   const int rank = context.rank();
   check_memory(packing, context.device(), rank);
   const Grid grid(kernel, context);
+  const std::uint64_t words =
+      ceil_div(element_bytes(packing.from), std::size_t{8});  // 2 of complex128, which is copied
   PackArgs args;
   args.factor = packing.factor;
   args.scaled = packing.factor != 1.0;
@@ -52,7 +54,7 @@ void pack(const PackCall& packing, const Context& context) {
     const int p = args.num_pieces++;
     args.source[p] = static_cast<const char*>(piece.source);
     args.target[p] = static_cast<char*>(piece.target);
-    args.end[p] = total += piece.count;
+    args.end[p] = total += piece.count * words;
     if (args.num_pieces == kMaxPieces) flush();
   }
   flush();

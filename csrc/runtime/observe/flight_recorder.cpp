@@ -210,7 +210,7 @@ RecordText RecordText::read(const std::string& bytes, bool with_calls) {
     text.calls.push_back({{"number", static_cast<std::int64_t>(e.number)},
                           {"collective", static_cast<std::int64_t>(e.collective)},
                           {"op", name_of(e.op, Op::kProbe)},
-                          {"dtype", name_of(e.dtype, DType::kBool)},
+                          {"dtype", name_of(e.dtype, DType::kComplex128)},
                           {"reduce_op", name_of(e.reduce_op, ReduceOp::kBxor)},
                           {"algorithm", name_of(e.algorithm, Algorithm::kCopyEngine)},
                           {"count", static_cast<std::int64_t>(e.count)},
