@@ -198,7 +198,7 @@ def test_equals_gloo(name: str) -> None:
     run(_against_gloo, [(name, {"dtype": d, "count": c, **root}) for d in dtypes for c in counts for root in roots])
 
 
-def _bytes_move() -> None:
+def _types_without_arithmetic_move() -> None:
     rank = dist.get_rank()
     group = dist.group.WORLD
     for dtype in (torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.bool, torch.float8_e4m3fn):
@@ -211,8 +211,8 @@ def _bytes_move() -> None:
             expect(out[peer].view(torch.uint8), values(peer, 33).to(torch.int64).to(dtype).view(torch.uint8), dtype)
 
 
-def test_types_without_arithmetic_move_as_bytes() -> None:
-    run(_bytes_move)
+def test_types_without_arithmetic_move() -> None:
+    run(_types_without_arithmetic_move)
 
 
 def _uneven_lists() -> None:

@@ -21,14 +21,14 @@ WORLD_SIZES = (1, 2, 3, 5, 8)
 COUNTS = (0, 1, 7, 120, 1000, 4099)
 LARGE = 1 << 20
 LARGE_DTYPES = ("float32", "bfloat16", "int32")
-BYTES_ONLY = ("uint16", "uint64", "complex64")  # move, but have no arithmetic here
+MOVED_ONLY = ("uint16", "uint64", "complex64", "complex128")  # move, but have no arithmetic here
 REDUCTIONS = [(dtype, op) for dtype in DTYPES for op in ops_of(dtype)]
 
 
 @cache
 def data(dtype: str, rank: int, count: int = LARGE) -> torch.Tensor:
     """One rank's values; every cell takes the beginning of them."""
-    if dtype in BYTES_ONLY:
+    if dtype in MOVED_ONLY:
         raw = values("uint8", rank, min(count, 8 * COUNTS[-1]) * 8)
         return raw.view(getattr(torch, dtype))
     return values(dtype, rank, count if dtype in LARGE_DTYPES else 8 * COUNTS[-1])
@@ -222,7 +222,7 @@ def test_the_matrix_has_every_reduction(dtype: str) -> None:
     assert set(ops_of(dtype)) == served, f"ops_of of tests/support/reference.py differs from supports() for {dtype}"
 
 
-MOVED = (*DTYPES, *BYTES_ONLY)
+MOVED = (*DTYPES, *MOVED_ONLY)
 
 
 @pytest.mark.timeout(300)

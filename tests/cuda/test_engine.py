@@ -48,7 +48,7 @@ def built() -> Path:
 @pytest.mark.parametrize("name", ["all_reduce", "algorithm", "reduce", "reduce_scatter", "movement", "point_to_point"])
 def test_matrix(name: str, world_size: int) -> None:
     counts = COUNTS if world_size < 8 else [1, 1000]
-    dtypes = [*DTYPES, "complex64"] if name in ("movement", "point_to_point") else list(DTYPES)
+    dtypes = [*DTYPES, "complex64", "complex128"] if name in ("movement", "point_to_point") else list(DTYPES)
     run("cells", world_size, [f"{name}_cells"], dtypes, counts, "threads", "cuda:0")
 
 

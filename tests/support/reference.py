@@ -44,6 +44,8 @@ def ops_of(dtype: str) -> tuple[str, ...]:
         return ARITHMETIC
     if dtype == "bool":
         return ("sum", "prod", "min", "max", *BITWISE)
+    if dtype not in INTEGERS:
+        return ()
     return (*(op for op in ARITHMETIC if op != "premul_sum"), *BITWISE)
 
 

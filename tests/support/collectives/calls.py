@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tests.support.collectives.arrays import Memory, Rows
-from tests.support.collectives.programs import ALGORITHMS, BYTES_ONLY, HUGE, Program, Step
+from tests.support.collectives.programs import ALGORITHMS, HUGE, MOVED_ONLY, Program, Step
 from tests.support.reference import factor_of, ops_of, reduced, reduced_in_ring_order, values
 
 HUGE_BYTES = 2 << 20
@@ -80,7 +80,7 @@ def _text(x: Any) -> str:
 def pool(dtype: str, wild: bool) -> torch.Tensor:
     """Values of which every array is a part."""
     count = _MOST_ELEMENTS + _SLACK
-    if not wild and dtype not in BYTES_ONLY:
+    if not wild and dtype not in MOVED_ONLY:
         return values(dtype, 0, count)
     kind = getattr(torch, dtype)
     found = values("uint8", 1, count * kind.itemsize).view(kind)
@@ -108,7 +108,7 @@ class Site:
         self.random = random.Random(step.seed)
         whole = min(HUGE_BYTES // self.dtype.itemsize, _MOST_ELEMENTS) // 3 // world_size
         self.rows = whole if step.count == HUGE else step.count
-        names = ops_of("float32") if step.dtype in BYTES_ONLY else ops_of(step.dtype)
+        names = ops_of("float32") if step.dtype in MOVED_ONLY else ops_of(step.dtype)
         if self.dtype.is_complex:
             names = ("sum", "avg")
         self.op = names[step.reduction % len(names)]

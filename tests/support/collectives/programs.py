@@ -28,8 +28,8 @@ ALGORITHMS = {  # `oneshot` is all_reduce's alone
 MOVING = ("all_gather", "broadcast", "gather", "scatter", "all_to_all")
 LISTS = ("all_gather_list", "gather_list", "scatter_list", "all_to_all_list", "all_to_all_uneven")
 OPS = (*REDUCING, *MOVING, *LISTS, "messages", "from_anyone", "barrier", "all_reduce", "reduce_scatter")
-BYTES_ONLY = ("uint16", "uint32", "uint64", "complex32", "complex64", "complex128")
-MOVED = (*DTYPES, *BYTES_ONLY)
+MOVED_ONLY = ("uint16", "uint32", "uint64", "complex32", "complex64", "complex128")
+MOVED = (*DTYPES, *MOVED_ONLY)
 SUMMED = (*DTYPES, "complex64", "complex128")
 
 # Elements of a part. Beside the usual ones those where something changes: one line, the short slots of 2 KiB, the 16

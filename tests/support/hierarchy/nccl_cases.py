@@ -106,7 +106,7 @@ def refused(version: str) -> None:
 
 
 def packing() -> None:
-    """combine and casts of float8 give the bits of the cpu engine."""
+    """combine, casts of float8 and copies of every type give the bits of the cpu engine."""
     engines = {kind: _C.Engine(kind, 0, 1, 10_000) for kind in ("cpu", "cuda")}
     for engine in engines.values():
         engine.connect([engine.handle()])
@@ -125,6 +125,16 @@ def packing() -> None:
         assert same_bits(narrow["cpu"], (wide * 0.5).to(getattr(torch, dtype)))
         with pytest.raises(errors.UnsupportedError, match="8-bit float"):
             engines["cpu"].pack([(wide.data_ptr(), back["cpu"].data_ptr(), 1)], _C.DTYPES[dtype], _C.DTYPES["float16"])
+    for dtype, code in _C.DTYPES.items():
+        source = torch.arange(1, 101, dtype=torch.uint8).repeat(16).view(getattr(torch, dtype))
+        for engine in engines.values():
+            target = torch.zeros_like(source)
+            parts = ((0, 3), (3, 40), (43, 57))
+            pieces = [(source[at:].data_ptr(), target[at:].data_ptr(), count) for at, count in parts]
+            engine.pack(pieces, code, code)
+            engine.synchronize()
+            assert same_bits(target[:100], source[:100]), dtype
+            assert not target[100:].view(torch.uint8).any()
     for dtype in _C.DTYPES:
         for op, code in _C.REDUCE_OPS.items():
             if op == "premul_sum" or not _C.supports(_C.DTYPES[dtype], code):
