@@ -102,7 +102,7 @@ def test_calls_equal_gloo(name: str) -> None:
 SCENARIOS = [
     test_collectives._premul_sum,
     test_collectives._complex,
-    test_collectives._bytes_move,
+    test_collectives._types_without_arithmetic_move,
     test_collectives._uneven_lists,
     test_collectives._uneven_rooted,
     test_collectives._shared_memory_of_input_and_output,
