@@ -82,7 +82,7 @@ def _prepare(path: str) -> None:
     spec.loader.exec_module(sys.modules["fake_cuda"])
 
 
-class FakeMaker(backend.DeviceEngineFactory):
+class FakeEngineFactory(backend.DeviceEngineFactory):
     """Gives a group the engine that writes down its calls."""
 
     def make(self, call: str, index: int) -> object:
@@ -101,7 +101,7 @@ def in_group(scenario: Callable[[Any, Any], Any]) -> Any:
     """Runs a scenario with `fake_cuda` and a new backend."""
     import fake_cuda
 
-    backend.DeviceEngineFactory = FakeMaker  # this process has no other use
+    backend.DeviceEngineFactory = FakeEngineFactory  # this process has no other use
     fake_cuda.reset()
     fake_cuda.set_stream(7)
     dist.init_process_group("ringcomm", store=dist.HashStore(), rank=0, world_size=1)

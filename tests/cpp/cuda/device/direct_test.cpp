@@ -12,13 +12,15 @@ std::string some_calls(std::uint64_t seed) {
   Random random(seed);
   const int world_size = random.between(1, random.one_in(3) ? 8 : 5);
   World world(small_layout(world_size, random.between(1, 3), random));
-  return calls_in_a_row(world, random, {Way::kKnown, Way::kStaged, Way::kStaged, Way::kVisible}, random.between(1, 3));
+  return calls_in_a_row(world, random,
+                        {ReducePath::kKnown, ReducePath::kStaged, ReducePath::kStaged, ReducePath::kVisible},
+                        random.between(1, 3));
 }
 std::string a_stream(std::uint64_t seed) {
   Random random(seed);
   const int world_size = random.between(2, random.one_in(3) ? 8 : 4);
   World world(small_layout(world_size, 1, random));
-  return calls_in_a_stream(world, random, {Way::kStaged, Way::kVisible}, 3);
+  return calls_in_a_stream(world, random, {ReducePath::kStaged, ReducePath::kVisible}, 3);
 }
 std::string absent(std::uint64_t seed) { return one_is_absent(seed, Algorithm::kDirect, cuda::WaitKind::kPublished); }
 // One rank has not mapped a region that a peer publishes: it says so, and all ranks return.

@@ -1,4 +1,4 @@
-// The oneshot kernel on the emulator: LL and LL128 packets, between calls that go other ways, against the scalar tree
+// The oneshot kernel on the emulator: LL and LL128 packets, between calls of other paths, against the scalar tree
 // and the CPU engine's loops.
 //
 //   cuda_oneshot_test [quick | number of cases [first seed]]
@@ -12,13 +12,17 @@ std::string some_calls(std::uint64_t seed) {
   Random random(seed);
   const int world_size = random.between(1, random.one_in(3) ? 8 : 5);
   World world(small_layout(world_size, random.between(1, 3), random));
-  return calls_in_a_row(world, random, {Way::kLL, Way::kLL, Way::kLL128, Way::kLL128, Way::kStaged}, 4);
+  return calls_in_a_row(world, random,
+                        {ReducePath::kLL, ReducePath::kLL, ReducePath::kLL128, ReducePath::kLL128, ReducePath::kStaged},
+                        4);
 }
 std::string a_stream(std::uint64_t seed) {
   Random random(seed);
   const int world_size = random.between(2, random.one_in(3) ? 8 : 4);
   World world(small_layout(world_size, 1, random));
-  return calls_in_a_stream(world, random, {Way::kLL, Way::kLL, Way::kLL128, Way::kStaged, Way::kVisible}, 5);
+  return calls_in_a_stream(
+      world, random, {ReducePath::kLL, ReducePath::kLL, ReducePath::kLL128, ReducePath::kStaged, ReducePath::kVisible},
+      5);
 }
 std::string absent(std::uint64_t seed) { return one_is_absent(seed, Algorithm::kOneshot, cuda::WaitKind::kPackets); }
 std::string differs(std::uint64_t seed) { return one_differs(seed, Algorithm::kOneshot); }
@@ -40,7 +44,7 @@ std::string flags_come_round(std::uint64_t seed) {
         std::memcpy(channel + layout.boxes_at() + box * layout.box_bytes() + at, &stale, sizeof stale);
       }
   }
-  return calls_in_a_row(world, random, {Way::kLL}, 6);
+  return calls_in_a_row(world, random, {ReducePath::kLL}, 6);
 }
 
 // The calls that oneshot has a kernel for, and no others.

@@ -24,17 +24,17 @@ bool same_bits(T a, T b) {
   return std::memcmp(&a, &b, sizeof(T)) == 0;
 }
 
-enum class Way { kKnown, kStaged, kVisible, kLL, kLL128 };
-inline const char* name(Way way) {
+enum class ReducePath { kKnown, kStaged, kVisible, kLL, kLL128 };
+inline const char* name(ReducePath path) {
   const char* const names[] = {"known", "staged", "visible", "LL", "LL128"};
-  return names[static_cast<int>(way)];
+  return names[static_cast<int>(path)];
 }
 
 class ReduceCall {
  public:
   // `number`: of calls that exist at the same time, each has its own.
-  ReduceCall(World& world, Random& random, Way way, int channels, int number = 0)
-      : world_(world), world_size_(world.world_size()), channels_(channels), number_(number), way_(way) {
+  ReduceCall(World& world, Random& random, ReducePath path, int channels, int number = 0)
+      : world_(world), world_size_(world.world_size()), channels_(channels), number_(number), path_(path) {
     choose(random);
     for (int m = 0; m < num_messages_; ++m) make_message(random, m);
     args_ = world.call<cuda::CallArgs>(op_, dtype_, packets() ? Algorithm::kOneshot : Algorithm::kDirect, root_,
@@ -42,17 +42,19 @@ class ReduceCall {
     args_.reduce_op = reduce_op_;
     args_.num_messages = num_messages_;
     args_.parts = parts_;
-    args_.wide_packets = way == Way::kLL128;
+    args_.wide_packets = path == ReducePath::kLL128;
     for (int m = 0; m < num_messages_; ++m) put(args_, m, messages_[m]);
     for (int r = 0; r < world_size_; ++r) {
       if (reduce_op_ == ReduceOp::kPremulSum) args_.ranks[r].factor = random.pick({0.5, 1.0, -1.25, 0.3});
-      if (way == Way::kVisible) show(random, r);
+      if (path == ReducePath::kVisible) show(random, r);
     }
     // Who does not see one buffer must not try to work in place, and everybody has to know.
-    if (way == Way::kVisible && random.one_in(4)) args_.ranks[random.below(world_size_)].input.visible = 0;
+    if (path == ReducePath::kVisible && random.one_in(4)) args_.ranks[random.below(world_size_)].input.visible = 0;
   }
 
-  bool run(const Form& form) { return way_ == Way::kKnown ? run_known(form) : world_.run(kernel(), args_, form); }
+  bool run(const Form& form) {
+    return path_ == ReducePath::kKnown ? run_known(form) : world_.run(kernel(), args_, form);
+  }
   cuda::CallArgs& args() { return args_; }
   cuda::Kernel<cuda::CallArgs> kernel() const {
     return packets() ? cuda::oneshot_kernel(pair_.dtype, pair_.op) : cuda::direct_kernel(pair_.dtype, pair_.op);
@@ -77,7 +79,7 @@ class ReduceCall {
     return text;
   }
   std::string what() const {
-    std::string text = std::string(name(way_)) + " " + name(op_) + " " + name(dtype_) + " " + name(reduce_op_) +
+    std::string text = std::string(name(path_)) + " " + name(op_) + " " + name(dtype_) + " " + name(reduce_op_) +
                        ", root " + std::to_string(root_) + (in_place_ ? ", in place" : "") + (parts_ ? ", parts" : "") +
                        ", " + std::to_string(channels_) + " channels, counts";
     for (const std::size_t count : counts_) text += " " + std::to_string(count);
@@ -104,7 +106,7 @@ class ReduceCall {
     }
     return world_.run_each(cuda::known_kernel(pair_.dtype, pair_.op), launches, world_size_, form);
   }
-  bool packets() const { return way_ == Way::kLL || way_ == Way::kLL128; }
+  bool packets() const { return path_ == ReducePath::kLL || path_ == ReducePath::kLL128; }
   bool has_packets() const { return reduce_op_ != ReduceOp::kPremulSum && cuda::oneshot_kernel(pair_.dtype, pair_.op); }
 
   void choose(Random& random) {
@@ -220,7 +222,7 @@ class ReduceCall {
 
   World& world_;
   const int world_size_, channels_, number_;
-  const Way way_;
+  const ReducePath path_;
   Op op_ = Op::kAllReduce;
   DType dtype_ = DType::kFloat32;
   ReduceOp reduce_op_ = ReduceOp::kSum;
@@ -243,11 +245,11 @@ inline Form random_form(Random& random, int channels) {
   return form;
 }
 
-// A few calls in a row on one world, each in one of `ways`: what the channels know of earlier ones must be right.
-inline std::string calls_in_a_row(World& world, Random& random, std::initializer_list<Way> ways, int calls) {
+// A few calls in a row on one world, each in one of `paths`: what the channels know of earlier ones must be right.
+inline std::string calls_in_a_row(World& world, Random& random, std::initializer_list<ReducePath> paths, int calls) {
   for (; calls > 0; --calls) {
     const int channels = random.between(1, world.layout().channels);
-    ReduceCall call(world, random, random.pick(ways), channels);
+    ReduceCall call(world, random, random.pick(paths), channels);
     const Form form = random_form(random, channels);
     const std::string where = std::to_string(world.world_size()) + " ranks, " + call.what() + ": ";
     if (!call.run(form)) return where + world.error;
@@ -278,12 +280,13 @@ inline void run_program(const Program* program) {
     __syncthreads();
   }
 }
-inline std::string calls_in_a_stream(World& world, Random& random, std::initializer_list<Way> ways, int num_calls) {
+inline std::string calls_in_a_stream(World& world, Random& random, std::initializer_list<ReducePath> paths,
+                                     int num_calls) {
   std::vector<std::unique_ptr<ReduceCall>> calls;
   Program program;
   std::string text;
   for (; num_calls > 0; --num_calls) {
-    calls.push_back(std::make_unique<ReduceCall>(world, random, random.pick(ways), 1, num_calls));
+    calls.push_back(std::make_unique<ReduceCall>(world, random, random.pick(paths), 1, num_calls));
     calls.back()->args().timeout_ns = 600ull * 1000000000;
     program.calls.push_back(calls.back().get());
     text += calls.back()->what() + "; ";
