@@ -24,11 +24,18 @@ import sysconfig
 import time
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 OLDEST_TORCH = (2, 11)
+OLDEST_SETUPTOOLS = 77  # older ones cannot read pyproject.toml, and do not say that they are too old
+if int(setuptools.__version__.split(".")[0]) < OLDEST_SETUPTOOLS:
+    raise SystemExit(
+        f"ringcomm needs setuptools {OLDEST_SETUPTOOLS} or newer to build and finds {setuptools.__version__}; "
+        f"install it with: pip install 'setuptools>={OLDEST_SETUPTOOLS}'"
+    )
 
 
 def wheel_torches() -> dict[str, tuple[str, str]]:

