@@ -158,9 +158,9 @@ class _File:
     def __init__(self, where: str) -> None:
         self._pid = os.getpid()
         self._path = Path(where.replace("{rank}", str(_first_rank())).replace("{pid}", str(self._pid)))
-        self._lock = threading.RLock()  # the garbage collector may end a communicator in between
-        self._writes = False
-        self._told = ""
+        self._lock = threading.RLock()  # the garbage collector may end a communicator, and write, within a write
+        self._writes = 0
+        self._told: tuple[type, int | None] | None = None
 
     def write(self) -> bool:
         """Writes it, at once for its readers. An error is told once: the job, and the next attempt, must not end by it.
@@ -168,24 +168,24 @@ class _File:
         Returns: whether to wait before the next attempt; False while there is nothing to write yet.
         """
         with self._lock:
-            if self._writes:
-                return True
-            self._writes = True
+            self._writes += 1
+            number = self._writes
             try:
                 found = text()
                 if found:  # else every communicator has ended: its last figures stay
-                    beside = self._path.with_name(f".{self._path.name}.{self._pid}")
+                    beside = self._path.with_name(f".{self._path.name}.{self._pid}.{number}")
                     beside.write_text(found, encoding="utf-8")
-                    beside.replace(self._path)
+                    if number == self._writes:
+                        beside.replace(self._path)
+                    else:  # a write that began later has ended within this one
+                        beside.unlink()
                 return bool(found)
             except Exception as error:
-                why = f"{type(error).__name__}: {error}"
+                why = type(error), getattr(error, "errno", None)
                 if why != self._told:
-                    write_stderr(f"ringcomm metrics: {why}; tried again\n")
+                    write_stderr(f"ringcomm metrics: {type(error).__name__}: {error}; tried again\n")
                 self._told = why
                 return True
-            finally:
-                self._writes = False
 
     def write_last(self) -> None:
         """Writes it, in the process that it is of."""

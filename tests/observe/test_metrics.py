@@ -404,21 +404,24 @@ def test_the_end_of_a_communicator_writes_the_file_once(closes: bool, monkeypatc
     assert written == [before + 1]
 
 
-def test_a_communicator_that_goes_while_the_file_is_written_does_not_hang(
+def test_the_last_figures_of_a_communicator_that_ends_while_the_file_is_written_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_first_rank", lambda: 0)
     file = module._File(str(tmp_path / "at.prom"))
-    written = []
+    texts = []
 
     def text() -> str:
-        written.append(file.write_last())  # as the garbage collector does
-        return "some"
+        texts.append("earlier" if not texts else "last")
+        found = texts[-1]
+        if found == "earlier":
+            file.write_last()  # as the garbage collector does
+        return found
 
     monkeypatch.setattr(module, "text", text)
     assert file.write()
-    assert len(written) == 1
-    assert (tmp_path / "at.prom").read_text() == "some"
+    assert texts == ["earlier", "last"]
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("at.prom", "last")]
 
 
 def test_an_error_does_not_end_the_writing(
