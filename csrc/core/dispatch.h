@@ -27,7 +27,7 @@ void dispatch_dtype(DType dtype, F&& body) {
 #endif
     RINGCOMM_FOR_EACH_DTYPE(X)
 #undef X
-    default:
+    default:  // a type that is only moved
       break;
   }
   not_in_this_build(dtype, ReduceOp::kSum);

@@ -30,8 +30,8 @@ RINGCOMM_HD constexpr std::size_t round_up(std::size_t n, std::size_t multiple) 
   X(kUInt8, std::uint8_t, "uint8")                        \
   X(kBool, ::ringcomm::Bool, "bool")
 
-// X(enumerator, bytes, public name). The element types that are only moved: ranks compare them, no kernel reads them.
-// (A sum of complex numbers is a sum of twice as many real ones.)
+// X(enumerator, bytes, public name). The element types that are only moved: ranks compare them, kernels copy their
+// bytes. (A sum of complex numbers is a sum of twice as many real ones.)
 #define RINGCOMM_FOR_EACH_MOVED_DTYPE(X) \
   X(kUInt16, 2, "uint16")                \
   X(kUInt32, 4, "uint32")                \
@@ -264,12 +264,13 @@ inline const char* name(ReduceOp op) {
   return "?";
 }
 
+RINGCOMM_HD constexpr bool is_only_moved(DType dtype) { return dtype > DType::kBool; }
 RINGCOMM_HD constexpr bool is_float(DType dtype) { return dtype <= DType::kFloat8E5M2; }
 RINGCOMM_HD constexpr bool is_bitwise(ReduceOp op) { return op >= ReduceOp::kBand; }
 
 // Whether a type has an operator: bitwise ones need integers, averages need numbers, and premul_sum needs floats.
 RINGCOMM_HD constexpr bool supports(DType dtype, ReduceOp op) {
-  if (dtype > DType::kBool) return false;
+  if (is_only_moved(dtype)) return false;
   if (is_float(dtype)) return !is_bitwise(op);
   if (dtype == DType::kBool) return op != ReduceOp::kAvg && op != ReduceOp::kPremulSum;
   return op != ReduceOp::kPremulSum;

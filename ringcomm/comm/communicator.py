@@ -68,8 +68,8 @@ class Status:
     Attributes:
         source: the rank that sent it.
         tag: its tag.
-        dtype: the name of its element type, such as "float32"; "uint8" of a type whose name ringcomm does not know,
-            such as a structured one of NumPy, which travels as bytes.
+        dtype: the name of its element type, such as "float32"; "uint8" of NumPy's structured and byte-swapped types and
+            dates, which travel as bytes.
         count: the number of its elements of this type.
         nbytes: its size in bytes.
     """

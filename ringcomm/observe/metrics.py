@@ -10,6 +10,7 @@ import atexit
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,7 @@ class _File:
         self._pid = os.getpid()
         self._path = Path(where.replace("{rank}", str(_first_rank())).replace("{pid}", str(self._pid)))
         self._lock = threading.RLock()  # the garbage collector may end a communicator, and write, within a write
-        self._writes = 0
+        self._begun = self._written = 0  # numbers of the last write that began, and of the last that replaced the file
         self._told: tuple[type, int | None] | None = None
 
     def write(self) -> bool:
@@ -168,17 +169,16 @@ class _File:
         Returns: whether to wait before the next attempt; False while there is nothing to write yet.
         """
         with self._lock:
-            self._writes += 1
-            number = self._writes
+            self._begun += 1
+            number = self._begun
+            beside = self._path.with_name(f".{self._path.name}.{self._pid}.{number}")
             try:
                 found = text()
                 if found:  # else every communicator has ended: its last figures stay
-                    beside = self._path.with_name(f".{self._path.name}.{self._pid}.{number}")
                     beside.write_text(found, encoding="utf-8")
-                    if number == self._writes:
+                    if number > self._written:  # else a write that began later has ended within this one
                         beside.replace(self._path)
-                    else:  # a write that began later has ended within this one
-                        beside.unlink()
+                        self._written = number
                 return bool(found)
             except Exception as error:
                 why = type(error), getattr(error, "errno", None)
@@ -186,6 +186,9 @@ class _File:
                     write_stderr(f"ringcomm metrics: {type(error).__name__}: {error}; tried again\n")
                 self._told = why
                 return True
+            finally:
+                with suppress(OSError):
+                    beside.unlink(missing_ok=True)
 
     def write_last(self) -> None:
         """Writes it, in the process that it is of."""

@@ -184,7 +184,7 @@ def _read(path: str) -> Timeline:
             timeline = json.load(file)
     except OSError as error:
         raise InvalidArgumentError(
-            f"trace: expected a file of ringcomm.trace, got {path}: {error.strerror}; name a file that exists"
+            f"trace: expected a file of ringcomm.trace, got {path}: {error.strerror}; name a file that can be read"
         ) from error
     except ValueError:
         timeline = None

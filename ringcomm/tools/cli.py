@@ -42,8 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     Runs one command.
 
-    Returns: its exit status; 2 for an unknown command; 141 if the reader of the output, such as `head`, has ended, or 0
-             under torchrun, which would report any other status with a traceback.
+    Returns: its exit status; 2 for an unknown command; 1 if the disk of the output is full; 141 if the reader of the
+             output, such as `head`, has ended, or 0 under torchrun, which would report any other status with a
+             traceback.
     """
     try:
         try:
@@ -52,14 +53,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             if sys.stdout is not None:  # closed by the shell
                 sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its exit
+        _drop_output()
         return 0 if "TORCHELASTIC_RUN_ID" in os.environ else 128 + signal.SIGPIPE
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None
+        if not full or sys.stdout is None:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its exit
+        _drop_output()
         print(f"ringcomm: cannot write the output: {error.strerror}; free space, or write elsewhere", file=sys.stderr)
         return 1
+
+
+def _drop_output() -> None:
+    """Drops what Python would flush to the standard output at its exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def usage() -> str:

@@ -189,8 +189,9 @@ def test_types_without_arithmetic_still_move(dtype: str) -> None:
     three(fn)
 
 
+@pytest.mark.parametrize("numpy", [False, True], ids=["torch", "numpy"])
 @pytest.mark.parametrize("width", [2, 4, 8, 16])
-def test_types_of_one_size_are_told_apart(width: int) -> None:
+def test_types_of_one_size_are_told_apart(width: int, numpy: bool) -> None:
     names = {
         2: ("int16", "uint16", "float16", "bfloat16"),
         4: ("int32", "uint32", "float32", "complex32"),
@@ -206,7 +207,7 @@ def test_types_of_one_size_are_told_apart(width: int) -> None:
                 pair.all_gather(x)
             messages = comm.split(0)
             if comm.rank == 0:
-                messages.send(x, 1)
+                messages.send(x.numpy() if hasattr(np, ours) and numpy else x, 1)
             else:
                 with pytest.raises(errors.MismatchError, match=f"expected .* {theirs}.* sent .* {ours}"):
                     messages.recv(x, 0)
@@ -396,7 +397,10 @@ def ramp(count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-TYPES = (*FLOATS, torch.int8, torch.int64, torch.uint8, torch.bool, torch.uint16, torch.complex64, torch.float8_e5m2)
+TYPES = (
+    *(*FLOATS, torch.int8, torch.int64, torch.uint8, torch.bool, torch.float8_e5m2),
+    *(torch.uint16, torch.uint32, torch.uint64, torch.complex64),
+)
 # (whether they need no preparation, tensors, bucket)
 LISTS: list[tuple[bool, Callable[[], Any], Callable[[], Any]]] = [
     *(

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringcomm.errors import InvalidArgumentError
+from ringcomm.errors import InvalidArgumentError, MismatchError
 from tests.support import torch_ranks
 from tests.support.torch_checks import combined, expect, laid_out, values
 
@@ -213,6 +213,24 @@ def _types_without_arithmetic_move() -> None:
 
 def test_types_without_arithmetic_move() -> None:
     run(_types_without_arithmetic_move)
+
+
+def _types_of_one_size_are_told_apart() -> None:
+    rank = dist.get_rank()
+    sent = (torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.complex64, torch.complex128)
+    received = (torch.int16, torch.int32, torch.int64, torch.float32, torch.float64, torch.float64)
+    for tag, (ours, theirs) in enumerate(zip(sent, received, strict=True)):
+        raw = torch.zeros(64, dtype=torch.uint8)
+        if rank == 0:
+            dist.send(raw.view(ours), 1, tag=tag)
+        elif rank == 1:
+            name = str(ours).removeprefix("torch.")
+            with pytest.raises(MismatchError, match=f"sent .* {name}"):
+                dist.recv(raw.view(theirs), 0, tag=tag)
+
+
+def test_types_of_one_size_are_told_apart() -> None:
+    run(_types_of_one_size_are_told_apart)
 
 
 def _uneven_lists() -> None:

@@ -20,7 +20,7 @@ from tests.support import torch_ranks
 
 RANKS = pytest.mark.parametrize("ranks", ["threads", "processes"])
 TAGS = (0, 7, -3)
-DTYPES = ("float32", "int64", "uint8", "bfloat16", "float64", "bool", "complex64")
+DTYPES = ("float32", "int64", "uint8", "bfloat16", "float64", "bool", "uint16", "complex64", "complex128")
 COUNTS = (0, 1, 3, 1000, 5000, 300_000, 2_000_000)
 
 

@@ -128,9 +128,9 @@ def reduced_over(ranks: Ranks, inputs: Sequence[torch.Tensor], op: str) -> torch
 
 @cache
 def data(dtype: str, rank: int, count: int = 4096) -> torch.Tensor:
-    return (
-        values("uint8", rank, 8 * count).view(torch.complex64) if dtype == "complex64" else values(dtype, rank, count)
-    )
+    if dtype in ("uint16", "complex128"):
+        return values("uint8", rank, 16 * count).view(getattr(torch, dtype))[:count]
+    return values(dtype, rank, count)
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:
@@ -329,7 +329,7 @@ def movement(comm: Communicator, dtypes: Sequence[str], counts: Sequence[int]) -
 
 @pytest.mark.parametrize("ranks", LAYOUTS, ids=named)
 def test_what_moves_arrives(ranks: Ranks) -> None:
-    over(ranks, movement, ("float32", "bfloat16", "bool", "complex64"), (0, 1, 7, 320))
+    over(ranks, movement, ("float32", "bfloat16", "bool", "uint16", "complex128"), (0, 1, 7, 320))
 
 
 @pytest.mark.parametrize("ranks", [consecutive(2, 1), consecutive(1, 1)], ids=named)

@@ -424,6 +424,35 @@ def test_the_last_figures_of_a_communicator_that_ends_while_the_file_is_written_
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("at.prom", "last")]
 
 
+def test_a_write_is_not_given_up_for_one_within_it_that_had_nothing_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_first_rank", lambda: 0)
+    file = module._File(str(tmp_path / "at.prom"))
+    within: list[str] = []
+
+    def text() -> str:
+        if within:
+            return ""
+        within.append("")
+        file.write_last()
+        return "some"
+
+    monkeypatch.setattr(module, "text", text)
+    assert file.write()
+    assert (tmp_path / "at.prom").read_text() == "some"
+
+
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_first_rank", lambda: 0)
+    monkeypatch.setattr(module, "text", lambda: "some")
+    (tmp_path / "at.prom").mkdir()
+    file = module._File(str(tmp_path / "at.prom"))
+    for _ in range(2):
+        assert file.write()
+    assert [path.name for path in tmp_path.iterdir()] == ["at.prom"]
+
+
 def test_an_error_does_not_end_the_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -374,7 +374,7 @@ def test_other_files_are_refused_in_one_line(text: str, tmp_path: Path, capsys: 
     assert cli.main(["trace", str(other), "-o", str(tmp_path / "out.json")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert cli.main(["trace", str(tmp_path / "missing"), "-o", str(tmp_path / "out.json")]) == 2
-    assert capsys.readouterr().err.endswith("missing: No such file or directory; name a file that exists\n")
+    assert capsys.readouterr().err.endswith("missing: No such file or directory; name a file that can be read\n")
     assert cli.main(["trace", str(other)]) == 2
 
 

@@ -164,7 +164,7 @@ void pack(Engine& engine, const std::vector<std::tuple<std::uintptr_t, std::uint
 void combine(Engine& engine, std::uintptr_t first, std::uintptr_t second, std::uintptr_t output, std::size_t count,
              int dtype, int op, int divisor, std::uintptr_t stream) {
   CombineCall combining;
-  combining.dtype = checked(dtype, DType::kComplex128, "dtype");
+  combining.dtype = checked(dtype, DType::kBool, "dtype");
   combining.op = checked(op, ReduceOp::kBxor, "reduce_op");
   combining.first = reinterpret_cast<const void*>(first);
   combining.second = reinterpret_cast<const void*>(second);
@@ -495,15 +495,13 @@ std::vector<Span> to_spans(const PartList& spans) {
 void define_norm(py::module_& m) {
   m.def(
       "abs_max",
-      [](const PartList& spans, int dtype) {
-        return abs_max(to_spans(spans), checked(dtype, DType::kComplex128, "dtype"));
-      },
+      [](const PartList& spans, int dtype) { return abs_max(to_spans(spans), checked(dtype, DType::kBool, "dtype")); },
       py::arg("spans"), py::arg("dtype"), py::call_guard<py::gil_scoped_release>(),
       "The largest magnitude in (address, count) pairs of floats; NaN if there is one; 0 without elements.");
   m.def(
       "fold_sums",
       [](const PartList& spans, int dtype, int exponent) {
-        return fold_sums(to_spans(spans), checked(dtype, DType::kComplex128, "dtype"), exponent);
+        return fold_sums(to_spans(spans), checked(dtype, DType::kBool, "dtype"), exponent);
       },
       py::arg("spans"), py::arg("dtype"), py::arg("exponent"), py::call_guard<py::gil_scoped_release>(),
       "The sums of (x / 2^exponent)^2 over (address, count) pairs of finite floats below 2^exponent; see core/norm.h.");

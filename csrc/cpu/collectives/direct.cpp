@@ -32,7 +32,8 @@ class Direct {
         rank_(slots.group().rank()),
         world_size_(slots.group().world_size()),
         element_(element_bytes(call_.dtype)),
-        streaming_(call_.input != call_.output && buffer_bytes(call_, world_size_) >= tuning::kStreamOutputBytes) {}
+        streaming_((call_.op == Op::kAllGather || call_.input != call_.output) &&
+                   buffer_bytes(call_, world_size_) >= tuning::kStreamOutputBytes) {}
 
   void run() {
     switch (call_.op) {

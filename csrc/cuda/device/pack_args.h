@@ -14,7 +14,7 @@ struct PackArgs {
   std::int32_t scaled;  // 0: factor is 1, and equal types are copied bit for bit
   const char* source[kMaxPieces];
   char* target[kMaxPieces];
-  std::uint64_t end[kMaxPieces];  // running total of elements: piece p has end[p] - end[p - 1]
+  std::uint64_t end[kMaxPieces];  // running total of the kernel's elements: piece p has end[p] - end[p - 1]
 };
 static_assert(sizeof(PackArgs) <= 4096, "kernel arguments have 4 KiB");
 

@@ -13,9 +13,10 @@ namespace ringcomm::cuda {
 
 namespace {
 
-// Kernels read whole elements: at another address the GPU would end the process's context.
+// Kernels read whole elements: at another address the GPU would end the process's context. Types that are only moved
+// are read as bytes.
 void check_alignment(const char* call, const void* data, DType dtype, const char* side, int rank) {
-  const std::size_t element = element_bytes(dtype);
+  const std::size_t element = is_only_moved(dtype) ? 1 : element_bytes(dtype);
   if (reinterpret_cast<std::uint64_t>(data) % element != 0)
     fail(ErrorCode::kInvalid, call, ": rank ", rank, " expected its ", side, " at an address that is a multiple of ",
          element, " bytes, as ", name(dtype), " needs, got ", data, "; copy it into a new array");

@@ -30,13 +30,14 @@ struct Grid {
 }  // namespace
 
 void pack(const PackCall& packing, const Context& context) {
-  const Kernel<PackArgs> kernel = pack_kernel(packing.from, packing.to);
+  const bool as_bytes = is_only_moved(packing.from);
+  const std::uint64_t each = as_bytes ? element_bytes(packing.from) : 1;  // elements of the kernel for one of the call
+  const Kernel<PackArgs> kernel =
+      as_bytes ? pack_kernel(DType::kUInt8, DType::kUInt8) : pack_kernel(packing.from, packing.to);
   if (!kernel) not_in_this_build(packing.to, ReduceOp::kSum);
   const int rank = context.rank();
   check_memory(packing, context.device(), rank);
   const Grid grid(kernel, context);
-  const std::uint64_t words =
-      ceil_div(element_bytes(packing.from), std::size_t{8});  // 2 of complex128, which is copied
   PackArgs args;
   args.factor = packing.factor;
   args.scaled = packing.factor != 1.0;
@@ -54,7 +55,7 @@ void pack(const PackCall& packing, const Context& context) {
     const int p = args.num_pieces++;
     args.source[p] = static_cast<const char*>(piece.source);
     args.target[p] = static_cast<char*>(piece.target);
-    args.end[p] = total += piece.count * words;
+    args.end[p] = total += piece.count * each;
     if (args.num_pieces == kMaxPieces) flush();
   }
   flush();
