@@ -217,8 +217,8 @@ def test_types_without_arithmetic_move() -> None:
 
 def _types_of_one_size_are_told_apart() -> None:
     rank = dist.get_rank()
-    sent = (torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.complex64, torch.complex128)
-    received = (torch.int16, torch.int32, torch.int64, torch.float32, torch.float64, torch.float64)
+    sent = (torch.uint16, torch.uint32, torch.uint64)  # torch itself sends complex numbers as pairs of real ones
+    received = (torch.int16, torch.int32, torch.int64)
     for tag, (ours, theirs) in enumerate(zip(sent, received, strict=True)):
         raw = torch.zeros(64, dtype=torch.uint8)
         if rank == 0:
