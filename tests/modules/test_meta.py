@@ -156,7 +156,9 @@ def test_random_values_depend_neither_on_units_nor_on_the_stage() -> None:
     some: dict[str, Any] = {"units": nn.LayerNorm}
     for stage in (0, 3):
         for units in ({"bucket_cap_mb": 1}, {"bucket_cap_mb": 1e-4}, some):
-            assert all(same(found, expected) for found in ranks(lambda comm, s=stage, u=units: sharded(comm, s, **u), 2))
+            assert all(
+                same(found, expected) for found in ranks(lambda comm, s=stage, u=units: sharded(comm, s, **u), 2)
+            )
 
 
 @pytest.mark.parametrize("stage", choose(STAGES, (0, 3)))
