@@ -50,6 +50,7 @@ from ringcomm.modules.arguments import (
     UNITS,
     Units,
 )
+from ringcomm.modules.dynamo import eager
 from ringcomm.modules.meta import real_device
 from ringcomm.modules.precision import MixedPrecision
 from ringcomm.modules.shard_spec import part_of
@@ -129,10 +130,10 @@ def shard(
             what the optimizer needs.
         offload: True: the master weights, the optimizer's state and the step are on the host.
         init_fn: initialises, in place, a submodule whose own parameters or buffers are on the meta device; children
-            come before their parents. All ranks get rank 0's values. At stage 3 one unit is unsharded at a time. If
-            `ringcomm.parallelize` has split the model, it gets the submodules as they were before. None:
-            ``submodule.reset_parameters()``. False: values are loaded before the first forward pass, which raises if
-            some are missing.
+            come before their parents. All ranks get rank 0's values. At stage 3 one block and the module's own unit
+            are unsharded at a time. If `ringcomm.parallelize` has split the model, it gets the submodules as they were
+            before. None: ``submodule.reset_parameters()``. False: values are loaded before the first forward pass,
+            which raises if some are missing.
     Order:   the mean of a gradient is canonical: its bits depend neither on the stage nor on units and buckets.
     Cost:    each step sends 2 (W-1)/W times the parameters' bytes; stage 3 sends another (W-1)/W.
     Returns: the module and the optimizer, the same objects.
@@ -354,6 +355,7 @@ def stage_of(module: nn.Module) -> int:
     return _wrapped(module, "stage_of").stage
 
 
+@eager
 @expects("no_sync", module=MODULE)
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:
     """Backward passes of a sharded module inside only accumulate on this rank, at every stage; the next one outside
@@ -361,6 +363,7 @@ def no_sync(module: nn.Module) -> AbstractContextManager[None]:
     return _wrapped(module, "no_sync").sync.no_sync()
 
 
+@eager
 @expects("whole", module=MODULE)
 @contextmanager
 def whole(module: nn.Module) -> Iterator[None]:

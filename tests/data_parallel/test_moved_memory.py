@@ -225,3 +225,27 @@ def test_a_compiled_step_is_the_step(stage: int) -> None:
         return [x.clone() for x in trained.state_dict().values()]
 
     assert alike(ringcomm.run_ranks(train, 1)[0], train(None))
+
+
+@pytest.mark.parametrize("stage", [slow(0), slow(2), 3])
+def test_clipping_and_zero_grad_inside_a_compiled_function(stage: int) -> None:
+    """The values of a sharded parameter are not Dynamo's to look at."""
+
+    def train(comm: Communicator, compiled: bool) -> list[torch.Tensor]:
+        trained = model()
+        optimizer = torch.optim.SGD(trained.parameters(), 0.1)
+        ringcomm.shard(trained, optimizer, stage, comm)
+
+        def step(x: torch.Tensor) -> None:
+            trained(x).square().mean().backward()
+            ringcomm.clip_grad_norm_(trained, 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        once = torch.compile(step, backend="eager") if compiled else step
+        for _ in range(2):
+            once(torch.linspace(-1, 2, 8).view(2, 4))
+        return [x.clone() for x in trained.state_dict().values()]
+
+    plain, compiled = (ringcomm.run_ranks(train, 1, each)[0] for each in (False, True))
+    assert alike(plain, compiled)

@@ -136,6 +136,31 @@ def test_an_optimizer_whose_state_is_made_with_it(stage: int) -> None:
     assert all(map(same, ranks(plain), ranks(later)))
 
 
+def test_random_values_depend_neither_on_units_nor_on_the_stage() -> None:
+    """Submodules draw in the order of their construction, as `apply` calls them."""
+
+    def draw(source: torch.Generator) -> Callable[[nn.Module], None]:
+        def init(m: nn.Module) -> None:
+            with torch.no_grad():
+                for p in m.parameters(recurse=False):
+                    p.copy_(torch.rand(p.shape, generator=source))
+
+        return init
+
+    def sharded(comm: ringcomm.Communicator, stage: int, **units: Any) -> list[torch.Tensor]:
+        model = on_meta(Tower)
+        ringcomm.shard(model, None, stage, comm, init_fn=draw(torch.Generator().manual_seed(comm.rank)), **units)
+        return state_of(model)
+
+    expected = state_of(Tower().apply(draw(torch.Generator().manual_seed(0))))
+    some: dict[str, Any] = {"units": nn.LayerNorm}
+    for stage in (0, 3):
+        for units in ({"bucket_cap_mb": 1}, {"bucket_cap_mb": 1e-4}, some):
+            assert all(
+                same(found, expected) for found in ranks(lambda comm, s=stage, u=units: sharded(comm, s, **u), 2)
+            )
+
+
 @pytest.mark.parametrize("stage", choose(STAGES, (0, 3)))
 def test_default_is_reset_parameters(stage: int) -> None:
     """Every rank gets rank 0's values, which are as `reset_parameters` draws them."""

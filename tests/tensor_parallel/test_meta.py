@@ -151,7 +151,7 @@ def test_rank_0_initialises_the_whole_for_all() -> None:
 
     init = init_by(0)
     with torch.no_grad():
-        for each in [*plain.blocks.modules(), plain.token, plain.position, plain.norm]:  # the head is tied
+        for each in [plain.token, plain.position, *plain.blocks.modules(), plain.norm]:  # the head is tied
             init(each)
 
     def rank(comm: Any) -> list[str]:

@@ -72,7 +72,11 @@ class MetaModules:
         self._reset_of("", m)()
 
     def initialise(self, units: Sequence[Sequence[Bucket]]) -> None:
-        """Gives each unit memory in turn, initialises it, and keeps this rank's part; a collective.
+        """Gives each unit memory when its first submodule is initialised, and keeps only this rank's part after its
+        last one; a collective.
+
+        Submodules are initialised in the order of their construction, so that random values depend neither on the
+        units nor on the size of the buckets.
 
         Args:
             units: by unit, its buckets.
@@ -80,20 +84,32 @@ class MetaModules:
         if not self.modules:
             return
         self._make_buffers()
-        homes = {id(p): bucket for buckets in units for bucket in buckets for p in bucket.params}
-        for buckets in units:
-            self._open(buckets)
-            for name, m in self.modules if self.init is not None else ():
-                if any(homes.get(key) in buckets for key in _ids(m)):
-                    self._initialise(name, m, homes)
-            for bucket in buckets:
-                if bucket in self.opened:
-                    bucket.take_values(self.opened.pop(bucket), send=self.init is not None)
+        if self.init is None:
+            for buckets in units:
+                self._open(buckets)
+                self._close(buckets)
+        else:
+            self._call_all({id(p): buckets for buckets in units for bucket in buckets for p in bucket.params})
         for m in self.recurrent:
             m._flat_weight_refs = [None if p is None else weakref.ref(p) for p in m._flat_weights]
-        for name, m in self.modules:  # modules that have only buffers
-            if not self.params.intersection(_ids(m)) and not any(key in homes for key in _ids(m)):
+
+    def _call_all(self, homes: dict[int, Sequence[Bucket]]) -> None:
+        """Calls `init` for the submodules.
+
+        Args:
+            homes: by id of a parameter, the buckets of its unit.
+        """
+        units = [[homes[key] for key in _ids(m) if key in homes] for _, m in self.modules]
+        last = {id(buckets): i for i, needed in enumerate(units) for buckets in needed}
+        for i, ((name, m), needed) in enumerate(zip(self.modules, units, strict=True)):
+            for buckets in needed:
+                self._open(buckets)
+            if not needed or self.params.intersection(_ids(m)):  # of modules that share parameters the first counts
                 self._call(name, m)
+                self.params.difference_update(_ids(m))
+            for buckets in needed:
+                if last[id(buckets)] == i:
+                    self._close(buckets)
 
     def _open(self, buckets: Iterable[Bucket]) -> None:
         """Gives the buckets that have parameters from meta memory, each once."""
@@ -101,14 +117,11 @@ class MetaModules:
             if bucket not in self.opened and not self.params.isdisjoint(map(id, bucket.params)):
                 self.opened[bucket] = bucket.open(self.params)
 
-    def _initialise(self, name: str, m: nn.Module, homes: dict[int, Bucket]) -> None:
-        """Initialises a module unless its parameters were initialised already: of modules that share parameters the
-        first counts."""
-        mine = _ids(m)
-        if self.params.intersection(mine):
-            self._open([homes[key] for key in mine if key in homes])
-            self._call(name, m)
-            self.params.difference_update(mine)
+    def _close(self, buckets: Iterable[Bucket]) -> None:
+        """Keeps this rank's part of the buckets that are open; a collective."""
+        for bucket in buckets:
+            if bucket in self.opened:
+                bucket.take_values(self.opened.pop(bucket), send=self.init is not None)
 
     def _call(self, name: str, m: nn.Module) -> None:
         if self.init is None:

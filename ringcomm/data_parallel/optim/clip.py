@@ -14,10 +14,12 @@ from ringcomm.data_parallel.model.sharded_model import Place, ShardedModel, plac
 from ringcomm.data_parallel.optim.norm import total_norm
 from ringcomm.errors import InvalidArgumentError, RingcommError
 from ringcomm.modules.arguments import NORM, PARAMETERS
+from ringcomm.modules.dynamo import eager
 from ringcomm.modules.shard_spec import is_primary_copy, refuse_parts, renew_parts
 from ringcomm.validation import FLAG, expects
 
 
+@eager
 @expects("clip_grad_norm_", parameters=PARAMETERS, max_norm=NORM, norm_type=NORM, error_if_nonfinite=FLAG, foreach=FLAG)
 def clip_grad_norm_(
     parameters: nn.Module | torch.optim.Optimizer | torch.Tensor | Iterable[torch.Tensor],

@@ -1084,6 +1084,7 @@ def _register_before(here: weakref.ref[torch.optim.Optimizer], number: int, hook
     return handle
 
 
+@eager
 def _zero_grad(here: weakref.ref[Any], set_to_none: bool = True) -> None:
     """Discards the gradients."""
     optimizer = here()
