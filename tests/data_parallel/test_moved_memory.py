@@ -227,8 +227,9 @@ def test_a_compiled_step_is_the_step(stage: int) -> None:
     assert alike(ringcomm.run_ranks(train, 1)[0], train(None))
 
 
+@pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("stage", [slow(0), slow(2), 3])
-def test_clipping_and_zero_grad_inside_a_compiled_function(stage: int) -> None:
+def test_our_calls_inside_a_compiled_function(stage: int, accumulates: bool) -> None:
     """The values of a sharded parameter are not Dynamo's to look at."""
 
     def train(comm: Communicator, compiled: bool) -> list[torch.Tensor]:
@@ -237,10 +238,13 @@ def test_clipping_and_zero_grad_inside_a_compiled_function(stage: int) -> None:
         ringcomm.shard(trained, optimizer, stage, comm)
 
         def step(x: torch.Tensor) -> None:
+            if accumulates:  # Dynamo then compiles the functions that it finds inside
+                with ringcomm.no_sync(trained):
+                    trained(x).square().mean().backward()
             trained(x).square().mean().backward()
             ringcomm.clip_grad_norm_(trained, 0.1)
             optimizer.step()
-            optimizer.zero_grad()
+            trained.zero_grad() if accumulates else optimizer.zero_grad()
 
         once = torch.compile(step, backend="eager") if compiled else step
         for _ in range(2):

@@ -21,6 +21,7 @@ from ringcomm.data_parallel.buckets.bucket import Bucket, ViewData, Window
 from ringcomm.data_parallel.buckets.group import unversioned
 from ringcomm.data_parallel.model.sharded_model import Place, ShardedModel
 from ringcomm.errors import InvalidArgumentError
+from ringcomm.modules.dynamo import eager
 
 # Functions that need no values. Getters and setters of attributes are `__get__` and `__set__`.
 _FACTS = {
@@ -60,6 +61,7 @@ class ShardedView(torch.Tensor):
     _data: ViewData | None = None
 
     @classmethod
+    @eager
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", str(func)), kwargs or {}
         if name == "copy_" and len(args) > 1 and args[0] is args[1]:  # torch's load_state_dict, after our hook
