@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import importlib
+import sys
 import threading
 import warnings
 import weakref
@@ -670,6 +671,19 @@ def test_ranks_that_run_other_units_at_stage_3_are_told_and_nothing_is_lost() ->
 
     for got, wanted in zip(trained(True), trained(False), strict=True):
         assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_an_error_about_units_of_different_sizes_names_them() -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 90)])
+        ringcomm.shard(model, None, 3, comm, units=nn.Linear)
+        with pytest.raises(ringcomm.MismatchError) as found, torch.no_grad():
+            model[comm.rank](torch.ones(1, 6))
+        notes = "\n".join(getattr(found.value, "__notes__", ()))
+        assert f"rank {comm.rank} gathered the unit of {comm.rank}.weight; at stage 3 every rank must run" in notes
+
+    ringcomm.run_ranks(rank, 2, ranks="threads", timeout=20)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -25,7 +25,7 @@ from torch import nn
 from ringcomm.data_parallel.buckets.grad_buffer import GradBuffer
 from ringcomm.data_parallel.buckets.group import DONE, DataParallelGroup, uses
 from ringcomm.data_parallel.buckets.layout import FlatLayout, Run
-from ringcomm.errors import InvalidArgumentError
+from ringcomm.errors import InvalidArgumentError, MismatchError
 from ringcomm.modules.arguments import LAST_STAGE
 from ringcomm.modules.meta import fill_uninitialized, give_memory
 from ringcomm.modules.precision import Types
@@ -414,9 +414,14 @@ class Bucket:
         """Wraps a gather: if it raises, the parameters are sharded again as before."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self.unsharded.untyped_storage().resize_(0)
             self.ranks.note_gathered(-self.unsharded.nbytes)
+            if isinstance(error, MismatchError) and hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(
+                    f"  rank {self.ranks.rank} gathered the unit of {self.names[0]}; at stage 3 every rank must run "
+                    "the same units, in the same order"
+                )
             raise
 
     @_untransformed
