@@ -29,7 +29,7 @@ REDUCTIONS = [(dtype, op) for dtype in DTYPES for op in ops_of(dtype)]
 def data(dtype: str, rank: int, count: int = LARGE) -> torch.Tensor:
     """One rank's values; every cell takes the beginning of them."""
     if dtype in MOVED_ONLY:
-        raw = values("uint8", rank, min(count, 8 * COUNTS[-1]) * 8)
+        raw = values("uint8", rank, min(count, 8 * COUNTS[-1]) * getattr(torch, dtype).itemsize)
         return raw.view(getattr(torch, dtype))
     return values(dtype, rank, count if dtype in LARGE_DTYPES else 8 * COUNTS[-1])
 
