@@ -52,7 +52,7 @@ def main() -> None:
     if a.out:
         a.out.write_text(
             "# What the timeline and the metrics file cost\n\nall_reduce of 2 ranks, float32; median of "
-            f"{a.turns} turns / their fastest tenth, and ratios within a turn with their quartiles.\n{machine()}\n\n"
+            f"{a.turns} turns / their fastest tenth, and ratios within a turn with quartiles.\n{machine()}\n\n"
             f"`python -m benchmarks.overhead.trace_cost --base FOLDER --turns {a.turns}`\n\n" + "\n".join(lines) + "\n"
         )
 
