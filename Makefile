@@ -44,9 +44,10 @@ $(VENV)/.installed: $(VENV)/.tools $(SOURCES)
 train: setup
 	$(TORCHRUN) examples/train_gpt.py $(TRAIN)
 
-# For two cores: one of these processes runs the tests that mostly wait (tests/conftest.py).
+# For two cores: one of these processes runs the tests that mostly wait (tests/conftest.py). One that ends before its time
+# is not replaced: pytest-xdist would run its test again, and may then wait for ever (its issue 1378).
 WORKERS ?= 4
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --max-worker-restart 0
 test: setup
 	$(PYTEST)
 

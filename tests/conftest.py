@@ -13,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -149,6 +150,33 @@ def no_module_of_ddp_stays_active() -> Iterator[None]:
     yield
     if "torch.nn.parallel.distributed" in sys.modules:
         sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel._active_ddp_module = None
+
+
+_reads_generator = threading.Lock()
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_is_collected_under_the_generators_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes the tensor of its generator's state while it holds the generator's lock. Before Python 3.12 garbage may
+    be collected there, a finalizer may pass Python's global lock on, and another rank that is a thread then waits for the
+    generator with the global lock held: the process is frozen for ever."""
+    if sys.version_info >= (3, 12) or "torch" not in sys.modules:
+        return
+    import torch
+
+    read = torch.get_rng_state
+
+    def get_rng_state() -> torch.Tensor:
+        with _reads_generator:
+            was_enabled = gc.isenabled()
+            gc.disable()
+            try:
+                return read()
+            finally:
+                if was_enabled:
+                    gc.enable()
+
+    monkeypatch.setattr(torch, "get_rng_state", get_rng_state)
 
 
 @pytest.fixture(autouse=True)

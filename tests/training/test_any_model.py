@@ -6,14 +6,13 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import checkpoint
 
 import ringcomm
 from ringcomm.data_parallel.model.sharded_model import place_of
@@ -22,9 +21,6 @@ from tests.support.choice import choose, slow
 STAGES = (0, 1, 2, 3)
 WORLD = 3
 WIDTH = 6
-# Without the generator's state: torch reads it under a lock that it still holds while Python collects garbage, so that
-# two ranks that are threads may wait for each other for ever.
-checkpoint = partial(torch_checkpoint.checkpoint, preserve_rng_state=False)
 
 
 class Block(nn.Module):
