@@ -157,9 +157,9 @@ _reads_generator = threading.Lock()
 
 @pytest.fixture(autouse=True)
 def no_garbage_is_collected_under_the_generators_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch makes the tensor of its generator's state while it holds the generator's lock. Before Python 3.12 garbage may
-    be collected there, a finalizer may pass Python's global lock on, and another rank that is a thread then waits for the
-    generator with the global lock held: the process is frozen for ever."""
+    """torch makes the tensor of its generator's state while it holds the generator's lock. Before Python 3.12 garbage
+    may be collected there, a finalizer may pass Python's global lock on, and another rank that is a thread then waits
+    for the generator with the global lock held: the process is frozen for ever."""
     if sys.version_info >= (3, 12) or "torch" not in sys.modules:
         return
     import torch

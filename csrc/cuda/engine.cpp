@@ -85,7 +85,9 @@ class CudaEngine final : public Engine {
     if (!forked()) cuda::take_back_stream(context_->device(), reinterpret_cast<cudaStream_t>(stream));
   }
   void abort(const std::string& reason, ErrorCode code) override {
-    if (!forked()) context_->abort(reason, code);
+    if (forked()) return;
+    context_->abort(reason, code);
+    context_->await_abort();
   }
   std::string why_aborted() const override { return context_->shared().abort_state.why(); }
   ErrorCode aborted_as() const override { return context_->shared().abort_state.code(); }
@@ -470,6 +472,7 @@ void CudaEngine::close() {
   } catch (const Error&) {
     // the communicator has ended: later calls say why
   }
+  context_->await_abort();
   watcher_->stop();
   context_->waits().stop();
   if (local_group_) local_group_->leave(rank());

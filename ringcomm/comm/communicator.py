@@ -462,10 +462,25 @@ class Communicator:
         Cost:    (W-1)/W of the bytes each way.
         Returns: ``out``, or a new array.
         """
-        made = self._run_plain("all_gather", x, out, timeout, stream, async_op, algorithm)
+        return self._all_gather(x, out, algorithm, timeout, stream, async_op)
+
+    def _all_gather(
+        self,
+        x: Any,
+        out: Any,
+        algorithm: str = "auto",
+        timeout: Timeout = None,
+        stream: Any = None,
+        async_op: bool = False,
+        mark: int = 0,
+    ) -> Any:
+        """all_gather with a mark, which the engine compares: ranks that gather different things get an error, and not
+        each other's data."""
+        made = self._run_plain("all_gather", x, out, timeout, stream, async_op, algorithm, root=mark)
         if made is not NotImplemented:
             return made
         call = self._begin("all_gather", timeout, stream)
+        call.root = mark
         call.algorithm = call.one_of("algorithm", algorithm, _C.ALGORITHMS)
         source = call.read(x)
         call.output = call.output_like(source, out, *call.gathered(source))

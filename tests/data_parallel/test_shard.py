@@ -20,6 +20,7 @@ from torch import nn
 
 import ringcomm
 from ringcomm.data_parallel.model.sharded_model import sharded_model_of
+from tests.support import torch_ranks
 from tests.support.choice import choose
 from tests.support.training.parity import differences_of
 
@@ -646,30 +647,45 @@ class InAnyOrder(nn.Module):
         return x
 
 
-def test_ranks_that_run_other_units_at_stage_3_are_told_and_nothing_is_lost() -> None:
-    def trained(disturbed: bool) -> list[dict[str, torch.Tensor]]:
-        torch.manual_seed(0)
-        first = InAnyOrder()
-        models = [copy.deepcopy(first) for _ in range(3)]
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_ranks_that_run_other_units_at_stage_3_are_told_by_the_first_gather(training: bool, background: bool) -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        model, x = InAnyOrder(), torch.ones(2, 6)
+        ringcomm.shard(model, None, 3, comm, bucket_cap_mb=1e-6)
+        sharded_model_of(model).ranks.background = background
+        with torch.set_grad_enabled(training):
+            model(x, (0, 1, 2))
+            with pytest.raises(ringcomm.MismatchError, match=r"mark 2.*mark 3|mark 3.*mark 2") as found:
+                model(x, (0, 1, 2) if comm.rank < 2 else (0, 2, 1))
+        if sys.version_info >= (3, 11):
+            unit = f"rank {comm.rank} gathered the unit of blocks.{1 if comm.rank < 2 else 2}.weight"
+            assert unit in "\n".join(getattr(found.value, "__notes__", ()))
 
-        def rank(comm: ringcomm.Communicator) -> dict[str, torch.Tensor]:
-            model = models[comm.rank]
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-            ringcomm.shard(model, optimizer, 3, comm, bucket_cap_mb=1e-6)
-            x = torch.randn(2, 6, generator=torch.Generator().manual_seed(comm.rank))
-            for step in range(4):
-                if disturbed and step == 2:
-                    with pytest.raises(ringcomm.MismatchError, match=f"rank {comm.rank} ran other units than another"):
-                        model(x, (0, 1, 2) if comm.rank < 2 else (0, 2, 1)).square().sum().backward()
-                    optimizer.zero_grad()
-                model(x, (0, 1, 2)).square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            return {name: value.clone() for name, value in model.state_dict().items()}
+    ringcomm.run_ranks(rank, 3, ranks="threads", timeout=20)
 
-        return ringcomm.run_ranks(rank, 3, timeout=20)
 
-    for got, wanted in zip(trained(True), trained(False), strict=True):
+def _trained_over_gloo(disturbed: bool) -> dict[str, torch.Tensor]:
+    comm = ringcomm.Communicator.from_process_group()
+    torch.manual_seed(0)
+    model = InAnyOrder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    ringcomm.shard(model, optimizer, 3, comm, bucket_cap_mb=1e-6)
+    x = torch.randn(2, 6, generator=torch.Generator().manual_seed(comm.rank))
+    for step in range(4):
+        if disturbed and step == 2:
+            with pytest.raises(ringcomm.MismatchError, match=f"rank {comm.rank} ran other units than another"):
+                model(x, (0, 1, 2) if comm.rank < 2 else (0, 2, 1)).square().sum().backward()
+            optimizer.zero_grad()
+        model(x, (0, 1, 2)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_over_a_group_that_compares_no_calls_they_are_told_by_the_backward_pass_and_nothing_is_lost() -> None:
+    disturbed, calm = (torch_ranks.run(_trained_over_gloo, x, world_size=3, backend="gloo") for x in (True, False))
+    for got, wanted in zip(disturbed, calm, strict=True):
         assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 

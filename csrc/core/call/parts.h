@@ -57,8 +57,9 @@ inline bool reduces(Op op) { return op == Op::kAllReduce || op == Op::kReduceSca
 inline bool rooted(Op op) {
   return op == Op::kBroadcast || op == Op::kReduce || op == Op::kGather || op == Op::kScatter;
 }
-// The root in the signature of a collective. That of an all_to_all tells what the call is a part of: see scan_mark.
-inline int agreed_root(const Call& call) { return rooted(call.op) || call.op == Op::kAllToAll ? call.root : 0; }
+inline bool marked(Op op) { return op == Op::kAllGather || op == Op::kAllToAll; }
+// The root in the signature of a collective.
+inline int agreed_root(const Call& call) { return rooted(call.op) || marked(call.op) ? call.root : 0; }
 inline bool point_to_point(Op op) { return op == Op::kSend || op == Op::kRecv || op == Op::kProbe; }
 
 // Whether the ranks have to tell each other the sizes that they send. An empty call does not show whether the others'

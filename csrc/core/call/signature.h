@@ -21,7 +21,7 @@ inline constexpr const char* kSameCalls = "; every rank must make the same calls
 std::string describe(const Signature& signature);
 std::string describe(const Call& call, int world_size);
 
-// A scan sends with uneven all_to_alls. Their root, which is no rank, marks them for ranks that scan in another way.
+// A scan sends with uneven all_to_alls. Their mark is for ranks that scan in another way.
 inline constexpr int kScan = 1 << 30;
 inline int scan_mark(DType dtype, ReduceOp op, bool exclusive) {
   return kScan | static_cast<int>(dtype) << 8 | static_cast<int>(op) << 1 | static_cast<int>(exclusive);

@@ -154,6 +154,10 @@ void Context::abort(const std::string& reason, ErrorCode code) noexcept {
   shared().end_all();
 }
 
+void Context::await_abort() const noexcept {
+  if (peer_memory_) peer_memory_->await_stop(std::chrono::seconds(1));
+}
+
 void Context::abort_and_throw(ErrorCode code, const std::string& message) {
   const std::string text = message + kAdvice;
   abort(text, code);

@@ -76,6 +76,8 @@ class Context {
   [[noreturn]] void raise_end(Op op) const;
   // Ends the communicator for everybody.
   void abort(const std::string& reason, ErrorCode code) noexcept;
+  // Waits until the other ranks can see that this one has aborted, so that the process may end; at most a second.
+  void await_abort() const noexcept;
   // The same, and throws it.
   [[noreturn]] void abort_and_throw(ErrorCode code, const std::string& message);
 

@@ -208,6 +208,17 @@ void PeerMemory::stop() noexcept {
   }
 }
 
+void PeerMemory::await_stop(std::chrono::milliseconds limit) const noexcept {
+  if (!stopped_ || !stream_) return;
+  const auto end = std::chrono::steady_clock::now() + limit;
+  try {
+    const DeviceScope on(device_, rank_);
+    while (cudaStreamQuery(stream_) == cudaErrorNotReady && std::chrono::steady_clock::now() < end) usleep(100);
+  } catch (const Error&) {
+    // as in stop()
+  }
+}
+
 // ---- arenas ---------------------------------------------------------------------------------------------------------
 
 std::size_t PeerMemory::num_arenas() const {

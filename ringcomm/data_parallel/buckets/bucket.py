@@ -398,7 +398,7 @@ class Bucket:
         self.ranks.announce("gather", self.number)
         self.ranks.note_order(self.number)
         with self._undone_by_errors():
-            memory.gathering = self.ranks.all_gather(self.weight, memory.buffer)
+            memory.gathering = self.ranks.all_gather(self.weight, memory.buffer, mark=self.number + 1)
 
     @_untransformed
     def finish_gather(self) -> None:

@@ -237,11 +237,15 @@ class DataParallelGroup:
         with unversioned(out):
             return self._started(self.comm.reduce_scatter(x, op, out=out, async_op=self.background))
 
-    def all_gather(self, shard: torch.Tensor, unsharded: torch.Tensor) -> Any:
-        """Starts to gather every rank's shard."""
+    def all_gather(self, shard: torch.Tensor, unsharded: torch.Tensor, mark: int = 0) -> Any:
+        """Starts to gather every rank's shard.
+
+        Args:
+            mark: what is gathered, as a number: an error on every rank if the ranks differ in it.
+        """
         self.count("all_gather", unsharded.nbytes)
         with unversioned(unsharded):
-            return self._started(self.comm.all_gather(shard, out=unsharded, async_op=self.background))
+            return self._started(self.comm._all_gather(shard, unsharded, async_op=self.background, mark=mark))
 
     def _started(self, result: Any) -> Any:
         return result if self.background else DONE

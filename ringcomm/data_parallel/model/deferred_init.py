@@ -89,12 +89,13 @@ class MetaModules:
                 self._open(buckets)
                 self._close(buckets)
         else:
-            self._call_all({id(p): buckets for buckets in units for bucket in buckets for p in bucket.params})
+            homes = {id(p): buckets for buckets in units for bucket in buckets for p in bucket.params}
+            self._call_all(self.init, homes)
         for m in self.recurrent:
             m._flat_weight_refs = [None if p is None else weakref.ref(p) for p in m._flat_weights]
 
-    def _call_all(self, homes: dict[int, Sequence[Bucket]]) -> None:
-        """Calls `init` for the submodules.
+    def _call_all(self, init: InitFn, homes: dict[int, Sequence[Bucket]]) -> None:
+        """Calls ``init`` for the submodules.
 
         Args:
             homes: by id of a parameter, the buckets of its unit.
@@ -105,7 +106,7 @@ class MetaModules:
             for buckets in needed:
                 self._open(buckets)
             if not needed or self.params.intersection(_ids(m)):  # of modules that share parameters the first counts
-                self._call(name, m)
+                self._call(init, name, m)
                 self.params.difference_update(_ids(m))
             for buckets in needed:
                 if last[id(buckets)] == i:
@@ -123,14 +124,12 @@ class MetaModules:
             if bucket in self.opened:
                 bucket.take_values(self.opened.pop(bucket), send=self.init is not None)
 
-    def _call(self, name: str, m: nn.Module) -> None:
-        if self.init is None:
-            return
+    def _call(self, init: InitFn, name: str, m: nn.Module) -> None:
         unsplit = unsplit_of(m)
         opened = m if unsplit is None else unsplit.open(m, self._give_memory)
         before = _ids(opened)
         with torch.no_grad(), self.device:
-            self.init(opened)
+            init(opened)
         if _ids(opened) != before:
             raise InvalidArgumentError(
                 f"{self.call}: rank {self.rank} saw that initialising {name or 'the module'} put other parameters into "
