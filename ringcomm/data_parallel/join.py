@@ -109,6 +109,7 @@ def enter(flat: ShardedModel, over_all: bool, throw: bool) -> None:
 def leave(flat: ShardedModel) -> None:
     """Leaves `join`, after all ranks have joined or one has raised."""
     flat.ranks.joining = None
+    flat.calls.forget_order()
 
 
 def shadow(flat: ShardedModel) -> None:

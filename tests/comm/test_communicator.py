@@ -240,7 +240,7 @@ def test_a_gather_of_parts_of_different_sizes_names_the_call_that_takes_them() -
         with pytest.raises(errors.MismatchError) as caught:
             comm.all_gather(np.ones(1 + (comm.rank == 3)))
         said = str(caught.value)
-        assert "rank 3 gathers 8 x float64" in said
+        assert "rank 3 gathered 8 x float64" in said
         assert "; all_gather_list gathers parts of different sizes; every rank must" in said
 
     four(fn)

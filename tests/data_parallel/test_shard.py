@@ -647,19 +647,45 @@ class InAnyOrder(nn.Module):
         return x
 
 
+def in_background(comm: ringcomm.Communicator, background: bool) -> InAnyOrder:
+    """Returns a model at stage 3 that prefetches, or not, however many cores there are."""
+    model = InAnyOrder()
+    ringcomm.shard(model, None, 3, comm, bucket_cap_mb=1e-6)
+    sharded_model_of(model).ranks.background = background
+    return model
+
+
+def test_an_order_of_units_inside_whole_is_not_prefetched_outside() -> None:
+    """Inside of it each rank may run them in an order of its own."""
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        model, x = in_background(comm, True), torch.ones(2, 6)
+        expected = model(x, (0, 1, 2))
+        with ringcomm.whole(model), torch.no_grad():
+            model(x, (0, 1, 2) if comm.rank else (0, 2, 1))
+        assert torch.equal(model(x, (0, 1, 2)), expected)
+        expected.sum().backward()
+        with ringcomm.whole(model), torch.no_grad():
+            model(x, (0, 1, 2) if comm.rank else (2, 1, 0))
+        assert torch.equal(model(x, (0, 1, 2)), expected)
+
+    ringcomm.run_ranks(rank, 2, ranks="threads", timeout=20)
+
+
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 def test_ranks_that_run_other_units_at_stage_3_are_told_by_the_first_gather(training: bool, background: bool) -> None:
     def rank(comm: ringcomm.Communicator) -> None:
-        model, x = InAnyOrder(), torch.ones(2, 6)
-        ringcomm.shard(model, None, 3, comm, bucket_cap_mb=1e-6)
-        sharded_model_of(model).ranks.background = background
+        model, x = in_background(comm, background), torch.ones(2, 6)
         with torch.set_grad_enabled(training):
-            model(x, (0, 1, 2))
-            with pytest.raises(ringcomm.MismatchError, match=r"mark 2.*mark 3|mark 3.*mark 2") as found:
-                model(x, (0, 1, 2) if comm.rank < 2 else (0, 2, 1))
+            y = model(x, (0, 1, 2))
+            if training:
+                y.sum().backward()
+            says = r"ranks 0, 1 gathered .*, mark \d.* rank 2 gathered .*, mark \d"
+            with pytest.raises(ringcomm.MismatchError, match=says) as found:
+                model(x, (0, 1, 2) if comm.rank < 2 else (2, 1, 0))
         if sys.version_info >= (3, 11):
-            unit = f"rank {comm.rank} gathered the unit of blocks.{1 if comm.rank < 2 else 2}.weight"
+            unit = f"rank {comm.rank} gathered the unit of blocks.{0 if comm.rank < 2 else 2}.weight"
             assert unit in "\n".join(getattr(found.value, "__notes__", ()))
 
     ringcomm.run_ranks(rank, 3, ranks="threads", timeout=20)

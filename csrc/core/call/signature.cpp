@@ -89,7 +89,7 @@ std::string difference(const std::vector<Caller>& callers) {
   const bool gathers = same_op && op_of(callers[0].signature) == Op::kAllGather;  // its count is that of the output
   std::vector<std::pair<std::string, std::vector<int>>> groups;                   // in the order of their first ranks
   for (const Caller& caller : callers) {
-    std::string said = same_op ? concat(gathers ? "gathers " : "passed ", passed(caller.signature, callers))
+    std::string said = same_op ? concat(gathers ? "gathered " : "passed ", passed(caller.signature, callers))
                                : concat("called ", describe(caller.signature));
     if (!caller.site.empty()) said += concat(" (", caller.site, ')');
     auto group = groups.begin();

@@ -464,6 +464,11 @@ class ForwardCalls:
         at = next((i for i in reversed(range(len(self.seen))) if self.seen[i] is unit), 0)
         return self.seen[at - 1 : at] if at else []
 
+    def forget_order(self) -> None:
+        """Lets the next pass prefetch nothing. For passes that differed between the ranks: what a rank prefetches, all
+        must."""
+        self.seen, self.last = [], []
+
 
 class GradArrivals:
     """How gradients arrive: hooks on the autograd nodes that accumulate them.
@@ -731,7 +736,7 @@ class ShardedModel:
             self.gathered.holders -= 1
 
     def _gather_ahead(self, unit: Unit) -> None:
-        following = self.calls.after(unit)
+        following = [] if self.gathered.holders else self.calls.after(unit)  # there, ranks may run different units
         self.timed(unit.gather)
         if unit.forward_prefetch is not None:
             following = unit.forward_prefetch
@@ -1100,6 +1105,7 @@ class ShardedModel:
             return
         if self.stage == LAST_STAGE and differ(values[-2 * CHECKSUM_NBYTES :]):
             self.ranks.order = 0  # on every rank; the results of this pass are dropped
+            self.calls.forget_order()
             raise MismatchError(
                 f"backward: rank {self.ranks.rank} ran other units than another rank did, expected the same ones, "
                 "in the same order, at stage 3, where their parameters come from all ranks; put a module that only "
