@@ -681,7 +681,7 @@ def test_ranks_that_run_other_units_at_stage_3_are_told_by_the_first_gather(trai
             y = model(x, (0, 1, 2))
             if training:
                 y.sum().backward()
-            says = r"ranks 0, 1 gathered .*, mark \d.* rank 2 gathered .*, mark \d"
+            says = r"gathered .*, mark \d.* rank 2 gathered .*, mark \d"
             with pytest.raises(ringcomm.MismatchError, match=says) as found:
                 model(x, (0, 1, 2) if comm.rank < 2 else (2, 1, 0))
         if sys.version_info >= (3, 11):
