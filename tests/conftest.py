@@ -190,6 +190,15 @@ def blocks_are_units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
             monkeypatch.setattr(importlib.import_module("ringcomm.data_parallel.optim.cache_blocks"), "BLOCK", 64)
 
 
+@pytest.fixture(autouse=True)
+def there_are_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each rank has cores of its own, its collectives run in the background, and units are prefetched: so in
+    every second test."""
+    if "torch" in sys.modules and zlib.crc32(request.node.nodeid.encode()) & 2:
+        group = importlib.import_module("ringcomm.data_parallel.buckets.group")
+        monkeypatch.setattr(group.DataParallelGroup, "_least_cores", lambda ranks: sys.maxsize)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def ranks_are_forked() -> Iterator[None]:
     """Ranks that are processes do not import torch each."""
