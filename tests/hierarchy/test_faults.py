@@ -81,6 +81,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "max": lambda comm: comm.all_reduce(torch.ones(50_000), "max"),
     "ring": lambda comm: comm.all_reduce(torch.ones(50_000), algorithm="ring"),
     "all_gather": lambda comm: comm.all_gather(torch.ones(50_000)),
+    "all_gather with mark 3": lambda comm: comm._all_gather(torch.ones(50_000), None, mark=3),
     "gather": lambda comm: comm.gather(torch.ones(50_000), 3),
     "all_to_all": lambda comm: comm.all_to_all(torch.ones(200_000)),
     "barrier": lambda comm: comm.barrier(),
@@ -152,12 +153,13 @@ DIFFERENT = [
     ("all_reduce", "ring"),
     ("all_gather", "all_reduce"),
     ("all_reduce", "gather"),
+    ("all_gather", "all_gather with mark 3"),
     ("all_to_all", "all_gather"),
     ("barrier", "all_reduce"),
     ("broadcast 0", "broadcast 2"),
 ]
 OPS = {"all_gather": "all_gather", "gather": "gather", "all_to_all": "all_to_all", "barrier": "barrier"}
-OPS |= {"broadcast 0": "broadcast", "broadcast 2": "broadcast"}
+OPS |= {"broadcast 0": "broadcast", "broadcast 2": "broadcast", "all_gather with mark 3": "all_gather"}
 
 
 @pytest.mark.parametrize(("first", "second"), DIFFERENT, ids=[" and ".join(pair) for pair in DIFFERENT])

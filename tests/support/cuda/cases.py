@@ -777,6 +777,12 @@ def different(comm: Communicator) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
+def of_another_mark(comm: Communicator, algorithm: str) -> str:
+    with pytest.raises((errors.MismatchError, errors.AbortedError)) as caught:
+        comm._all_gather(torch.ones(10), None, algorithm, 20, mark=3 + comm.rank)
+    return str(caught.value)
+
+
 def different_and_prepared_in_c(comm: Communicator) -> str:
     plain = Exchanged(np.ones(10 + comm.rank, np.float32))
 
@@ -826,6 +832,9 @@ def failures(kind: str) -> None:
     assert all("all_reduce" in text for text in said[1:]), said
     said = ranks(different, 2, kind=kind)
     assert any("MismatchError" in text for text in said), said
+    for algorithm in ("ring", "direct", "copy_engine"):
+        said = ranks(of_another_mark, 2, algorithm, kind=kind)
+        assert any("mark 3" in text and "mark 4" in text for text in said), said
     said = ranks(different_and_prepared_in_c, 2, kind=kind)  # the same error as of calls that Python prepares
     assert all("MismatchError" in text for text in said), said
     if kind == "threads":  # the host finds it when the second one calls
