@@ -85,9 +85,7 @@ class CudaEngine final : public Engine {
     if (!forked()) cuda::take_back_stream(context_->device(), reinterpret_cast<cudaStream_t>(stream));
   }
   void abort(const std::string& reason, ErrorCode code) override {
-    if (forked()) return;
-    context_->abort(reason, code);
-    context_->await_abort();
+    if (!forked()) context_->abort(reason, code);
   }
   std::string why_aborted() const override { return context_->shared().abort_state.why(); }
   ErrorCode aborted_as() const override { return context_->shared().abort_state.code(); }
@@ -472,7 +470,6 @@ void CudaEngine::close() {
   } catch (const Error&) {
     // the communicator has ended: later calls say why
   }
-  context_->await_abort();
   watcher_->stop();
   context_->waits().stop();
   if (local_group_) local_group_->leave(rank());

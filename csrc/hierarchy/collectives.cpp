@@ -54,8 +54,7 @@ std::string describe(const std::string& bytes) {
     if (reduces(op)) text += concat(", ", name(static_cast<ReduceOp>(s.reduce_op)));
     if (s.algorithm) text += concat(", ", name(static_cast<Algorithm>(s.algorithm)));
   }
-  if (rooted(op)) text += concat(", root ", s.root);
-  if (op == Op::kAllGather && s.root) text += concat(", mark ", s.root);
+  if (!scans) text += root_text(s);
   if (fields.upward || fields.downward)
     text += concat(", ", fields.upward, " bytes to the higher rank and ", fields.downward, " back");
   if (fields.compressed) text += concat(", sent as ", name(static_cast<DType>(fields.wire)));

@@ -28,6 +28,7 @@ void Collectives::all_gather(const Scope& scope) {
   for (int h = 0; h < topology_.num_hosts(); ++h)
     for (int first = 0; first < topology_.num_ranks(h); first += here) {
       Call gather = local_call(scope, Op::kAllGather);
+      gather.root = scope.call.root;
       gather.output_parts.resize(here);
       for (int i = 0; i < here && first + i < topology_.num_ranks(h); ++i) {
         const int rank = topology_.ranks(h)[first + i];
@@ -119,6 +120,7 @@ void Collectives::exchange(const Scope& scope) {
   if (rooted_call && topology_.host_of(call.root) != topology_.host()) return;
   if (here == 1) return copy(scope, sends[me].data, recvs[me].data, recvs[me].count);
   Call inside = local_call(scope, Op::kAllToAll);
+  inside.root = call.root;
   for (const int rank : topology_.ranks(topology_.host())) {
     inside.input_parts.push_back(sends[rank]);
     inside.output_parts.push_back(recvs[rank]);

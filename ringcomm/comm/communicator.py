@@ -462,20 +462,23 @@ class Communicator:
         Cost:    (W-1)/W of the bytes each way.
         Returns: ``out``, or a new array.
         """
-        return self._all_gather(x, out, algorithm, timeout, stream, async_op)
+        return self._all_gather(
+            x, out=out, algorithm=algorithm, timeout=timeout, stream=stream, async_op=async_op, mark=0
+        )
 
     def _all_gather(
         self,
         x: Any,
-        out: Any,
+        *,
+        out: Any = None,
         algorithm: str = "auto",
         timeout: Timeout = None,
         stream: Any = None,
         async_op: bool = False,
-        mark: int = 0,
+        mark: int,
     ) -> Any:
-        """all_gather with a mark, which the engine compares: ranks that gather different things get an error, and not
-        each other's data."""
+        """all_gather with a mark, a number that our engines compare: ranks that gather different things get a
+        MismatchError, and not each other's data. A process group compares nothing."""
         made = self._run_plain("all_gather", x, out, timeout, stream, async_op, algorithm, root=mark)
         if made is not NotImplemented:
             return made

@@ -484,7 +484,7 @@ class _MetaCommunicator:
     ) -> _MetaCommunicator:
         return self
 
-    def _all_gather(self, x: torch.Tensor, out: torch.Tensor, async_op: bool, mark: int) -> _MetaCommunicator:
+    def _all_gather(self, x: torch.Tensor, *, out: torch.Tensor, async_op: bool, mark: int) -> _MetaCommunicator:
         return self
 
     def pack(self, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:

@@ -87,6 +87,8 @@ class Call:
             words.append(self.reduce_op)
         if self.op in ("broadcast", "reduce", "gather", "scatter"):
             words.append(f"root {self.root}")
+        if self.op == "all_gather" and self.root:
+            words.append(f"mark {self.root}")
         if self.op in ("send", "recv"):
             words.append(f"tag {self.tag}")
         elif self.algorithm != "auto":

@@ -166,7 +166,7 @@ MISMATCHES: dict[str, Refused] = {
     "op": lambda c: c.all_reduce(torch.ones(4), ["sum", "max"][c.rank]),
     "call": lambda c: c.all_reduce(torch.ones(4)) if c.rank else c.broadcast(torch.ones(4)),
     "root": lambda c: c.broadcast(torch.ones(4), c.rank),
-    "mark": lambda c: c._all_gather(torch.ones(4), None, mark=c.rank),
+    "mark": lambda c: c._all_gather(torch.ones(4), mark=c.rank),
 }
 
 

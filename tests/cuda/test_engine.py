@@ -159,6 +159,10 @@ def test_failures(kind: str) -> None:
     run("failures", kind)
 
 
+def test_an_abort_is_seen_of_a_process_that_ends_at_once() -> None:
+    run("given_up_and_gone", RINGCOMM_EMULATED_COPY_US="300000")
+
+
 def test_native_names() -> None:
     run("native")
 

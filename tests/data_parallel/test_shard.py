@@ -655,21 +655,107 @@ def in_background(comm: ringcomm.Communicator, background: bool) -> InAnyOrder:
     return model
 
 
-def test_an_order_of_units_inside_whole_is_not_prefetched_outside() -> None:
-    """Inside of it each rank may run them in an order of its own."""
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("orders", [((0, 1, 2), (0, 2, 1)), ((2, 1, 0), ()), ((), (1,))])
+def test_an_order_of_units_inside_whole_is_not_prefetched_outside(
+    orders: tuple[tuple[int, ...], ...], trains: bool
+) -> None:
+    """Inside of it each rank may run units in an order of its own, or none."""
 
     def rank(comm: ringcomm.Communicator) -> None:
         model, x = in_background(comm, True), torch.ones(2, 6)
-        expected = model(x, (0, 1, 2))
-        with ringcomm.whole(model), torch.no_grad():
-            model(x, (0, 1, 2) if comm.rank else (0, 2, 1))
+
+        def evaluate() -> None:
+            with ringcomm.whole(model), torch.set_grad_enabled(trains):
+                if orders[comm.rank]:
+                    model(x, orders[comm.rank])
+
+        y = model(x, (0, 1, 2))
+        expected = y.detach()
+        evaluate()
+        y.sum().backward()
+        first = model.blocks[0]
+        (first(x) + first(2 * x)).sum().backward()
+        evaluate()
+        (first(x) + first(2 * x)).sum().backward()
         assert torch.equal(model(x, (0, 1, 2)), expected)
-        expected.sum().backward()
-        with ringcomm.whole(model), torch.no_grad():
-            model(x, (0, 1, 2) if comm.rank else (2, 1, 0))
-        assert torch.equal(model(x, (0, 1, 2)), expected)
+        evaluate()
+        with torch.no_grad():
+            for _ in range(3):
+                first(x)
+        y = model(x, (0, 1, 2))
+        assert torch.equal(y, expected)
+        y.sum().backward()
 
     ringcomm.run_ranks(rank, 2, ranks="threads", timeout=20)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_rank_that_has_joined_prefetches_what_the_others_do_afterwards(background: bool) -> None:
+    """The last order of units that a rank saw is older if it has joined earlier."""
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        model, x = in_background(comm, background), torch.ones(2, 6)
+        with ringcomm.join(model):
+            for order in ((0, 1, 2), (2, 1, 0))[: 1 + comm.rank]:
+                model(x, order).sum().backward()
+        model(x, (0, 1, 2)).sum().backward()
+
+    ringcomm.run_ranks(rank, 2, ranks="threads", timeout=20)
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("reshard", [False, True])
+def test_a_loss_that_leaves_out_a_unit_on_one_rank(reshard: bool, background: bool) -> None:
+    """At stage 3 backward then gathers other units, if it gathers any; at the others all is well."""
+
+    def trained(comm: ringcomm.Communicator, stage: int) -> list[float]:
+        model = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(3))
+        ringcomm.shard(model, None, stage, comm, bucket_cap_mb=1e-6, reshard_after_forward=reshard or stage < 3)
+        sharded_model_of(model).ranks.background = background
+        outputs = [each(torch.ones(1, 6)).sum() for each in model]
+        sum((i + 1) * y for i, y in enumerate(outputs[: 3 - comm.rank])).backward()
+        return [float(each.weight.grad.sum()) for each in model]
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        for stage in STAGES[: 3 if reshard else 4]:
+            assert trained(comm, stage) == [36.0, 72.0, 54.0]
+        if reshard:
+            with pytest.raises(ringcomm.MismatchError, match="mark"):
+                trained(comm, 3)
+
+    ringcomm.run_ranks(rank, 2, ranks="threads", timeout=20)
+
+
+def test_ranks_that_run_different_models_at_stage_3_are_told() -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        models = [nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]
+        for model in models:
+            ringcomm.shard(model, None, 3, comm)
+        with pytest.raises(ringcomm.MismatchError, match="mark"), torch.no_grad():
+            models[comm.rank](torch.ones(1, 4))
+
+    ringcomm.run_ranks(rank, 2, ranks="threads", timeout=20)
+
+
+@pytest.mark.parametrize("hosts", [None, [2, 2]])
+def test_neighbours_that_run_different_units_at_stage_3_are_told(hosts: list[int] | None) -> None:
+    """Also if each rank of a host runs the same as its partners on other hosts."""
+    told = ringcomm.run_ranks(_run_by_parity, 4, hosts=hosts, timeout=20)
+    assert set(told) <= {"MismatchError", "AbortedError"}
+    assert "MismatchError" in told
+
+
+def _run_by_parity(comm: ringcomm.Communicator) -> str:
+    model = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+    ringcomm.shard(model, None, 3, comm, bucket_cap_mb=1e-6)
+    try:
+        with torch.no_grad():
+            model[comm.rank % 2](torch.ones(1, 6))
+            comm.barrier()  # a rank may learn of it one call later
+    except ringcomm.RingcommError as error:
+        return type(error).__name__
+    return "nothing"
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -81,7 +81,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "max": lambda comm: comm.all_reduce(torch.ones(50_000), "max"),
     "ring": lambda comm: comm.all_reduce(torch.ones(50_000), algorithm="ring"),
     "all_gather": lambda comm: comm.all_gather(torch.ones(50_000)),
-    "all_gather with mark 3": lambda comm: comm._all_gather(torch.ones(50_000), None, mark=3),
+    "all_gather with mark 3": lambda comm: comm._all_gather(torch.ones(50_000), mark=3),
     "gather": lambda comm: comm.gather(torch.ones(50_000), 3),
     "all_to_all": lambda comm: comm.all_to_all(torch.ones(200_000)),
     "barrier": lambda comm: comm.barrier(),

@@ -59,8 +59,8 @@ c10d::ErrorType Backend::getError() {
 
 void Backend::abort() {
   const std::string reason = concat("rank ", rank_, " called abort on its process group");
-  devices_.abort(reason);
   engine_->abort(reason, ErrorCode::kAborted);
+  devices_.abort(reason);
 }
 
 void Backend::shutdown() {

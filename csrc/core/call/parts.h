@@ -57,6 +57,7 @@ inline bool reduces(Op op) { return op == Op::kAllReduce || op == Op::kReduceSca
 inline bool rooted(Op op) {
   return op == Op::kBroadcast || op == Op::kReduce || op == Op::kGather || op == Op::kScatter;
 }
+// Ops that have a mark for a root: a number that the caller chooses, and that is the same on all ranks.
 inline bool marked(Op op) { return op == Op::kAllGather || op == Op::kAllToAll; }
 // The root in the signature of a collective.
 inline int agreed_root(const Call& call) { return rooted(call.op) || marked(call.op) ? call.root : 0; }

@@ -16,8 +16,6 @@ std::string elements(const Signature& s) {
   return count + name(static_cast<DType>(s.dtype));
 }
 
-const char* root_label(const Signature& s) { return marked(op_of(s)) ? ", mark " : ", root "; }
-
 template <typename Field>
 bool differ(const std::vector<Caller>& callers, const Field& field) {
   for (const Caller& caller : callers)
@@ -30,7 +28,7 @@ std::string passed(const Signature& s, const std::vector<Caller>& callers) {
   std::string text = elements(s);
   if (differ(callers, [](const Signature& each) { return each.reduce_op; }))
     text += concat(", ", name(static_cast<ReduceOp>(s.reduce_op)));
-  if (differ(callers, [](const Signature& each) { return each.root; })) text += concat(root_label(s), s.root);
+  if (differ(callers, [](const Signature& each) { return each.root; })) text += root_text(s);
   if (differ(callers, [](const Signature& each) { return each.algorithm; }))
     text += concat(", algorithm ", name(static_cast<Algorithm>(s.algorithm)));
   if (s.count & kUneven && !differ(callers, [](const Signature& each) { return each.dtype; }))
@@ -58,6 +56,11 @@ std::string other_counts(int root, int rank, std::uint64_t expected, int peer, s
                                              : "; recv_counts must mirror the senders' counts");
 }
 
+std::string root_text(const Signature& s) {
+  if (rooted(op_of(s))) return concat(", root ", s.root);
+  return marked(op_of(s)) && s.root ? concat(", mark ", s.root) : "";
+}
+
 std::string describe(const Signature& s) {
   const Op op = op_of(s);
   if (is_scan(op, s.root))
@@ -66,7 +69,7 @@ std::string describe(const Signature& s) {
   if (op == Op::kBarrier) return name(op);
   std::string text = concat(name(op), '(', elements(s));
   if (reduces(op)) text += concat(", ", name(static_cast<ReduceOp>(s.reduce_op)));
-  if (rooted(op) || (marked(op) && s.root)) text += concat(root_label(s), s.root);
+  text += root_text(s);
   if (point_to_point(op)) return text + concat(", tag ", s.root, ')');
   return text + concat(", ", name(static_cast<Algorithm>(s.algorithm)), ')');
 }

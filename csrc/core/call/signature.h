@@ -19,9 +19,11 @@ inline constexpr const char* kSameCalls = "; every rank must make the same calls
 
 // Returns a text such as "all_reduce(1024 x float32, sum, auto)"; the signature of a message has the tag as its root.
 std::string describe(const Signature& signature);
+// Returns ", root 3" or ", mark 3"; empty for an op without a root, and for the mark 0.
+std::string root_text(const Signature& signature);
 std::string describe(const Call& call, int world_size);
 
-// A scan sends with uneven all_to_alls. Their mark is for ranks that scan in another way.
+// A scan sends with uneven all_to_alls. Their mark says how it scans, so that ranks that scan differently get an error.
 inline constexpr int kScan = 1 << 30;
 inline int scan_mark(DType dtype, ReduceOp op, bool exclusive) {
   return kScan | static_cast<int>(dtype) << 8 | static_cast<int>(op) << 1 | static_cast<int>(exclusive);

@@ -21,6 +21,8 @@ std::map<std::string, std::weak_ptr<SharedState>>& registry() {
   return *states;
 }
 
+constexpr std::chrono::seconds kAbortGrace(1);  // for a stream to set the flags of an abort
+
 std::string without_spaces(std::string text) {
   std::replace(text.begin(), text.end(), ' ', '_');
   return text;
@@ -152,10 +154,7 @@ void Context::abort(const std::string& reason, ErrorCode code) noexcept {
   if (!shared().abort_state.record(reason, code)) return;
   if (peer_memory_) peer_memory_->stop();
   shared().end_all();
-}
-
-void Context::await_abort() const noexcept {
-  if (peer_memory_) peer_memory_->await_stop(std::chrono::seconds(1));
+  if (peer_memory_) peer_memory_->await_stop(kAbortGrace);
 }
 
 void Context::abort_and_throw(ErrorCode code, const std::string& message) {

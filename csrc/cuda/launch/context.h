@@ -74,10 +74,9 @@ class Context {
   bool ended() const;
   // Why it has ended.
   [[noreturn]] void raise_end(Op op) const;
-  // Ends the communicator for everybody.
+  // Ends the communicator for everybody. Waits until the other ranks can see it, so that the process may end; at most a
+  // second.
   void abort(const std::string& reason, ErrorCode code) noexcept;
-  // Waits until the other ranks can see that this one has aborted, so that the process may end; at most a second.
-  void await_abort() const noexcept;
   // The same, and throws it.
   [[noreturn]] void abort_and_throw(ErrorCode code, const std::string& message);
 

@@ -209,7 +209,7 @@ void PeerMemory::stop() noexcept {
 }
 
 void PeerMemory::await_stop(std::chrono::milliseconds limit) const noexcept {
-  if (!stopped_ || !stream_) return;
+  if (!stream_) return;
   const auto end = std::chrono::steady_clock::now() + limit;
   try {
     const DeviceScope on(device_, rank_);

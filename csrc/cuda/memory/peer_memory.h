@@ -126,7 +126,7 @@ class PeerMemory {
   // Ends the waits of all ranks, through the host pages of the ranks in this process and the abort flags in all
   // segments; also a connect of this rank. Callable from any thread; does not wait for the device.
   void stop() noexcept;
-  // Waits until the flags of stop() are in the segments, so that the process may end.
+  // Waits until the flags of a stop() that has returned are in the segments, so that the process may end.
   void await_stop(std::chrono::milliseconds limit) const noexcept;
 
  private:

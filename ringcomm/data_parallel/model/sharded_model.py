@@ -338,6 +338,7 @@ class BackwardPass:
         task: autograd's number for the pass.
         accumulates: whether it was started by backward, not by torch.autograd.grad.
         makes_graph: whether it runs with create_graph.
+        gathers: whether it gathers each unit that it reaches, so that all ranks reach the same ones, in one order.
         reached: the units that it has reached and not passed, in this order.
         used_outside: the units with reentrant checkpoints of which it also reaches a parameter outside of these.
         states: by bucket, how far it is; those that are left out are idle.
@@ -352,6 +353,7 @@ class BackwardPass:
     task: int = -1
     accumulates: bool = False
     makes_graph: bool = False
+    gathers: bool = False
     reached: dict[Unit, None] = field(default_factory=dict)
     used_outside: set[Unit] = field(default_factory=set)
     states: dict[Bucket, BucketState] = field(default_factory=dict)
@@ -434,8 +436,10 @@ class ForwardCalls:
         packing: by running call, the hooks for saved parameters at stage 3; None: they are not installed.
         trains: whether the last outermost call had a graph.
         used_up: whether a backward pass ran; its graph may be used again until the next forward pass.
-        seen: the units of this forward pass, in order.
+        seen: the units of this forward pass, in order. Calls inside `whole` are left out, because the ranks' differ,
+            and what a rank prefetches, all must.
         last: those of the previous one.
+        order_ended: whether a backward pass ran since `seen` began.
         advised: whether a read outside of a unit's call was warned of.
     """
 
@@ -445,6 +449,7 @@ class ForwardCalls:
     used_up: bool = False
     seen: list[Unit] = field(default_factory=list)
     last: list[Unit] = field(default_factory=list)
+    order_ended: bool = False
     advised: bool = False
 
     @property
@@ -464,10 +469,13 @@ class ForwardCalls:
         at = next((i for i in reversed(range(len(self.seen))) if self.seen[i] is unit), 0)
         return self.seen[at - 1 : at] if at else []
 
+    def begin_order(self) -> None:
+        """Begins to record a forward pass."""
+        self.last, self.seen, self.order_ended = self.seen or self.last, [], False
+
     def forget_order(self) -> None:
-        """Lets the next pass prefetch nothing. For passes that differed between the ranks: what a rank prefetches, all
-        must."""
-        self.seen, self.last = [], []
+        """Lets the next pass prefetch nothing, after passes that differed between the ranks."""
+        self.last, self.seen = [], []
 
 
 class GradArrivals:
@@ -697,8 +705,8 @@ class ShardedModel:
             calls.used_up = False
             for unit in self.units:
                 unit.forget_calls()
-            if module is not self.module:
-                calls.last, calls.seen = calls.seen, []
+        if calls.trains and calls.order_ended and not self.gathered.holders:
+            calls.begin_order()
 
     def begin_forward(self) -> None:
         """Begins a call of the whole module."""
@@ -710,8 +718,8 @@ class ShardedModel:
                 f"forward: rank {self.ranks.rank} is inside of join for another module that shares its ranks, expected "
                 "that one alone; train this one outside"
             )
-        self.calls.last, self.calls.seen = self.calls.seen or self.calls.last, []
         if not self.gathered.holders:
+            self.calls.begin_order()
             self._announce_forward()
 
     def _announce_forward(self) -> None:
@@ -736,8 +744,10 @@ class ShardedModel:
             self.gathered.holders -= 1
 
     def _gather_ahead(self, unit: Unit) -> None:
-        following = [] if self.gathered.holders else self.calls.after(unit)  # there, ranks may run different units
         self.timed(unit.gather)
+        if self.gathered.holders:
+            return
+        following = self.calls.after(unit)
         if unit.forward_prefetch is not None:
             following = unit.forward_prefetch
         elif not self.ranks.background:
@@ -862,6 +872,9 @@ class ShardedModel:
             self._abandon()
         self.backward.scheduled = True
         self.backward.task = torch._C._current_graph_task_id()
+        kept = self.stage < LAST_STAGE or self.gathered.graph_needs or self.gathered.holders
+        # The module's own unit is the last one that backward passes.
+        self.backward.gathers = not kept and all(unit.reshard_after_forward for unit in self.units[:-1])
         for unit in self.units:
             if unit.calls.checkpointed:
                 nodes = (node for bucket in unit.buckets for node in self.arrivals.nodes.get(bucket, ()))
@@ -1022,7 +1035,7 @@ class ShardedModel:
             if not self.sync.reduces:
                 if bucket.gradient.opened:
                     self._pack(bucket)
-            elif self.stage == LAST_STAGE:  # every rank has gathered the same units
+            elif self.backward.gathers:  # every rank has gathered the same units
                 self.start_reduce(bucket)
             else:  # another rank may not have run this unit
                 self.backward.states[bucket] = BucketState.FILLED
@@ -1131,6 +1144,7 @@ class ShardedModel:
         if done and ended.accumulates and self.arrivals.nested is None:
             self.arrivals.nested = False
         self.calls.used_up |= ended.accumulates
+        self.calls.order_ended |= ended.accumulates
         self.sync.awaits_backward &= not ended.accumulates
         for unit in self.units:
             if unit.reshard_after_backward and self.sync.microbatches is None:

@@ -779,7 +779,7 @@ def different(comm: Communicator) -> str:
 
 def of_another_mark(comm: Communicator, algorithm: str) -> str:
     with pytest.raises((errors.MismatchError, errors.AbortedError)) as caught:
-        comm._all_gather(torch.ones(10), None, algorithm, 20, mark=3 + comm.rank)
+        comm._all_gather(torch.ones(10), algorithm=algorithm, timeout=20, mark=3 + comm.rank)
     return str(caught.value)
 
 
@@ -824,6 +824,11 @@ def given_up(comm: Communicator) -> str:
     with pytest.raises(errors.AbortedError, match="pressed stop") as caught:
         comm.all_reduce(torch.ones(10))
     return str(caught.value)
+
+
+def given_up_and_gone() -> None:
+    """The process of rank 0 ends as soon as it has aborted."""
+    ranks(given_up, 3, kind="processes")
 
 
 def failures(kind: str) -> None:

@@ -61,6 +61,7 @@ Config Config::from_environment() {
   c.sm_threads = static_cast<int>(number("RINGCOMM_EMULATED_SM_THREADS", 2048));
   c.seed = static_cast<std::uint64_t>(number("RINGCOMM_EMULATED_SEED", 0));
   c.preempt_every = static_cast<unsigned>(number("RINGCOMM_EMULATED_PREEMPT", 0));
+  c.copy_us = static_cast<unsigned>(number("RINGCOMM_EMULATED_COPY_US", 0));
   return c;
 }
 

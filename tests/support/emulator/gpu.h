@@ -98,6 +98,7 @@ struct Config {
   int devices, sms, sm_threads;
   std::uint64_t seed;
   unsigned preempt_every;
+  unsigned copy_us;  // how long each asynchronous copy takes
   bool no_peer, no_driver, no_mps, no_mem_ops;
   static Config from_environment();
 };

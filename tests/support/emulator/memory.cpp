@@ -297,7 +297,14 @@ static void copy_bytes(void* to, const void* from, std::size_t nbytes) {
 cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t nbytes, cudaMemcpyKind kind, cudaStream_t stream) {
   if (kind < cudaMemcpyHostToHost || kind > cudaMemcpyDefault) return note(cudaErrorInvalidMemcpyDirection);
   if (nbytes && (!to || !from)) return note(cudaErrorInvalidValue);
-  return call_on(stream, [=] { copy_bytes(to, from, nbytes); }, false);
+  const unsigned pause_us = Gpu::get().config.copy_us;
+  return call_on(
+      stream,
+      [=] {
+        if (pause_us > 0) usleep(pause_us);
+        copy_bytes(to, from, nbytes);
+      },
+      false);
 }
 cudaError_t cudaMemcpy(void* to, const void* from, std::size_t nbytes, cudaMemcpyKind kind) {
   if (kind < cudaMemcpyHostToHost || kind > cudaMemcpyDefault) return note(cudaErrorInvalidMemcpyDirection);
