@@ -49,6 +49,11 @@ def file_name(nodeid: str) -> str:
     return folder + slash + name.removeprefix("test_").removesuffix(".py")
 
 
+def is_chosen(item: pytest.Item, bit: int) -> bool:
+    """True for every second test; for other bits, for other tests."""
+    return bool(zlib.crc32(item.nodeid.encode()) >> bit & 1)
+
+
 def without_a_part(cases: list[tuple[object, ...]]) -> list[bool]:
     """Of combinations of values, those that can be left out: any pair of values that meets in one of them meets in one
     that is kept; of combinations of two, any value."""
@@ -186,15 +191,15 @@ def blocks_are_units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     if "torch" in sys.modules:
         module = importlib.import_module("ringcomm.data_parallel.shard")
         monkeypatch.setattr(module, "_is_one_unit", lambda params, wish, cap: False)
-        if file_name(request.node.nodeid).split("/")[0] in IN_BLOCKS and zlib.crc32(request.node.nodeid.encode()) % 2:
+        if file_name(request.node.nodeid).split("/")[0] in IN_BLOCKS and is_chosen(request.node, 0):
             monkeypatch.setattr(importlib.import_module("ringcomm.data_parallel.optim.cache_blocks"), "BLOCK", 64)
 
 
 @pytest.fixture(autouse=True)
 def there_are_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each rank has cores of its own, its collectives run in the background, and units are prefetched: so in
-    every second test."""
-    if "torch" in sys.modules and zlib.crc32(request.node.nodeid.encode()) & 2:
+    every second test, except in processes that are not forked for it."""
+    if "torch" in sys.modules and is_chosen(request.node, 1):
         group = importlib.import_module("ringcomm.data_parallel.buckets.group")
         monkeypatch.setattr(group.DataParallelGroup, "_least_cores", lambda ranks: sys.maxsize)
 

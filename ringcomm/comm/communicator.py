@@ -1342,7 +1342,7 @@ class Communicator:
     def abort(self, reason: str = "abort() was called") -> None:
         """Ends every wait on every rank: their calls raise AbortedError with ``reason``. May be called from any thread.
         It also aborts the communicators that this rank has made from this one (`split`, `subgroup`, `dup`), on all
-        their ranks.
+        their ranks. On a GPU it returns when the other ranks can see it, after at most a second.
 
         Raises:  UnsupportedError: over a process group whose backend cannot abort.
         """
