@@ -212,7 +212,8 @@ def _await(store: dist.Store, keys: list[str], rank: int, timeout: timedelta, ca
         if not missing:
             raise
         advice = (
-            "check that those ranks started and reach the store, then start all ranks again"
+            "check that those ranks started, reach the store and ask for the same backend (or set the same "
+            "RINGCOMM_REPLACE), then start all ranks again"
             if call == _INIT
             else "let every rank make the group's first call on its GPU, or pass device_id to init_process_group"
         )
