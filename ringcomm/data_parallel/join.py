@@ -103,13 +103,15 @@ def enter(flat: ShardedModel, over_all: bool, throw: bool) -> None:
         over_all, throw: see `Join`.
     """
     _refuse(flat)
+    flat.settle()
+    flat.sync.buffers_are_due = True  # so that the first forward pass is announced
     flat.ranks.joining = Join(flat.ranks, flat.module, flat.device, over_all, throw)
 
 
 def leave(flat: ShardedModel) -> None:
     """Leaves `join`, after all ranks have joined or one has raised."""
     flat.ranks.joining = None
-    flat.calls.forget_order()
+    flat.forget_passes()
 
 
 def shadow(flat: ShardedModel) -> None:

@@ -33,7 +33,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -440,6 +440,7 @@ class ForwardCalls:
             and what a rank prefetches, all must.
         last: those of the previous one.
         order_ended: whether a backward pass ran since `seen` began.
+        restore: inside `whole`: takes back what passes there have recorded.
         advised: whether a read outside of a unit's call was warned of.
     """
 
@@ -450,6 +451,7 @@ class ForwardCalls:
     seen: list[Unit] = field(default_factory=list)
     last: list[Unit] = field(default_factory=list)
     order_ended: bool = False
+    restore: Callable[[], None] | None = None
     advised: bool = False
 
     @property
@@ -730,18 +732,54 @@ class ShardedModel:
             self.ranks.announce("buffers")
             self.timed(self.send_buffers)
 
+    def settle(self) -> None:
+        """Cleans up after a backward pass that raised, and applies changes that were made to the module. All ranks do
+        so before they may run different passes."""
+        if self.backward.is_dead:
+            self._abandon()
+        self._check()
+
+    def forget_passes(self) -> None:
+        """Forgets what this rank knows of its passes, after the ranks ran different ones."""
+        self.calls.forget_order()
+        self.calls.used_up = self.calls.order_ended = self.gathered.graph_needs = False
+        self.sync.awaits_backward, self.sync.decided, self.sync.buffers_are_due = False, None, True
+        for unit in self.units:
+            unit.calls, unit.recomputed = UnitCalls(), None
+            self._release(unit)
+
+    def _records(self) -> Callable[[], None]:
+        """Returns a function that makes this rank's records of its passes what they are now."""
+        calls = self.calls.used_up, self.calls.order_ended, self.gathered.graph_needs
+        sync = self.sync.awaits_backward, self.sync.decided, self.sync.buffers_are_due
+        units = [(unit, replace(unit.calls), unit.recomputed) for unit in self.units]
+
+        def restore() -> None:
+            self.calls.used_up, self.calls.order_ended, self.gathered.graph_needs = calls
+            self.sync.awaits_backward, self.sync.decided, self.sync.buffers_are_due = sync
+            for unit, counted, recomputed in units:
+                unit.calls, unit.recomputed = counted, recomputed
+
+        return restore
+
     @contextmanager
     def holding(self) -> Iterator[None]:
         """Inside, unsharded parameters stay unsharded, and forward sends no buffers. Entering sends the buffers that
-        the next forward pass would send."""
-        if not self.gathered.holders and self.ranks.joining is None:
-            self._announce_forward()
-            self.sync.buffers_are_due = False
+        the next forward pass would send. Passes inside leave no records, because the ranks' may differ, except for
+        those before a backward pass, which all ranks run."""
+        if not self.gathered.holders:
+            if self.ranks.joining is None:
+                self._announce_forward()
+                self.sync.buffers_are_due = False
+            self.calls.restore = self._records()
         self.gathered.holders += 1
         try:
             yield
         finally:
             self.gathered.holders -= 1
+            if not self.gathered.holders and self.calls.restore is not None:
+                self.calls.restore()
+                self.calls.restore = None
 
     def _gather_ahead(self, unit: Unit) -> None:
         self.timed(unit.gather)
@@ -1146,6 +1184,8 @@ class ShardedModel:
         self.calls.used_up |= ended.accumulates
         self.calls.order_ended |= ended.accumulates
         self.sync.awaits_backward &= not ended.accumulates
+        if self.gathered.holders and ended.accumulates:
+            self.calls.restore = self._records()
         for unit in self.units:
             if unit.reshard_after_backward and self.sync.microbatches is None:
                 self._release(unit)
@@ -1291,7 +1331,7 @@ def will_run(node: Any) -> bool:
 def _accumulator_of(p: nn.Parameter) -> Any:
     """Returns the autograd node that adds a gradient to ``p.grad``."""
     trained = p.requires_grad
-    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+    with torch.inference_mode(False), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
         p.requires_grad_(True)  # autograd has a node only for parameters that require a gradient
         node = p.view_as(p).grad_fn.next_functions[0][0]
         p.requires_grad_(trained)
