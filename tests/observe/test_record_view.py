@@ -96,6 +96,7 @@ def test_who_gave_up_is_told_so() -> None:
         ({"reduce_op": "max"}, "rank 1 passed 1024 x float32, max (train.py:82)"),
         ({"algorithm": "ring"}, "rank 1 passed 1024 x float32, sum, ring (train.py:82)"),
         ({"op": "reduce", "root": 1}, "rank 1 called reduce(1024 x float32, sum, root 1) (train.py:82)"),
+        ({"op": "all_gather", "root": 3}, "rank 1 called all_gather(1024 x float32, mark 3) (train.py:82)"),
         ({"count": -5}, "rank 1 passed uneven parts of float32, sum (train.py:82)"),
     ],
 )
