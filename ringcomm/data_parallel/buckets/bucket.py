@@ -396,10 +396,9 @@ class Bucket:
         memory.buffer.untyped_storage().resize_(memory.buffer.nbytes)
         self.ranks.note_gathered(memory.buffer.nbytes)
         self.ranks.announce("gather", self.number)
-        mark = self.ranks.mark_of(self.number)
-        self.ranks.note_order(mark)
+        self.ranks.note_order(self.number)
         with self._undone_by_errors():
-            memory.gathering = self.ranks.all_gather(self.weight, memory.buffer, mark)
+            memory.gathering = self.ranks.all_gather(self.weight, memory.buffer, mark=self.number + 1)
 
     @_untransformed
     def finish_gather(self) -> None:

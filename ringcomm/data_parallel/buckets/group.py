@@ -64,7 +64,6 @@ def unversioned(x: torch.Tensor) -> AbstractContextManager[Any]:
 DONE = SimpleNamespace(wait=lambda: None)  # the handle of a collective that has already completed
 # The smallest number of cores of any rank.
 _cores: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
-_models: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
 
 
 class DataParallelGroup:
@@ -88,7 +87,6 @@ class DataParallelGroup:
         self._free: list[torch.Tensor] = []
         self._lent: dict[int, dict[tuple[int, torch.dtype], torch.Tensor]] = {}  # the views of each buffer, by its id
         self.pool_nbytes = 0
-        self._model = _models[comm] = _models.get(comm, 0) + 1  # the same on all ranks
         self.order = 0  # checksum of the gathers so far; if it differs between ranks, they mix up parameters
         self.gathered_nbytes = self.gathered_peak_nbytes = 0  # unsharded parameters at stage 3, now and at most
         self.joining: Join | None = None
@@ -192,13 +190,9 @@ class DataParallelGroup:
         place."""
         return self.empty(x.numel(), x.dtype, x.device) if self.comm.engine == "cpu" else torch.empty_like(x)
 
-    def mark_of(self, number: int) -> int:
-        """Returns the mark of the gathers of a bucket with this number: other buckets and other models have others."""
-        return (self._model % (1 << 14) << 16) + number + 1
-
-    def note_order(self, mark: int) -> None:
-        """Records in `order` that parameters are gathered now."""
-        self.order = zlib.crc32(mark.to_bytes(4, "little"), self.order)
+    def note_order(self, number: int) -> None:
+        """Records in `order` that a bucket's parameters are gathered now."""
+        self.order = zlib.crc32(number.to_bytes(4, "little"), self.order)
 
     def note_gathered(self, nbytes: int) -> None:
         """Adds to the count of gathered bytes; negative when parameters are freed."""

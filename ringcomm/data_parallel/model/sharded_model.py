@@ -733,11 +733,11 @@ class ShardedModel:
             self.timed(self.send_buffers)
 
     def settle(self) -> None:
-        """Cleans up after a backward pass that raised, and applies changes that were made to the module. All ranks do
-        so before they may run different passes."""
+        """Cleans up after a backward pass that raised, and begins to train what was unfrozen. All ranks do so before
+        they may run different passes."""
         if self.backward.is_dead:
             self._abandon()
-        self._check()
+        self._unfreeze()
 
     def forget_passes(self) -> None:
         """Forgets what this rank knows of its passes, after the ranks ran different ones."""
