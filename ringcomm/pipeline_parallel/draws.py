@@ -38,7 +38,12 @@ def must_send(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
     """
     if not isinstance(result, torch.Tensor) or isinstance(result, ShapeOnlyTensor) or result.requires_grad:
         return False
-    return bool(_written(func, args, kwargs)) or not any(x is result for x in args)
+    return is_written(func, args, kwargs) or not any(x is result for x in args)
+
+
+def is_written(func: Any, args: Any, kwargs: Any) -> bool:
+    """Returns whether the function draws into a tensor that it is given."""
+    return bool(_written(func, args, kwargs))
 
 
 def replay(func: Any, args: Any, kwargs: Any, numbers: torch.Tensor) -> torch.Tensor | None:

@@ -21,7 +21,7 @@ from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.modules.notes import notes_of, notes_on
 from ringcomm.modules.shard_spec import note
 from ringcomm.pipeline_parallel.buffers import Buffers
-from ringcomm.pipeline_parallel.draws import checkpoint_around, must_send, random_op, replay
+from ringcomm.pipeline_parallel.draws import checkpoint_around, is_written, must_send, random_op, replay
 from ringcomm.pipeline_parallel.shape_only import (
     ShapeOnlyTensor,
     ValueGuard,
@@ -292,8 +292,12 @@ class StageRunner:
         number, run.draws_done = run.draws_done, run.draws_done + 1
         if number == len(run.draws):
             result = func(*args, **kwargs)
-            needed = run.stage < len(self.stages) - 1 and must_send(func, args, kwargs, result)
-            run.draws.append((name, self._carry(run, result, name, {}) if needed else None))
+            if run.stage == len(self.stages) - 1 or not must_send(func, args, kwargs, result):
+                run.draws.append((name, None))
+                return result
+            # A copy of what may be a buffer: the next micro-batch may draw into it before this one has been sent.
+            numbers = result.clone() if is_written(func, args, kwargs) else result
+            run.draws.append((name, self._carry(run, numbers, name, {})))
             return result
         expected, sent = run.draws[number]
         if name == expected and sent is None:
