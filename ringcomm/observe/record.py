@@ -184,7 +184,8 @@ def _taken(pid: int, wanted: set[int] | None) -> tuple[list[bytes], str, int]:
         raise InvalidArgumentError(f"record: got process ID {pid}, which no process has; look it up with ps") from None
     except PermissionError:
         raise InvalidArgumentError(
-            f"record: process {pid} belongs to another user, or is protected: expected one of this user; ask as it"
+            f"record: process {pid} belongs to another user, or is protected: expected one of this user; run doctor as "
+            "that user"
         ) from None
     stopped = status["State"][0] in "Tt"
     return taken, "stopped" if stopped else "running", int(status.get("NSpid", str(pid)).split()[-1])

@@ -727,6 +727,24 @@ def test_a_loss_that_leaves_out_a_unit_on_one_rank(reshard: bool, background: bo
     ringcomm.run_ranks(rank, 2, ranks="threads", timeout=20)
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_error_about_a_rank_without_more_batches_names_join(stage: int) -> None:
+    def rank(comm: ringcomm.Communicator) -> str:
+        model = nn.Linear(6, 6)
+        ringcomm.shard(model, None, stage, comm)
+        with comm:
+            for _ in range(1 + comm.rank):
+                try:
+                    model(torch.ones(1, 6)).sum().backward()
+                except ringcomm.RankLostError as error:
+                    return "\n".join(error.__notes__)
+        return ""
+
+    told = ringcomm.run_ranks(rank, 2, ranks="threads", timeout=20)
+    assert "train inside ringcomm.join(model)" in told[1]
+
+
 @pytest.mark.parametrize("hosts", [None, [2, 2]])
 def test_neighbours_that_run_different_units_at_stage_3_are_told(hosts: list[int] | None) -> None:
     """Also if each rank of a host runs the same as its partners on other hosts."""
@@ -764,6 +782,7 @@ def test_ranks_that_run_other_units_at_stage_3_are_told_by_the_first_gather(trai
             unit = "" if background else 0 if comm.rank < 2 else 2  # in the background it may be a later one
             notes = "\n".join(getattr(found.value, "__notes__", ()))
             assert f"rank {comm.rank} gathered the unit of blocks.{unit}" in notes
+            assert "enter ringcomm.whole(model) on every rank" in notes
 
     ringcomm.run_ranks(rank, 3, ranks="threads", timeout=20)
 

@@ -50,7 +50,7 @@ from ringcomm.data_parallel.buckets.group import DataParallelGroup
 from ringcomm.data_parallel.buckets.layout import Atom
 from ringcomm.data_parallel.model.contents import ModuleContents
 from ringcomm.data_parallel.model.options import CHECKSUM_NBYTES, AttachedOptimizers, differ, with_complement
-from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
+from ringcomm.errors import InvalidArgumentError, MismatchError, RankLostError, UnsupportedError
 from ringcomm.modules.arguments import LAST_STAGE, Units
 from ringcomm.modules.dynamo import eager, skipped
 from ringcomm.modules.precision import MixedPrecision
@@ -651,8 +651,12 @@ class ShardedModel:
                 error.add_note(
                     f"At stage {self.stage} these are collectives: {_COLLECTIVES[self.stage]}. Every rank calls them, "
                     "in the same order; a rank that does so alone (to log, evaluate or save) takes part in others' "
-                    "calls."
+                    "calls. To evaluate or generate on some ranks alone, enter ringcomm.whole(model) on every rank."
                 )
+            raise
+        except RankLostError as error:
+            if hasattr(error, "add_note"):
+                error.add_note("If the ranks have different numbers of batches, train inside ringcomm.join(model).")
             raise
         finally:
             self.communication_seconds += time.perf_counter() - start
@@ -791,7 +795,7 @@ class ShardedModel:
         elif not self.ranks.background:
             return
         for each in following:
-            each.start_gather()
+            self.timed(each.start_gather)
 
     def leave_call(self, done: bool) -> None:
         """Ends a call that has returned or raised."""
@@ -952,7 +956,7 @@ class ShardedModel:
             if before is None:  # brought while this unit computes
                 before = self.calls.before(unit) if self.ranks.background else []
             for each in before:
-                each.start_gather()
+                self.timed(each.start_gather)
 
     def _pass(self, number: int) -> None:
         """Finishes units that are done in backward, because all their calls come after call ``number`` in forward."""
