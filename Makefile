@@ -44,8 +44,8 @@ $(VENV)/.installed: $(VENV)/.tools $(SOURCES)
 train: setup
 	$(TORCHRUN) examples/train_gpt.py $(TRAIN)
 
-# For two cores: one of these processes runs the tests that mostly wait (tests/conftest.py). When one ends before its time
-# the run ends: pytest-xdist would replace it, run its last test again, and may then wait for ever (its issue 1378).
+# For two cores: one of these processes runs the tests that mostly wait (tests/conftest.py). When one ends before its
+# time the run ends: pytest-xdist would replace it, run its last test again, and might then wait for ever (issue 1378).
 WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --max-worker-restart 0
 test: setup

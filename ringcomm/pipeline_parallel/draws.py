@@ -38,18 +38,13 @@ def must_send(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
     """
     if not isinstance(result, torch.Tensor) or isinstance(result, ShapeOnlyTensor) or result.requires_grad:
         return False
-    return is_written(func, args, kwargs) or not any(x is result for x in args)
-
-
-def is_written(func: Any, args: Any, kwargs: Any) -> bool:
-    """Returns whether the function draws into a tensor that it is given."""
-    return bool(_written(func, args, kwargs))
+    return bool(drawn_into(func, args, kwargs)) or not any(x is result for x in args)
 
 
 def replay(func: Any, args: Any, kwargs: Any, numbers: torch.Tensor) -> torch.Tensor | None:
     """Returns the result of a function that drew ``numbers`` on an earlier stage; None where it draws into a tensor of
     another shape."""
-    for into in _written(func, args, kwargs):
+    for into in drawn_into(func, args, kwargs):
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             if into.shape != numbers.shape:
                 return None
@@ -57,7 +52,8 @@ def replay(func: Any, args: Any, kwargs: Any, numbers: torch.Tensor) -> torch.Te
     return numbers
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+def drawn_into(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Returns the tensors that a function that draws is given to draw into."""
     if getattr(func, "__module__", None) == "torch.nn.init":
         return [kwargs["tensor"]]
     return writes(func, args, kwargs)

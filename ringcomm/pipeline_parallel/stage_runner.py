@@ -21,7 +21,7 @@ from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.modules.notes import notes_of, notes_on
 from ringcomm.modules.shard_spec import note
 from ringcomm.pipeline_parallel.buffers import Buffers
-from ringcomm.pipeline_parallel.draws import checkpoint_around, is_written, must_send, random_op, replay
+from ringcomm.pipeline_parallel.draws import checkpoint_around, drawn_into, must_send, random_op, replay
 from ringcomm.pipeline_parallel.shape_only import (
     ShapeOnlyTensor,
     ValueGuard,
@@ -296,7 +296,7 @@ class StageRunner:
                 run.draws.append((name, None))
                 return result
             # A copy of what may be a buffer: the next micro-batch may draw into it before this one has been sent.
-            numbers = result.clone() if is_written(func, args, kwargs) else result
+            numbers = result.clone() if drawn_into(func, args, kwargs) else result
             run.draws.append((name, self._carry(run, numbers, name, {})))
             return result
         expected, sent = run.draws[number]

@@ -323,7 +323,7 @@ class BucketState(Enum):
 
     IDLE = 0  # no gradient has arrived
     FILLING = 1  # gradients arrive; a bucket stays so if the pass only accumulates on this rank
-    FILLED = 2  # stage 2: backward has passed its unit, so no more will come; it waits for the buckets before it
+    FILLED = 2  # stages 2, 3: backward has passed its unit, so no more will come; it waits for the buckets before it
     REDUCING = 3  # the gradients are packed, and the reduction is in flight
     REDUCED = 4  # the mean over the ranks is there
 
@@ -439,7 +439,6 @@ class ForwardCalls:
         seen: the units of this forward pass, in order. Calls inside `whole` are left out, because the ranks' differ,
             and what a rank prefetches, all must.
         last: those of the previous one.
-        order_ended: whether a backward pass ran since `seen` began.
         restore: inside `whole`: takes back what passes there have recorded.
         advised: whether a read outside of a unit's call was warned of.
     """
@@ -450,7 +449,6 @@ class ForwardCalls:
     used_up: bool = False
     seen: list[Unit] = field(default_factory=list)
     last: list[Unit] = field(default_factory=list)
-    order_ended: bool = False
     restore: Callable[[], None] | None = None
     advised: bool = False
 
@@ -473,7 +471,7 @@ class ForwardCalls:
 
     def begin_order(self) -> None:
         """Begins to record a forward pass."""
-        self.last, self.seen, self.order_ended = self.seen or self.last, [], False
+        self.last, self.seen = self.seen or self.last, []
 
     def forget_order(self) -> None:
         """Lets the next pass prefetch nothing, after passes that differed between the ranks."""
@@ -711,8 +709,8 @@ class ShardedModel:
             calls.used_up = False
             for unit in self.units:
                 unit.forget_calls()
-        if calls.trains and calls.order_ended and not self.gathered.holders:
-            calls.begin_order()
+            if not self.gathered.holders:
+                calls.begin_order()
 
     def begin_forward(self) -> None:
         """Begins a call of the whole module."""
@@ -746,7 +744,7 @@ class ShardedModel:
     def forget_passes(self) -> None:
         """Forgets what this rank knows of its passes, after the ranks ran different ones."""
         self.calls.forget_order()
-        self.calls.used_up = self.calls.order_ended = self.gathered.graph_needs = False
+        self.calls.used_up = self.gathered.graph_needs = False
         self.sync.awaits_backward, self.sync.decided, self.sync.buffers_are_due = False, None, True
         for unit in self.units:
             unit.calls, unit.recomputed = UnitCalls(), None
@@ -754,12 +752,12 @@ class ShardedModel:
 
     def _records(self) -> Callable[[], None]:
         """Returns a function that makes this rank's records of its passes what they are now."""
-        calls = self.calls.used_up, self.calls.order_ended, self.gathered.graph_needs
+        used_up, graph_needs = self.calls.used_up, self.gathered.graph_needs
         sync = self.sync.awaits_backward, self.sync.decided, self.sync.buffers_are_due
         units = [(unit, replace(unit.calls), unit.recomputed) for unit in self.units]
 
         def restore() -> None:
-            self.calls.used_up, self.calls.order_ended, self.gathered.graph_needs = calls
+            self.calls.used_up, self.gathered.graph_needs = used_up, graph_needs
             self.sync.awaits_backward, self.sync.decided, self.sync.buffers_are_due = sync
             for unit, counted, recomputed in units:
                 unit.calls, unit.recomputed = counted, recomputed
@@ -1186,7 +1184,6 @@ class ShardedModel:
         if done and ended.accumulates and self.arrivals.nested is None:
             self.arrivals.nested = False
         self.calls.used_up |= ended.accumulates
-        self.calls.order_ended |= ended.accumulates
         self.sync.awaits_backward &= not ended.accumulates
         if self.gathered.holders and ended.accumulates:
             self.calls.restore = self._records()
