@@ -60,6 +60,7 @@ class UnshardHandle:
     def wait(self) -> None:
         """Returns when the parameters can be read."""
         self._unit.gather()
+        self._unit.flat.intercept()
 
 
 class FSDPModule(UnitModule):
@@ -72,9 +73,10 @@ class FSDPModule(UnitModule):
         ``async_op``."""
         unit = self._ringcomm.unit
         unit.start_gather()
+        handle = UnshardHandle(unit)
         if async_op:
-            return UnshardHandle(unit)
-        unit.gather()
+            return handle
+        handle.wait()
         return None
 
     def reshard(self) -> None:

@@ -389,3 +389,4 @@ def whole(module: nn.Module) -> Iterator[None]:
         adopt_writes([bucket for unit in units for bucket in unit.buckets if bucket.is_unsharded], "whole")
         for unit in sharded if not flat.gathered.graph_needs else ():
             unit.release()
+        flat.intercept()

@@ -295,10 +295,11 @@ def _each(look: Any, values: Iterable[Any]) -> None:
 def _gathered(block: nn.Module) -> Iterator[None]:
     """Gathers the parameters of a sharded block inside of a forward pass, where `whole` cannot be used."""
     flat, mine = sharded_model_of(block), {id(p) for p in block.parameters()}
-    units = [unit for unit in flat.units if not unit.is_unsharded] if flat is not None else []
+    units = [] if flat is None else flat.units
     units = [unit for unit in units if any(id(p) in mine for bucket in unit.buckets for p in bucket.params)]
+    sharded = [unit for unit in units if not unit.is_unsharded]
     for unit in units:
         unit.gather()
     yield
-    for unit in units:
+    for unit in sharded:
         unit.release()

@@ -60,10 +60,14 @@ def _untransformed(function: _F) -> _F:
 def _set_values(params: Sequence[nn.Parameter], values: Sequence[torch.Tensor], classes: Sequence[type]) -> None:
     """Gives parameters other values, and the classes that go with them."""
     with torch._C.DisableTorchFunctionSubclass():
-        for p, data, kind in zip(params, values, classes, strict=True):
+        for p, data in zip(params, values, strict=True):
             p.data = data
-            # Programs and optimizers keep references to the parameter, so it stays the same object.
-            p.__class__ = kind
+    _set_classes(params, classes)
+
+
+def _set_classes(params: Sequence[nn.Parameter], classes: Sequence[type]) -> None:
+    for p, kind in zip(params, classes, strict=True):
+        p.__class__ = kind  # programs and optimizers keep references to the parameter, so it stays the same object
 
 
 def with_own_storage(part: torch.Tensor) -> torch.Tensor:
@@ -114,7 +118,9 @@ class ParamMemory:
     memory from a gather to a release, they are placeholders in between.
 
     Args:
-        sharded_class: the class of placeholders, which gathers what a program reads.
+        sharded_class: the class of placeholders, which gathers what a program reads. Parameters that stay gathered
+            after the outermost call have it too: autograd would save the parameter itself, and it may be a placeholder
+            when a backward pass needs the values.
 
     Attributes:
         classes: the parameters' own classes.
@@ -122,6 +128,7 @@ class ParamMemory:
         windows: other views, kept for the next backward pass.
         own_uses: how many tensors of ours share the memory while the parameters are views of it, without windows.
         gathering: the all_gather in flight.
+        is_plain: whether the parameters have their own classes.
         borrowed: whether a module outside of the unit has read a parameter since the gather.
     """
 
@@ -129,6 +136,7 @@ class ParamMemory:
         self.params, self.sharded_class = params, sharded_class
         self.classes = [type(p) for p in params]
         self.gathering: Any = None
+        self.is_plain = False
         self.borrowed = False
 
     def move(self, buffer: torch.Tensor, layout: FlatLayout) -> None:
@@ -158,11 +166,19 @@ class ParamMemory:
     def bind(self) -> None:
         """Makes the parameters views of the buffer, so that they can be computed with."""
         _set_values(self.params, self.views, self.classes)
+        self.is_plain = True
         self.addresses = [*map(torch.Tensor.data_ptr, self.views)]
+
+    def intercept(self, reads: bool) -> None:
+        """Gives the parameters the class of placeholders while they have values, so that what a program reads is
+        noticed, or their own classes again."""
+        _set_classes(self.params, [self.sharded_class] * len(self.params) if reads else self.classes)
+        self.is_plain = not reads
 
     def free(self) -> None:
         """Makes the parameters placeholders."""
         _set_values(self.params, self.placeholders, [self.sharded_class] * len(self.params))
+        self.is_plain = False
         self.buffer.untyped_storage().resize_(0)
 
     def window(self, at: Window) -> torch.Tensor:
@@ -402,12 +418,15 @@ class Bucket:
 
     @_untransformed
     def finish_gather(self) -> None:
-        """Waits until the parameters can be read."""
-        if self.memory.gathering is not None:
-            work, self.memory.gathering = self.memory.gathering, None
+        """Waits until the parameters can be read, as tensors of their own classes."""
+        memory = self.memory
+        if memory.gathering is not None:
+            work, memory.gathering = memory.gathering, None
             with self._undone_by_errors():
                 work.wait()
-            self.memory.bind()
+            memory.bind()
+        elif not memory.is_plain and memory.is_allocated:
+            memory.intercept(False)
 
     @contextmanager
     def _undone_by_errors(self) -> Iterator[None]:
@@ -498,13 +517,15 @@ class Bucket:
 
         Raises: InvalidArgumentError: a tensor of another shape or type, or on another device.
         """
-        types = {*map(_dtype_of, self.params)}
         here, views = self.memory.addresses, self.memory.views
-        if [*map(torch.Tensor.data_ptr, self.params)] == here and types == {self.types.compute}:
+        with torch._C.DisableTorchFunctionSubclass():
+            types = [*map(_dtype_of, self.params)]
+            addresses = [*map(torch.Tensor.data_ptr, self.params)]
+        if addresses == here and {*types} == {self.types.compute}:
             return []
         found = []
         for i, (p, view) in enumerate(zip(self.params, views, strict=True)):
-            if p.data_ptr() == here[i] and p.dtype == self.types.compute:
+            if addresses[i] == here[i] and types[i] == self.types.compute:
                 continue
             if (p.shape, p.dtype, p.device) != (view.shape, view.dtype, view.device):
                 raise InvalidArgumentError(
@@ -520,9 +541,9 @@ class Bucket:
     def adopt_writes(self, call: str) -> None:
         """Applies what was written into the parameters since `publish` to the master weights."""
         for i in self._keep_writes(call):
-            view = self.memory.views[i]
-            view.copy_(self.params[i].detach())
-            self.params[i].data = view
+            view = self.memory.views[i].copy_(self._current_data(i))
+            with torch._C.DisableTorchFunctionSubclass():
+                self.params[i].data = view
         master = self._followed(self.weight)
         if master is not self.master:
             self.master.copy_(master)
@@ -533,7 +554,7 @@ class Bucket:
         replaced = self._take_writes(call)
         weight = self.weight.clone() if replaced else self.weight
         for i in replaced:
-            self._write(weight, i, self.params[i])
+            self._write(weight, i, self._current_data(i))
         return self._followed(weight)
 
     def _keep_writes(self, call: str) -> list[int]:
@@ -542,8 +563,13 @@ class Bucket:
         for i in replaced:
             if self.stage == LAST_STAGE:
                 self.replace_data(i)
-            self._write(self.weight, i, self.params[i])
+            self._write(self.weight, i, self._current_data(i))
         return replaced
+
+    def _current_data(self, i: int) -> torch.Tensor:
+        """Returns the tensor in `p.data` of a parameter that has values."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.params[i].detach()
 
     def _take_writes(self, call: str) -> list[int]:
         """Keeps this rank's part of what was written in place; returns the parameters whose `p.data` was replaced."""
@@ -590,8 +616,9 @@ def adopt_writes(buckets: Collection[Bucket], call: str) -> None:
     homes = {key: home for bucket in buckets for key, home in bucket.gathered.homes.items()}
     everyone = dict.fromkeys([*buckets, *homes.values()])
     moved = [bucket.params[i] for bucket in everyone if bucket.is_unsharded for i in bucket.rebound(call)]
-    for p in moved if len(moved) > 1 else ():
-        if p.untyped_storage()._cdata in homes:
-            p.data = p.detach().clone()
+    with torch._C.DisableTorchFunctionSubclass():
+        for p in moved if len(moved) > 1 else ():
+            if p.untyped_storage()._cdata in homes:
+                p.data = p.detach().clone()
     for bucket in buckets:
         bucket.adopt_writes(call)

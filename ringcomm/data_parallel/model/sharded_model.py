@@ -32,7 +32,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from functools import partial
@@ -433,7 +433,7 @@ class ForwardCalls:
 
     Attributes:
         count: how many have begun; a call's number.
-        packing: by running call, the hooks for saved parameters at stage 3; None: they are not installed.
+        packing: by running call, the context in which autograd saves references to parameters at stage 3.
         trains: whether the last outermost call had a graph.
         used_up: whether a backward pass ran; its graph may be used again until the next forward pass.
         seen: the units of this forward pass, in order. Calls inside `whole` are left out, because the ranks' differ,
@@ -444,7 +444,7 @@ class ForwardCalls:
     """
 
     count: int = 0
-    packing: list[Any] = field(default_factory=list)
+    packing: list[AbstractContextManager[None]] = field(default_factory=list)
     trains: bool = False
     used_up: bool = False
     seen: list[Unit] = field(default_factory=list)
@@ -776,7 +776,8 @@ class ShardedModel:
             self.calls.restore = self._records()
         self.gathered.holders += 1
         try:
-            yield
+            with self._packing() if self.stage == LAST_STAGE else nullcontext():  # gradients may be on inside
+                yield
         finally:
             self.gathered.holders -= 1
             if not self.gathered.holders and self.calls.restore is not None:
@@ -802,6 +803,7 @@ class ShardedModel:
             for bucket in self.unit_of if not done or self.calls.depth == 0 else ():
                 if bucket.memory.borrowed or not done:
                     self._release(bucket)
+            self.intercept()
 
     def end_call(self, unit: Unit, module: nn.Module) -> int | None:
         """Ends a call that has returned, and frees gathered parameters. Returns the number of the last call that has
@@ -828,30 +830,42 @@ class ShardedModel:
         if not (self.gathered.graph_needs or self.gathered.holders):
             held.release()
 
+    def intercept(self) -> None:
+        """Stage 3, outside of calls: what the program reads of parameters that stay gathered is noticed."""
+        if self.stage == LAST_STAGE and not (self.calls.depth or self.gathered.holders):
+            for bucket in self.unit_of:
+                if bucket.memory.is_plain and self.sync.microbatches is None:
+                    bucket.memory.intercept(True)
+
     # Saved parameters, at stage 3.
 
     def _start_packing(self) -> None:
-        """Makes autograd save a reference to a parameter's unit in place of the parameter's memory, which is freed."""
-        autograd, hooks = torch._C._autograd, None
-        if self.stage == LAST_STAGE and self.calls.depth == 0:
-            _running().append(self)
-        if self.stage == LAST_STAGE and autograd._saved_tensors_hooks_is_enabled():
-            users = autograd._top_saved_tensors_default_hooks(
-                True
-            )  # checkpoint's hooks treat saved tensors differently
-            if users is None or getattr(users[0], "__module__", "") not in (__name__, "torch.utils.checkpoint"):
-                pack, unpack = users or (_keep, _kept)
-                hooks = torch.autograd.graph.saved_tensors_hooks(_packing(pack, _running()), _unpacking(unpack))
-                hooks.__enter__()
-        self.calls.packing.append(hooks)
+        self.calls.packing.append(self._packing() if self.stage == LAST_STAGE else nullcontext())
+        self.calls.packing[-1].__enter__()
 
     def _stop_packing(self) -> None:
-        hooks = self.calls.packing.pop()
-        if self.stage == LAST_STAGE and self.calls.depth == 0:
-            flats = _running()
-            flats[:] = [flat for flat in flats if flat is not self]  # none if another thread has begun the call
-        if hooks is not None:
-            hooks.__exit__(None, None, None)
+        self.calls.packing.pop().__exit__(None, None, None)
+
+    @contextmanager
+    def _packing(self) -> Iterator[None]:
+        """Inside, autograd saves a reference to a parameter's unit in place of the parameter's memory, which is
+        freed."""
+        autograd, flats = torch._C._autograd, _running()
+        is_first, hooks = self not in flats, nullcontext()
+        if is_first:
+            flats.append(self)
+        if autograd._saved_tensors_hooks_is_enabled():
+            # checkpoint's hooks treat saved tensors differently
+            users = autograd._top_saved_tensors_default_hooks(True)
+            if users is None or getattr(users[0], "__module__", "") not in (__name__, "torch.utils.checkpoint"):
+                pack, unpack = users or (_keep, _kept)
+                hooks = torch.autograd.graph.saved_tensors_hooks(_packing(pack, flats), _unpacking(unpack))
+        try:
+            with hooks:
+                yield
+        finally:
+            if is_first:
+                flats.remove(self)
 
     @contextmanager
     def borrowing(self, buckets: Sequence[Bucket], name: str, call: str) -> Iterator[bool]:
@@ -880,6 +894,8 @@ class ShardedModel:
             self._stop_packing()
             for bucket in missing if not stays else ():
                 bucket.release()
+            if not stays:
+                self.intercept()
 
     def _advise(self, name: str, call: str) -> None:
         if not self.calls.advised:
@@ -1190,6 +1206,7 @@ class ShardedModel:
         for unit in self.units:
             if unit.reshard_after_backward and self.sync.microbatches is None:
                 self._release(unit)
+        self.intercept()
 
     def _abandon(self) -> None:
         """Drops a backward pass that failed, and all gradients with it."""

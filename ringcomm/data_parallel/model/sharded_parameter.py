@@ -2,6 +2,7 @@
 
 p.shape, p.stride()          answered without values
 p.norm(), p.mul_(2)          the ranks gather the parameter's bucket; what was written is kept; the bucket goes
+                             (between forward and backward some buckets are gathered already, and stay)
 v = p[0], p.t()              a view has its shape, strides and offset in the bucket's buffer, and a copy of the values
 v.zero_(), v + 1             the bucket is gathered, and the operation is done in its buffer
 p[0] while autograd records  reads use the copy; writes go to the parameter and to the copy
@@ -38,8 +39,9 @@ _LIKE = {  # create tensors like this one, or need only its type and device
 _STRIDES = {"stride", "is_contiguous", "dim_order"}  # strides of the values, which the placeholder does not have
 _CONVERSIONS = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "contiguous", "type"}
 _VALUES = {"T", "mT", "H", "mH", "real", "imag"}  # attributes
-_MEMORY = {
-    *("data_ptr", "untyped_storage", "storage", "set_", "resize_", "resize_as_", "share_memory_"),
+_ADDRESSES = {"data_ptr", "untyped_storage", "storage"}
+_MEMORY = _ADDRESSES | {
+    *("set_", "resize_", "resize_as_", "share_memory_"),
     *("reduce", "recv", "irecv"),  # of torch.distributed: they write different values on each rank
     *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"),
 }
@@ -194,7 +196,7 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
             f"{name}: got a view of a parameter whose model was dropped or unsharded since, expected one of a model "
             "that is sharded; take the view of the parameter as it is now"
         )
-    if name in _MEMORY:
+    if name in _MEMORY and not (name in _ADDRESSES and all(place.bucket.is_unsharded for place in places)):
         raise InvalidArgumentError(
             f"{name}: rank {places[0].flat.ranks.rank} got {places[0].name}, whose values are in the ranks' shards, "
             "expected a parameter with memory of its own; enter ringcomm.whole(module), or use state_dict()"

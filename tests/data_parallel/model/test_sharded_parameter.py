@@ -652,3 +652,68 @@ def test_views_of_a_view_after_its_data_was_replaced() -> None:
         assert torch.equal(view[1:] + 0, expected[1:])
 
     _on_a_parameter(test)
+
+
+def _penalty(way: str, params: list[torch.Tensor]) -> torch.Tensor:
+    penalties = []
+    for p in params:
+        ones = torch.ones(2, p.shape[-1])
+        if way == "the parameter":
+            penalties.append(p.square().sum())
+        elif way == "a view":
+            penalties.append((ones @ p.t()).square().sum())
+        elif way == "an element":
+            penalties.append(p[0].square().sum())
+        else:
+            penalties.append(nn.functional.linear(ones, p).square().sum())
+    return torch.stack(penalties).sum()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("way", ["the parameter", "a view", "an element", "a function"])
+def test_a_penalty_with_a_backward_pass_of_its_own(
+    way: str, reshard_after_forward: bool, blocks: bool, whole: bool
+) -> None:
+    """The parameters that it saves are freed when the loss's backward pass ends."""
+
+    def run(comm: ringcomm.Communicator, stage: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(plain)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        units = [model[0], model[2]] if blocks else []
+        ringcomm.shard(model, optimizer, stage, comm, units=units, reshard_after_forward=reshard_after_forward)
+        for _ in range(2):
+            loss = model(torch.linspace(-1, 1, 8).view(2, 4) * (comm.rank + 1)).square().mean()
+            matrices = [p for p in model.parameters() if p.dim() == 2]
+            with contextlib.ExitStack() as inside:
+                if whole:
+                    inside.enter_context(ringcomm.whole(model))
+                    inside.enter_context(torch.enable_grad())
+                penalty = _penalty(way, matrices)
+            loss.backward()
+            penalty.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    expected, *others = [ringcomm.run_ranks(run, 2, stage, ranks="threads", timeout=20)[0] for stage in (0, 2, 3)]
+    assert all(x.isfinite().all() for x in expected)
+    for found in others:
+        assert all(map(torch.equal, expected, found))
+
+
+def test_a_parameter_that_stays_gathered_after_forward_has_memory() -> None:
+    def run(comm: ringcomm.Communicator) -> None:
+        model = nn.Linear(4, 4, bias=False)
+        ringcomm.shard(model, None, 3, comm)
+        model(torch.ones(1, 4)).sum()
+        assert model.weight.data_ptr() == model.weight.untyped_storage().data_ptr() != 0
+        with torch.no_grad():
+            row = model.weight[0]
+            model.weight.fill_(comm.world_size)
+        assert row.tolist() == model.weight[1].tolist() == [2.0] * 4
+
+    ringcomm.run_ranks(run, 2, ranks="threads", timeout=20)
