@@ -10,7 +10,6 @@ make together, or immediately by ``init_process_group(..., device_id=...)``.
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -20,12 +19,11 @@ import torch.distributed as dist
 from ringcomm import errors
 from ringcomm.arrays.devices import CPU, Device
 from ringcomm.comm.hosts import Hosts, Network, Span, extension, identity
-from ringcomm.comm.store import add_checksum, generation, strip_checksum
+from ringcomm.comm.store import exchange
 from ringcomm.errors import DeviceError as DeviceError
 from ringcomm.errors import DtypeError as DtypeError
 from ringcomm.errors import InvalidArgumentError, RingcommError, UnsupportedError
 from ringcomm.errors import ShapeError as ShapeError
-from ringcomm.terminal import Progress
 
 if TYPE_CHECKING:
     from ringcomm import _c10d
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
 NAME = "ringcomm"
 DEVICES = ["cpu", "cuda"]
 _INIT = "init_process_group"
+_NEW_GROUP = "new_group"
 
 
 # An error between the ranks of a process group is both ringcomm's error and torch.distributed's.
@@ -74,19 +73,20 @@ def create(options: dist._DistributedBackendOptions, pg_options: _c10d.Backend.O
     Raises:  InvalidArgumentError: ``pg_options`` of another backend. CollectiveTimeoutError: a rank did not come within
              the group's timeout. UnsupportedError: this installation has no torch extension.
     """
-    module = extension(_INIT)
+    call = _NEW_GROUP if dist.is_initialized() else _INIT
+    module = extension(call)
     if pg_options is None:
         pg_options = module.Backend.Options(options.timeout)
     elif not isinstance(pg_options, module.Backend.Options):
         raise InvalidArgumentError(
-            f"init_process_group: rank {options.group_rank} got pg_options of {type(pg_options).__name__}, expected "
+            f"{call}: rank {options.group_rank} got pg_options of {type(pg_options).__name__}, expected "
             f"None or ringcomm._c10d.Backend.Options; leave pg_options out, and name {NAME} before NCCL, whose options "
             f"torch hands on: cpu:{NAME},cuda:nccl"
         )
     pg_options._timeout = options.timeout
     pg_options.group_name = options.group_id
     pg_options.global_ranks_in_group = options.global_ranks_in_group
-    return _backend(module, options.store, NAME, options.group_rank, options.group_size, pg_options)
+    return _backend(module, options.store, NAME, options.group_rank, options.group_size, pg_options, call)
 
 
 def create_in(store: dist.Store, prefix: str, rank: int, options: _c10d.Backend.Options) -> _c10d.Backend:
@@ -97,19 +97,23 @@ def create_in(store: dist.Store, prefix: str, rank: int, options: _c10d.Backend.
     Raises:  CollectiveTimeoutError: a rank did not come within the timeout.
     """
     world_size = len(options.global_ranks_in_group)
-    return _backend(extension(_INIT), store, f"{NAME}/{prefix}", rank, world_size, options)
+    return _backend(extension(_NEW_GROUP), store, f"{NAME}/{prefix}", rank, world_size, options, _NEW_GROUP)
 
 
 def _backend(
-    module: ModuleType, store: dist.Store, prefix: str, rank: int, world_size: int, options: _c10d.Backend.Options
+    module: ModuleType,
+    store: dist.Store,
+    prefix: str,
+    rank: int,
+    world_size: int,
+    options: _c10d.Backend.Options,
+    call: str,
 ) -> _c10d.Backend:
     limit_ms = _milliseconds(options._timeout)
-    name, identities = _exchange(
-        store, f"{prefix}/host", rank, world_size, identity().encode(), options._timeout, _INIT
-    )
+    name, identities = _exchange(store, f"{prefix}/host", rank, world_size, identity().encode(), options._timeout, call)
     hosts = Hosts.of([each.decode() for each in identities])
     span = Span("cpu", rank, world_size, limit_ms, CPU, hosts, Network(store, name))
-    _connect(span, store, prefix, options._timeout, _INIT)
+    _connect(span, store, prefix, options._timeout, call)
     device = DeviceEngineFactory(span, hosts, Network(store, f"{name}/device"), f"{prefix}/device", options)
     return module.Backend(span.engine.capsule(), options, device, device.serves_cpu)
 
@@ -186,41 +190,21 @@ def _exchange(
     store: dist.Store, prefix: str, rank: int, world_size: int, mine: bytes, timeout: timedelta, call: str
 ) -> tuple[str, list[bytes]]:
     """Returns (a name that no other exchange has, every rank's message by rank)."""
-    place = dist.PrefixStore(prefix, store)
-    # A store can outlive a group and serve another one of the same name, so every generation of groups has its own
-    # keys.
-    count = generation(place, f"generation/{rank}", call, rank)
-    keys = [f"handle/{count}/{peer}" for peer in range(world_size)]
-    place.set(keys[rank], add_checksum(mine, world_size))
-    _await(place, keys, rank, timeout, call)
-    values = [strip_checksum(bytes(place.get(key)), call, rank, peer) for peer, key in enumerate(keys)]
-    return f"{prefix}/{count}", [value for _, value in values]
-
-
-def _await(store: dist.Store, keys: list[str], rank: int, timeout: timedelta, call: str) -> None:
-    from ringcomm.comm.rendezvous import look_for  # imports more than `import torch` needs
-
-    seconds = timeout.total_seconds()
-    deadline = time.monotonic() + seconds
-    try:
-        if rank == 0:
-            with Progress(f"{call}: waiting", limit_s=seconds) as waiting:
-                look_for(store, keys, keys, deadline, waiting, call)
-        store.wait(keys, timedelta(seconds=max(0.001, deadline - time.monotonic())))
-    except RuntimeError as error:  # the stores raise different classes
-        missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
-        if not missing:
-            raise
+    if call == _INIT:
         advice = (
             "check that those ranks started, reach the store and ask for the same backend (or set the same "
             "RINGCOMM_REPLACE), then start all ranks again"
-            if call == _INIT
-            else "let every rank make the group's first call on its GPU, or pass device_id to init_process_group"
         )
-        raise CollectiveTimeoutError(
-            f"{call}: rank {rank} expected {len(keys)} ranks within {timeout.total_seconds():g} s, got none of "
-            f"{missing}; {advice}"
-        ) from error
+    elif call == _NEW_GROUP:
+        advice = "let every rank call new_group or split_group, with the same ranks, in the same order"
+    else:
+        advice = "let every rank make the group's first call on its GPU, or pass device_id to init_process_group"
+    try:
+        return exchange(store, prefix, call, rank, world_size, mine, timeout, advice)
+    except errors.CollectiveTimeoutError as error:
+        raise CollectiveTimeoutError(str(error)) from error.__cause__
+    except errors.EngineError as error:
+        raise EngineError(str(error)) from error.__cause__
 
 
 __all__ = [

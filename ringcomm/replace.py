@@ -12,6 +12,7 @@ import functools
 import inspect
 import re
 import sys
+import warnings
 from typing import Any
 
 from ringcomm.errors import InvalidArgumentError
@@ -64,6 +65,7 @@ def install(text: str) -> None:
         asked = call.arguments["backend"]
         given = replaced(asked, names)
         if given == asked:
+            _advise_unknown(names)
             return make_group(*args, **kwargs)
         call.arguments["backend"] = c10d.Backend(given)
         if ":" not in given:
@@ -78,6 +80,19 @@ def install(text: str) -> None:
         return group, store
 
     c10d._new_process_group_helper = make_replaced
+
+
+def _advise_unknown(names: list[str]) -> None:
+    """Warns of names that no backend has. It is known when a group is made, because packages register backends."""
+    from torch.distributed import distributed_c10d as c10d
+
+    unknown = [name for name in names if name not in c10d.Backend.backend_list]
+    if unknown:
+        warnings.warn(
+            f"{VARIABLE}: got {', '.join(unknown)}, expected backends that torch.distributed has "
+            f"({', '.join(c10d.Backend.backend_list)}), so this process group is not replaced; correct the name",
+            stacklevel=5,
+        )
 
 
 def replaced(asked: str, names: list[str]) -> str:

@@ -173,7 +173,7 @@ model(torch.full((1, 4), dist.get_rank() + 1.0)).sum().backward()
 assert model.module.weight.grad.tolist() == [[1.5] * 4], model.module.weight.grad
 dist.destroy_process_group()
 extension = sys.modules["ringcomm._c10d"]
-print(extension.__name__, extension.__file__)
+sys.stdout.write(f"{extension.__name__} {extension.__file__}\\n")  # in one piece, because ranks share the output
 """
 
 

@@ -32,7 +32,7 @@ from ringcomm.checkpoint.loading import Loader
 from ringcomm.checkpoint.parts import flat_of
 from ringcomm.checkpoint.state import ByRank, Saver
 from ringcomm.checkpoint.world import World
-from ringcomm.errors import UnsupportedError
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.modules.arguments import DTYPE, MODULE, OPTIMIZER
 from ringcomm.terminal import Progress
 from ringcomm.validation import PATH, expects
@@ -132,6 +132,11 @@ def export(path: str | os.PathLike[str], file: str | os.PathLike[str], dtype: to
         raise UnsupportedError(
             "export: rank 0 got no package safetensors, expected one that writes the file; run pip install safetensors"
         ) from error
+    if Path(file).suffix in (".pt", ".pth", ".bin", ".ckpt"):
+        raise InvalidArgumentError(
+            f"export: rank 0 got {Path(file).name}, a name that torch.load reads, expected one that ends in "
+            ".safetensors; pass such a name, or torch.save the model's state_dict()"
+        )
     source = Source(Path(path), "export", 0)
     tensors: dict[str, torch.Tensor] = {}
     first: dict[Any, str] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -22,8 +23,17 @@ from ringcomm.comm.args import Timeout, milliseconds
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.engine import NativeEngine
 from ringcomm.comm.hosts import Hosts, Network, check_network, client_store, memory_store, server_store
-from ringcomm.errors import AbortedError, InvalidArgumentError, RankFailedError, RankLostError, one_line, shown
-from ringcomm.terminal import Progress
+from ringcomm.comm.rendezvous import launched
+from ringcomm.errors import (
+    AbortedError,
+    InvalidArgumentError,
+    RankFailedError,
+    RankLostError,
+    one_line,
+    rank_list,
+    shown,
+)
+from ringcomm.terminal import Progress, write_stderr
 from ringcomm.validation import as_int
 
 _UNGUARDED = (
@@ -34,6 +44,7 @@ Place = tuple[str, Device]
 """Each rank's engine kind and device."""
 _MOST_RANKS = 1 << 16  # on one machine
 _NEWS_S = 1.0  # time for ranks to detect a death themselves; their errors name the call and place
+_LOOK_S = 0.1  # how often it is seen that a thread has failed
 _GRACE_S = 5.0  # time for the other ranks to end by themselves after one has failed
 
 
@@ -97,6 +108,11 @@ def run_ranks(
     world_size = number
     if not callable(fn):
         raise InvalidArgumentError(f"run_ranks: got fn={shown(fn)}, expected a function; pass one")
+    if inspect.iscoroutinefunction(fn):
+        raise InvalidArgumentError(
+            "run_ranks: got a coroutine function, expected a function, because nothing would await the coroutine; call "
+            "asyncio.run in a function, and pass that"
+        )
     if return_exceptions is not True and return_exceptions is not False:
         raise InvalidArgumentError(
             f"run_ranks: got return_exceptions={shown(return_exceptions)}, expected True or False; pass one of these"
@@ -164,6 +180,7 @@ def _run_threads(job: _Job) -> list[Any]:
 
     def rank_main(rank: int) -> None:
         engine = engines[rank]
+        launched.rank = rank
         try:
             engine.connect(handles)
             comm = Communicator(engine)
@@ -188,8 +205,7 @@ def _run_threads(job: _Job) -> list[Any]:
     for thread in threads:
         thread.start()
     try:
-        for thread in threads:
-            thread.join()
+        _join(threads, outcome, job.returns_errors)
     except BaseException as error:  # the caller was interrupted
         for engine in engines:
             engine.abort(f"run_ranks was left by {type(error).__name__}")
@@ -202,6 +218,24 @@ def _run_threads(job: _Job) -> list[Any]:
     return outcome.end(job.returns_errors)
 
 
+def _join(threads: list[threading.Thread], outcome: _Outcome, returns_errors: bool) -> None:
+    """Waits for all threads. Says which ranks still run if another one has failed, because nothing can end them."""
+    while any(thread.is_alive() for thread in threads) and (returns_errors or not outcome.failures):
+        next(thread for thread in threads if thread.is_alive()).join(_LOOK_S)
+    deadline = time.monotonic() + _GRACE_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    running = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    if running:
+        rank, error = outcome.failures[0]
+        write_stderr(
+            f"run_ranks: rank {rank} failed with {type(error).__name__}: {one_line(error)}; waiting for "
+            f"{rank_list(running)}, outside of any call of ringcomm\n"
+        )
+    for thread in threads:
+        thread.join()
+
+
 # ---- processes: in the child --------------------------------------------------------------------------------------
 
 
@@ -209,6 +243,7 @@ def _process_main(pipe: Connection, job: _Job, rank: int, port: int) -> None:
     """Runs a rank's process: sends its handle to the parent, gets all handles, runs, and sends a result or an
     exception."""
     leaving = threading.Lock()
+    launched.rank = rank
     try:
         engine = job.engine(rank, None if job.hosts is None else client_store(port))
         _tell(pipe, "handle", engine.handle())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import os
 import struct
 import sys
-import time
+import threading
+import warnings
 import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,8 @@ from ringcomm.comm.args import Timeout, milliseconds
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.engine import NativeEngine
 from ringcomm.comm.hosts import Hosts, Network, check_network, identity
-from ringcomm.comm.store import add_checksum, generation, strip_checksum
-from ringcomm.errors import CollectiveTimeoutError, EngineError, InvalidArgumentError, rank_list, shown
+from ringcomm.comm.store import exchange
+from ringcomm.errors import CollectiveTimeoutError, EngineError, InvalidArgumentError, shown
 from ringcomm.terminal import Progress
 from ringcomm.validation import as_int
 
@@ -28,8 +28,13 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _LIMIT_S = 1800.0
-_LOOK_S = 2.0  # how often rank 0 looks which ranks are missing
+_OTHER_LAUNCHERS = (  # variables with the number of ranks and this rank
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "PMI_RANK"),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+)
 _MOST_RANKS = 1 << 20  # in a world, because every rank reads a key of every other rank
+launched = threading.local()  # its `rank`: this thread's, in `run_ranks`
 _shared: weakref.WeakKeyDictionary[Any, dict[torch.device, Communicator]] = weakref.WeakKeyDictionary()  # by group
 
 
@@ -89,10 +94,15 @@ def init(
     limit = timedelta(milliseconds=limit_ms)
     if store is None:
         store = joined._get_default_store() if joined is not None else _rendezvous(init_method, rank, world_size, limit)
-    name, identities = _exchange(store, "host", rank, world_size, identity().encode(), limit)
+    advice = f"check that they started, with world size {world_size}, and reach the store"
+
+    def exchange_with_all(what: str, payload: bytes) -> tuple[str, list[bytes]]:
+        return exchange(store, f"ringcomm/init/{what}", "init", rank, world_size, payload, limit, advice)
+
+    name, identities = exchange_with_all("host", identity().encode())
     hosts = Hosts.of([each.decode() for each in identities])
     made = NativeEngine(kind, rank, world_size, limit_ms, where, hosts, Network(store, name, network, wire_dtype))
-    made.connect(_exchange(store, "init", rank, world_size, made.handle(), limit)[1])
+    made.connect(exchange_with_all("handle", made.handle())[1])
     made.exchange(b"")  # a barrier, because a rank that continues may end and take a store that it owns with it
     return Communicator(made)
 
@@ -143,6 +153,7 @@ def _place(rank: int | None, world_size: int | None, joined: Any) -> tuple[int, 
     if world_size is None:
         world_size = _number("WORLD_SIZE")
     if world_size is None and rank is None and _number("RANK") is None:
+        _check_alone()
         return 0, 1
     if rank is None:
         rank = 0 if world_size == 1 else _number("RANK")
@@ -160,6 +171,26 @@ def _place(rank: int | None, world_size: int | None, joined: Any) -> tuple[int, 
             "start with torchrun, set RANK and WORLD_SIZE, or pass both"
         )
     return rank, world_size
+
+
+def _check_alone() -> None:
+    """Raises or warns if nothing defines this rank, but it is not alone: inside `run_ranks`, or under another launcher
+    than torchrun."""
+    mine = getattr(launched, "rank", None)
+    if mine is not None:
+        raise InvalidArgumentError(
+            f"init: rank {mine} of run_ranks got no communicator, expected the one that run_ranks gave to its "
+            "function; pass it as comm=, or for a world of one rank pass rank=0, world_size=1"
+        )
+    for size, rank in _OTHER_LAUNCHERS:
+        if os.environ.get(size, "1") != "1":
+            warnings.warn(
+                f"init: got no RANK and WORLD_SIZE in the environment, so this process is a world of one rank, "
+                f"expected a world of {os.environ[size]} ranks ({size}); start with torchrun, or set RANK=${rank}, "
+                f"WORLD_SIZE=${size}, MASTER_ADDR and MASTER_PORT",
+                stacklevel=4,
+            )
+            return
 
 
 def _number(variable: str) -> int | None:
@@ -240,80 +271,6 @@ def _not_met(error: Exception, where: str, rank: int, world_size: int, limit: ti
     )
 
 
-def _exchange(
-    store: Any, what: str, rank: int, world_size: int, handle: bytes, limit: timedelta
-) -> tuple[str, list[bytes]]:
-    """Exchanges handles through a store; returns (a name that no other exchange over this store has, every rank's
-    handle by rank)."""
-    # The store counts the calls of each rank separately: the n-th init of every rank over one store belong together.
-    handles: list[bytes] = []
-    try:
-        prefix = f"ringcomm/{what}/{generation(store, f'ringcomm/{what}/{rank}', 'init', rank)}"
-        keys = [f"{prefix}/{peer}" for peer in range(world_size)]
-        store.set(keys[rank], add_checksum(handle, world_size))
-        deadline = time.monotonic() + limit.total_seconds()
-        with Progress("init: waiting", shows=rank == 0, limit_s=limit.total_seconds()) as waiting:
-            # In order: with different world sizes, some wait for ranks that were never started.
-            for peer, key in enumerate(keys):
-                _await(store, keys, key, rank, limit, deadline, waiting)
-                its, value = strip_checksum(bytes(store.get(key)), "init", rank, peer)
-                if its != world_size:
-                    _both_know(store, key, keys[rank])
-                    raise InvalidArgumentError(
-                        f"init: rank {peer} was started with world_size {its}, this rank ({rank}) with {world_size}; "
-                        "start every rank with the same world size"
-                    )
-                handles.append(value)
-    except (InvalidArgumentError, CollectiveTimeoutError):
-        raise
-    except RuntimeError as error:
-        raise EngineError(
-            f"init: rank {rank} of {world_size} lost the store through which the ranks meet: "
-            f"{str(error).splitlines()[0]}; look at the other ranks' output, rank 0 may have ended"
-        ) from error
-    return prefix, handles
-
-
-def _await(
-    store: Any, keys: list[str], key: str, rank: int, limit: timedelta, deadline: float, waiting: Progress
-) -> None:
-    """Waits for a key until the deadline. Rank 0 says which ranks it waits for."""
-    if rank == 0:
-        look_for(store, keys, [key], deadline, waiting, "init")
-    left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
-    try:
-        store.wait([key], left)
-    except RuntimeError as error:  # the stores raise different classes
-        missing = [peer for peer, each in enumerate(keys) if not store.check([each])]
-        if not missing:
-            raise
-        raise CollectiveTimeoutError(
-            f"init: rank {rank} expected all {len(keys)} ranks within {limit.total_seconds():g} s, got none of ranks "
-            f"{missing}; check that they started, with world size {len(keys)}, and reach the store"
-        ) from error
-
-
-def look_for(store: Any, keys: list[str], wanted: list[str], deadline: float, waiting: Progress, call: str) -> None:
-    """Returns once the wanted keys are there, or the deadline has passed; says of which ranks the keys are missing.
-    Looks again and again, because torch logs two warnings for every wait that ends without them."""
-    pause, noted = 0.001, time.monotonic()
-    while not store.check(wanted) and time.monotonic() < deadline:
-        time.sleep(pause)
-        pause = min(2 * pause, 0.05)
-        if time.monotonic() - noted > _LOOK_S:
-            missing = [peer for peer, each in enumerate(keys) if not store.check([each])]
-            if missing:
-                waiting.note(f"{call}: waiting for {rank_list(missing)}")
-            noted = time.monotonic()
-
-
-def _both_know(store: Any, theirs: str, mine: str) -> None:
-    """Gives the other rank a moment to find the same mismatch, because one of the two may own the store."""
-    with contextlib.suppress(RuntimeError):
-        store.set(f"{mine}/differs", b"")
-        store.wait([f"{theirs}/differs"], timedelta(seconds=1))
-
-
 # ---- a communicator for a process group --------------------------------------------------------------------------
 
 
@@ -325,7 +282,8 @@ def communicator_of(group: dist.ProcessGroup | None, call: str, device: torch.de
     """
     if group is not None and not hasattr(type(group), "_get_backend"):
         raise InvalidArgumentError(
-            f"{call}: got process_group={shown(group)}, expected a group of torch.distributed; pass one, or None"
+            f"{call}: got process_group={shown(group)}, expected a group of torch.distributed; pass one, None, or a "
+            "communicator as comm="
         )
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():

@@ -3,12 +3,24 @@ truncated, changed, or written by another program or version is refused when it 
 
 from __future__ import annotations
 
+import contextlib
 import struct
+import time
 import zlib
+from datetime import timedelta
 from typing import Any
 
-from ringcomm.errors import InvalidArgumentError
+from ringcomm.errors import (
+    CollectiveTimeoutError,
+    EngineError,
+    InvalidArgumentError,
+    RingcommError,
+    one_line,
+    rank_list,
+)
+from ringcomm.terminal import Progress
 
+_LOOK_S = 2.0  # how often rank 0 looks which ranks are missing
 _WORD = b"ringcomm/1"
 _HEAD = struct.Struct(f"<{len(_WORD)}sII")  # the word, a checksum of the payload, the rank's world size
 
@@ -52,3 +64,80 @@ def generation(store: Any, key: str, call: str, rank: int) -> int:
         f"{call}: rank {rank} expected a count in the store under {key!r}, got what another program left ({got}); pass "
         "a store of its own, such as a PrefixStore"
     )
+
+
+def exchange(
+    store: Any, prefix: str, call: str, rank: int, world_size: int, payload: bytes, limit: timedelta, advice: str
+) -> tuple[str, list[bytes]]:
+    """Gives ``payload`` to all ranks and gets theirs; a collective. Rank 0 says which ranks it waits for.
+
+    Args:
+        prefix: of the keys. The n-th calls of every rank with this prefix belong together.
+        advice: what to do if ranks do not come in time; the end of a sentence.
+    Returns: (a name that no other exchange over this store has, the payloads by rank).
+    Raises:  CollectiveTimeoutError: ranks did not come within ``limit``. InvalidArgumentError: a rank has another world
+             size, or another program uses the keys. EngineError: the store was lost.
+    """
+    payloads: list[bytes] = []
+    try:
+        name = f"{prefix}/{generation(store, f'{prefix}/generation/{rank}', call, rank)}"
+        keys = [f"{name}/{peer}" for peer in range(world_size)]
+        store.set(keys[rank], add_checksum(payload, world_size))
+        deadline = time.monotonic() + limit.total_seconds()
+        with Progress(f"{call}: waiting", shows=rank == 0, limit_s=limit.total_seconds()) as waiting:
+            # In order: with different world sizes, some wait for ranks that were never started.
+            for peer, key in enumerate(keys):
+                if rank == 0:
+                    _look_for(store, keys, key, deadline, waiting, call)
+                if not _wait_for(store, key, deadline):
+                    missing = [other for other, each in enumerate(keys) if not store.check([each])]
+                    raise CollectiveTimeoutError(
+                        f"{call}: rank {rank} expected all {world_size} ranks within {limit.total_seconds():g} s, got "
+                        f"none of {rank_list(missing or [peer])}; {advice}"
+                    )
+                its, value = strip_checksum(bytes(store.get(key)), call, rank, peer)
+                if its != world_size:
+                    _both_know(store, key, keys[rank])
+                    raise InvalidArgumentError(
+                        f"{call}: rank {peer} was started with world_size {its}, this rank ({rank}) with {world_size}; "
+                        "start every rank with the same world size"
+                    )
+                payloads.append(value)
+    except RingcommError:
+        raise
+    except RuntimeError as error:
+        raise EngineError(
+            f"{call}: rank {rank} of {world_size} lost the store through which the ranks meet: {one_line(error)}; look "
+            "at the other ranks' output, rank 0 may have ended"
+        ) from error
+    return name, payloads
+
+
+def _look_for(store: Any, keys: list[str], wanted: str, deadline: float, waiting: Progress, call: str) -> None:
+    """Returns once the wanted key is there, or the deadline has passed; says of which ranks the keys are missing. Looks
+    again and again, because torch logs two warnings for every wait that ends without the key."""
+    pause, noted = 0.001, time.monotonic()
+    while not store.check([wanted]) and time.monotonic() < deadline:
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+        if time.monotonic() - noted > _LOOK_S:
+            missing = [peer for peer, each in enumerate(keys) if not store.check([each])]
+            if missing:
+                waiting.note(f"{call}: waiting for {rank_list(missing)}")
+            noted = time.monotonic()
+
+
+def _wait_for(store: Any, key: str, deadline: float) -> bool:
+    """Waits until the deadline. Returns whether the key is there."""
+    try:
+        store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    except RuntimeError:  # the stores raise different classes
+        return bool(store.check([key]))  # raises if the store was lost
+    return True
+
+
+def _both_know(store: Any, theirs: str, mine: str) -> None:
+    """Gives the other rank a moment to find the same mismatch, because one of the two may own the store."""
+    with contextlib.suppress(RuntimeError):
+        store.set(f"{mine}/differs", b"")
+        store.wait([f"{theirs}/differs"], timedelta(seconds=1))

@@ -289,6 +289,21 @@ def test_a_missing_rank_times_out_and_a_new_group_works() -> None:
         assert missing or seen.startswith(("CollectiveTimeoutError", "AbortedError")), seen
 
 
+def _missing_in_new_group() -> str:
+    if dist.get_rank() != 0:
+        dist.barrier()
+        return ""
+    error = raised(errors.CollectiveTimeoutError, dist.new_group, [0, 1], timeout=timedelta(seconds=1))
+    assert isinstance(error, dist.DistBackendError)
+    dist.barrier()
+    return str(error)
+
+
+def test_a_rank_that_misses_new_group_is_named() -> None:
+    said = run(_missing_in_new_group)[0]
+    assert said.startswith("new_group: rank 0 expected all 2 ranks within 1 s, got none of rank 1; let every rank call")
+
+
 def _impatient_wait() -> None:
     """The limit of a wait ends the wait, not the call."""
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()

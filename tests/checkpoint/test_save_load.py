@@ -692,6 +692,8 @@ def test_safetensors_holds_the_parameters_once(tmp_path: Path) -> None:
     from safetensors.torch import load_model
 
     there = saved(tmp_path / "c", 3, 3)[0]
+    with pytest.raises(InvalidArgumentError, match=r"got m\.pt, a name that torch.load reads"):
+        checkpoint.export(tmp_path / "c", tmp_path / "m.pt")
     checkpoint.export(tmp_path / "c", tmp_path / "m.safetensors")
     with safe_open(tmp_path / "m.safetensors", "pt") as file:
         names = set(file.keys())

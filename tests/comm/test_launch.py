@@ -633,3 +633,53 @@ def test_ranks_outlive_their_parent_by_one_limit_in_all(monkeypatch: pytest.Monk
     with pytest.raises(SystemExit):
         launch._obey(ClosedPipe(), None, HeldLock())  # type: ignore[arg-type]
     assert now[0] == 100.0 + launch._GRACE_S
+
+
+def test_a_coroutine_function_is_refused() -> None:
+    async def rank(comm: Communicator) -> int:
+        return comm.rank
+
+    with pytest.raises(errors.InvalidArgumentError, match="got a coroutine function"):
+        ringcomm.run_ranks(rank, 2)
+
+
+def test_an_error_is_told_at_once_though_another_rank_sleeps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = threading.Event()
+    told: list[str] = []
+
+    def rank(comm: Communicator) -> None:
+        if comm.rank == 0:
+            raise ValueError("boom")
+        while not told and not ends.wait(0.05):
+            told.extend(capsys.readouterr().err.splitlines())
+
+    monkeypatch.setattr(launch, "_GRACE_S", 0.2)
+    timer = threading.Timer(60, ends.set)
+    timer.start()
+    with pytest.raises(ValueError, match="boom"):
+        ringcomm.run_ranks(rank, 2, ranks="threads")
+    timer.cancel()
+    assert told == [
+        "run_ranks: rank 0 failed with ValueError: boom; waiting for rank 1, outside of any call of ringcomm"
+    ]
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_a_rank_of_run_ranks_is_no_world_of_its_own(ranks: str) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match=r"rank \d of run_ranks got no communicator.* as comm="):
+        ringcomm.run_ranks(_world_of_one, 2, ranks=ranks)
+
+
+def _world_of_one(comm: Communicator) -> int:
+    assert ringcomm.init(rank=0, world_size=1).world_size == 1
+    return ringcomm.init().world_size
+
+
+def test_a_world_of_one_under_another_launcher_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    with pytest.warns(UserWarning, match=r"expected a world of 4 ranks \(SLURM_STEP_NUM_TASKS\).* RANK=\$SLURM_PROCID"):
+        assert ringcomm.init().world_size == 1

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from importlib.metadata import EntryPoint, EntryPoints
@@ -277,6 +278,19 @@ def _others_stay() -> None:
 
 def test_other_backends_are_not_touched() -> None:
     torch_ranks.run(_others_stay, world_size=2, backend="")
+
+
+def _unknown_name() -> list[str]:
+    with replacing("glooo"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch_ranks.init("gloo", int(os.environ["RANK"]), 2)
+        torch_ranks._ended_groups.append(dist.group.WORLD)
+    return [str(each.message) for each in caught if "RINGCOMM_REPLACE" in str(each.message)]
+
+
+def test_a_name_that_no_backend_has_is_warned_of() -> None:
+    for said in torch_ranks.run(_unknown_name, world_size=2, backend=""):
+        assert said[0].startswith("RINGCOMM_REPLACE: got glooo, expected backends that torch.distributed has (")
 
 
 # ---- frameworks, which name their backends themselves --------------------------------------------------------------

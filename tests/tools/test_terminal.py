@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ringcomm import backend, terminal
+from ringcomm import terminal
 from ringcomm.comm import rendezvous
-from ringcomm.errors import CollectiveTimeoutError
+from ringcomm.comm import store as stores
+from ringcomm.errors import CollectiveTimeoutError, EngineError
 from ringcomm.terminal import Progress
 
 
@@ -105,32 +106,42 @@ class LateStore:
         return self.value
 
 
+def _exchange(store: Any, rank: int, world_size: int, limit_s: float) -> list[bytes]:
+    limit = timedelta(seconds=limit_s)
+    return stores.exchange(store, "keys", "init", rank, world_size, b"handle", limit, "try again")[1]
+
+
 @pytest.mark.parametrize("screen", [False], indirect=True)
 def test_rank_0_says_for_whom_it_waits(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_LOOK_S", 0.01)
-    handles = rendezvous._exchange(LateStore(40), "init", 0, 4, b"handle", timedelta(seconds=60))[1]
+    monkeypatch.setattr(stores, "_LOOK_S", 0.01)
+    handles = _exchange(LateStore(40), 0, 4, 60.0)
     assert handles == [b"handle"] * 4
     assert screen.getvalue() == "init: waiting for ranks 1-3 (0 s of 60)\n"
 
 
 @pytest.mark.parametrize("screen", [False], indirect=True)
-def test_rank_0_of_a_process_group_says_for_whom_it_waits(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_LOOK_S", 0.01)
-    store: Any = LateStore(40)
-    store.set("0", b"")
-    backend._await(store, ["0", "1", "2"], 0, timedelta(seconds=60), "init_process_group")
-    assert screen.getvalue() == "init_process_group: waiting for ranks 1, 2 (0 s of 60)\n"
-
-
-@pytest.mark.parametrize("screen", [False], indirect=True)
-def test_a_process_group_that_waits_in_vain_ends_within_its_time_limit(screen: Screen) -> None:
+def test_a_wait_in_vain_ends_within_its_time_limit(screen: Screen) -> None:
     store: Any = LateStore(10**9)
     waits: list[float] = []
     wait = store.wait
     store.wait = lambda keys, limit: (waits.append(limit.total_seconds()), wait(keys, limit))
-    with pytest.raises(CollectiveTimeoutError, match=r"got none of \[0, 1\]"):
-        backend._await(store, ["0", "1"], 0, timedelta(seconds=0.2), "init_process_group")
-    assert waits == [0.001]  # what was left of the limit
+    with pytest.raises(CollectiveTimeoutError, match="got none of rank 1; try again"):
+        _exchange(store, 0, 2, 0.2)
+    assert waits[-1] == 0.001  # what was left of the limit
+
+
+def test_a_rank_that_comes_as_the_time_ends_is_not_too_late() -> None:
+    store: Any = LateStore(2)
+    store.wait = lambda keys, limit: (_ for _ in ()).throw(RuntimeError("wait timeout"))
+    assert _exchange(store, 1, 2, 60.0) == [b"handle"] * 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_lost_store_is_an_error_of_ours(rank: int) -> None:
+    store: Any = LateStore(10**9)
+    store.check = store.wait = lambda *_: (_ for _ in ()).throw(RuntimeError("Connection reset by peer"))
+    with pytest.raises(EngineError, match=r"lost the store through which the ranks meet: .*Connection reset by peer"):
+        _exchange(store, rank, 2, 60.0)
 
 
 @pytest.mark.parametrize("screen", [False, True], indirect=True)
@@ -153,9 +164,9 @@ def test_ranks_that_have_no_store_yet_say_for_whom_they_wait(
 @pytest.mark.parametrize("screen", [False], indirect=True)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_time_limit_still_ends_it(rank: int, screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_LOOK_S", 0.01)
-    with pytest.raises(CollectiveTimeoutError, match=r"got none of ranks \["):
-        rendezvous._exchange(LateStore(10**9), "init", rank, 2, b"handle", timedelta(seconds=0.1))
+    monkeypatch.setattr(stores, "_LOOK_S", 0.01)
+    with pytest.raises(CollectiveTimeoutError, match="got none of rank"):
+        _exchange(LateStore(10**9), rank, 2, 0.1)
     assert ("waiting for rank 1" in screen.getvalue()) is (rank == 0)
 
 

@@ -481,7 +481,10 @@ class Bucket:
     def gather_owned(self, owned: torch.Tensor) -> torch.Tensor:
         """Returns the unsharded buffer for values that every rank has for its owned range: ``owned`` at stage 0, else
         new memory."""
-        return owned if self.stage == 0 else self.ranks.gather_apart(owned, self.device)
+        if self.stage == 0:
+            return owned
+        with self.ranks.explaining(self.stage):
+            return self.ranks.gather_apart(owned, self.device)
 
     def piece(self, owned: torch.Tensor, i: int) -> torch.Tensor:
         """Returns a parameter's part of values that this rank has for its owned range; it may be empty."""

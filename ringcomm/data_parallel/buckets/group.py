@@ -8,8 +8,8 @@ import pickle
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ from torch import nn
 from ringcomm.arrays.devices import EMULATED
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import communicator_of, shared_communicator
-from ringcomm.errors import DeviceError, InvalidArgumentError, MismatchError, RingcommError
+from ringcomm.errors import DeviceError, InvalidArgumentError, MismatchError, RankLostError, RingcommError
 from ringcomm.mesh import Mesh, refuse_no_mesh
 
 # What a rank inside `join` may be about to do; the kinds in PHASES are announced even while all ranks have input.
@@ -61,6 +61,17 @@ def unversioned(x: torch.Tensor) -> AbstractContextManager[Any]:
     return nullcontext() if x.is_inference() else torch.autograd._unsafe_preserve_version_counter(x)
 
 
+_STAGES_1_AND_2 = (
+    "forward in training where the module has buffers, backward, the optimizer's step and state_dict(), "
+    "load_state_dict, with mixed precision or offload the module's state_dict(), and what reads p.grad"
+)
+_COLLECTIVES = {  # by stage, for the note added to an error
+    0: "forward in training where the module has buffers, and backward",
+    1: _STAGES_1_AND_2,
+    2: _STAGES_1_AND_2,
+    3: "forward, also in evaluation, backward, state_dict() of module and optimizer, and what reads a parameter or its "
+    "gradient",
+}
 DONE = SimpleNamespace(wait=lambda: None)  # the handle of a collective that has already completed
 # The smallest number of cores of any rank.
 _cores: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
@@ -250,6 +261,24 @@ class DataParallelGroup:
 
     def _started(self, result: Any) -> Any:
         return result if self.background else DONE
+
+    @contextmanager
+    def explaining(self, stage: int) -> Iterator[None]:
+        """Adds to errors of the collectives inside what users most often do to cause them at a stage."""
+        try:
+            yield
+        except (MismatchError, RankLostError) as error:
+            if isinstance(error, RankLostError):
+                note = "If the ranks have different numbers of batches, train inside ringcomm.join(model)."
+            else:
+                note = (
+                    f"At stage {stage} these are collectives: {_COLLECTIVES[stage]}. Every rank calls them, in the "
+                    "same order; a rank that does so alone (to log, evaluate or save) takes part in others' calls. To "
+                    "evaluate or generate on some ranks alone, enter ringcomm.whole(model) on every rank."
+                )
+            if hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):  # Python 3.11
+                error.add_note(note)
+            raise
 
     def barrier(self) -> None:
         """Checks that all ranks start a gather that is not part of a step. A rank that does so alone gets an error,

@@ -50,7 +50,7 @@ from ringcomm.data_parallel.buckets.group import DataParallelGroup
 from ringcomm.data_parallel.buckets.layout import Atom
 from ringcomm.data_parallel.model.contents import ModuleContents
 from ringcomm.data_parallel.model.options import CHECKSUM_NBYTES, AttachedOptimizers, differ, with_complement
-from ringcomm.errors import InvalidArgumentError, MismatchError, RankLostError, UnsupportedError
+from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
 from ringcomm.modules.arguments import LAST_STAGE, Units
 from ringcomm.modules.dynamo import eager, skipped
 from ringcomm.modules.precision import MixedPrecision
@@ -59,17 +59,6 @@ _T = TypeVar("_T")
 _requires_grad = attrgetter("requires_grad")
 # Checksum of the optimizers' options, and whether there are reentrant checkpoints.
 HEADER_NBYTES = 2 * CHECKSUM_NBYTES + 1
-_STAGES_1_AND_2 = (
-    "forward in training where the module has buffers, backward, the optimizer's step and state_dict(), "
-    "load_state_dict, with mixed precision or offload the module's state_dict(), and what reads p.grad"
-)
-_COLLECTIVES = {  # by stage, for the note added to an error
-    0: "forward in training where the module has buffers, and backward",
-    1: _STAGES_1_AND_2,
-    2: _STAGES_1_AND_2,
-    3: "forward, also in evaluation, backward, state_dict() of module and optimizer, and what reads a parameter or its "
-    "gradient",
-}
 IN_FLIGHT = 2  # reductions at stages 2 and 3 at the same time, each with its own unsharded buffer
 
 
@@ -643,19 +632,8 @@ class ShardedModel:
         """Calls ``call(*args)`` and counts its time as communication."""
         start = time.perf_counter()
         try:
-            return call(*args)
-        except MismatchError as error:
-            if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(
-                    f"At stage {self.stage} these are collectives: {_COLLECTIVES[self.stage]}. Every rank calls them, "
-                    "in the same order; a rank that does so alone (to log, evaluate or save) takes part in others' "
-                    "calls. To evaluate or generate on some ranks alone, enter ringcomm.whole(model) on every rank."
-                )
-            raise
-        except RankLostError as error:
-            if hasattr(error, "add_note"):
-                error.add_note("If the ranks have different numbers of batches, train inside ringcomm.join(model).")
-            raise
+            with self.ranks.explaining(self.stage):
+                return call(*args)
         finally:
             self.communication_seconds += time.perf_counter() - start
 

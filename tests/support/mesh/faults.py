@@ -26,7 +26,9 @@ FAULTS: list[Fault] = []
 
 
 def fault(home: Any, attribute: str, *needs: str) -> Callable[[Callable[[Function], Function]], Any]:
-    """Registers a fault under its function's name; ``needs``: of `Program.all_features`."""
+    """Registers a fault under its function's name; ``needs``: of `Program.all_features`. Raises if there is no such
+    attribute any more."""
+    getattr(home, attribute)
 
     def register(wrong: Callable[[Function], Function]) -> None:
         FAULTS.append(Fault(wrong.__name__.replace("_", " "), home, attribute, wrong, frozenset(needs)))

@@ -44,7 +44,8 @@ FAULTS: list[Fault] = []
 
 
 def fault(home: Any, attribute: str, *needs: str) -> Callable[[Callable[[Function], Function]], Any]:
-    """Registers a fault under its function's name."""
+    """Registers a fault under its function's name. Raises if there is no such attribute any more."""
+    getattr(home, attribute)
 
     def register(wrong: Callable[[Function], Function]) -> None:
         FAULTS.append(Fault(wrong.__name__.replace("_", " "), home, attribute, wrong, frozenset(needs)))
@@ -259,9 +260,9 @@ def norm_of_this_shard_alone(right: Function) -> Function:
     return lambda tensors, norm_type, comm, count, **kwargs: right(tensors, norm_type, None, count, **kwargs)
 
 
-@fault(clip, "_scale", "clip")
+@fault(clip, "_scaled", "clip")
 def bucket_that_is_not_clipped(right: Function) -> Function:
-    return lambda flat, bucket, some, factor: None if bucket.number == 0 else right(flat, bucket, some, factor)
+    return lambda flat, bucket, some: [] if bucket.number == 0 else right(flat, bucket, some)
 
 
 @fault(OptimizerState, "piece", "save_load")
