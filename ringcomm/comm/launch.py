@@ -44,7 +44,6 @@ Place = tuple[str, Device]
 """Each rank's engine kind and device."""
 _MOST_RANKS = 1 << 16  # on one machine
 _NEWS_S = 1.0  # time for ranks to detect a death themselves; their errors name the call and place
-_LOOK_S = 0.1  # how often it is seen that a thread has failed
 _GRACE_S = 5.0  # time for the other ranks to end by themselves after one has failed
 
 
@@ -200,12 +199,17 @@ def _run_threads(job: _Job) -> list[Any]:
                 return
             for each in engines:  # other ranks may wait in communicators that this rank is not in
                 each.abort(reason)
+            if outcome.failures[0][0] == rank:
+                telling.start()
 
     threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank {r}", daemon=True) for r in range(world_size)]
+    telling = threading.Timer(_GRACE_S, _tell_running, [threads, outcome])
+    telling.daemon = True
     for thread in threads:
         thread.start()
     try:
-        _join(threads, outcome, job.returns_errors)
+        for thread in threads:  # without a limit: a thread that could still call is no part of a deadlock
+            thread.join()
     except BaseException as error:  # the caller was interrupted
         for engine in engines:
             engine.abort(f"run_ranks was left by {type(error).__name__}")
@@ -213,18 +217,15 @@ def _run_threads(job: _Job) -> list[Any]:
         for thread in threads:  # a thread inside native code while Python exits would crash the process
             thread.join(max(0.0, deadline - time.monotonic()))
         raise
+    finally:
+        telling.cancel()
     for comm in comms:
         comm.close()
     return outcome.end(job.returns_errors)
 
 
-def _join(threads: list[threading.Thread], outcome: _Outcome, returns_errors: bool) -> None:
-    """Waits for all threads. Says which ranks still run if another one has failed, because nothing can end them."""
-    while any(thread.is_alive() for thread in threads) and (returns_errors or not outcome.failures):
-        next(thread for thread in threads if thread.is_alive()).join(_LOOK_S)
-    deadline = time.monotonic() + _GRACE_S
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+def _tell_running(threads: list[threading.Thread], outcome: _Outcome) -> None:
+    """Says which ranks still run after another one has failed, because nothing can end a thread."""
     running = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     if running:
         rank, error = outcome.failures[0]
@@ -232,8 +233,6 @@ def _join(threads: list[threading.Thread], outcome: _Outcome, returns_errors: bo
             f"run_ranks: rank {rank} failed with {type(error).__name__}: {one_line(error)}; waiting for "
             f"{rank_list(running)}, outside of any call of ringcomm\n"
         )
-    for thread in threads:
-        thread.join()
 
 
 # ---- processes: in the child --------------------------------------------------------------------------------------

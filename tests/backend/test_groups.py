@@ -293,10 +293,9 @@ def _missing_in_new_group() -> str:
     if dist.get_rank() != 0:
         dist.barrier()
         return ""
-    error = raised(errors.CollectiveTimeoutError, dist.new_group, [0, 1], timeout=timedelta(seconds=1))
-    assert isinstance(error, dist.DistBackendError)
+    said = raised(dist.DistBackendError, dist.new_group, [0, 1], timeout=timedelta(seconds=1))
     dist.barrier()
-    return str(error)
+    return said
 
 
 def test_a_rank_that_misses_new_group_is_named() -> None:
@@ -475,7 +474,7 @@ def _missing_at_init() -> str:
 
 def test_a_rank_missing_at_init_is_named() -> None:
     for rank, text in enumerate(run(_missing_at_init, backend="")):
-        assert rank == 1 or "[1]" in text, text
+        assert rank == 1 or "got none of rank 1" in text, text
     torch_ranks.close_pool()  # torch counts the failed group, on two ranks of three
 
 

@@ -131,7 +131,7 @@ def test_a_wait_in_vain_ends_within_its_time_limit(screen: Screen) -> None:
 
 
 def test_a_rank_that_comes_as_the_time_ends_is_not_too_late() -> None:
-    store: Any = LateStore(2)
+    store: Any = LateStore(1)
     store.wait = lambda keys, limit: (_ for _ in ()).throw(RuntimeError("wait timeout"))
     assert _exchange(store, 1, 2, 60.0) == [b"handle"] * 2
 
