@@ -64,34 +64,39 @@ def install(text: str) -> None:
         call = parameters.bind(*args, **kwargs)
         asked = call.arguments["backend"]
         given = replaced(asked, names)
-        if given == asked:
-            _advise_unknown(names)
-            return make_group(*args, **kwargs)
-        call.arguments["backend"] = c10d.Backend(given)
-        if ":" not in given:
-            call.arguments["backend_options"] = _own_options(call.arguments.get("backend_options"))
+        if given != asked:
+            call.arguments["backend"] = c10d.Backend(given)
+            if ":" not in given:
+                call.arguments["backend_options"] = _own_options(call.arguments.get("backend_options"))
         group, store = make_group(*call.args, **call.kwargs)
+        is_first_rank = (c10d.get_rank() if c10d.is_initialized() else group.rank()) == 0
+        if is_first_rank:
+            _advise_unknown(",".join(names))
+        if given == asked:
+            return group, store
         # A rank outside of the group gets no group, and a tag may give one that was made before.
         if group in c10d._world.pg_map and c10d._world.pg_map[group][0] == given:
             c10d._world.pg_map[group] = (asked, store)
             c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(asked))
-            if (c10d.get_rank() if c10d.is_initialized() else group.rank()) == 0:
+            if is_first_rank:
                 _announce(" or ".join(names))
         return group, store
 
     c10d._new_process_group_helper = make_replaced
 
 
-def _advise_unknown(names: list[str]) -> None:
-    """Warns of names that no backend has. It is known when a group is made, because packages register backends."""
+@functools.cache  # says it once
+def _advise_unknown(names: str) -> None:
+    """Warns of names that no backend has when the first group is made; packages may have registered backends before."""
     from torch.distributed import distributed_c10d as c10d
 
-    unknown = [name for name in names if name not in c10d.Backend.backend_list]
+    known = [name for name in c10d.Backend.backend_list if name not in _NOT_REPLACED]
+    unknown = [name for name in names.split(",") if name not in known]
     if unknown:
         warnings.warn(
-            f"{VARIABLE}: got {', '.join(unknown)}, expected backends that torch.distributed has "
-            f"({', '.join(c10d.Backend.backend_list)}), so this process group is not replaced; correct the name",
-            stacklevel=5,
+            f"{VARIABLE}: got {', '.join(unknown)}, expected names of backends of torch.distributed, here one of "
+            f"{', '.join(known)}; correct the name",
+            stacklevel=2,
         )
 
 

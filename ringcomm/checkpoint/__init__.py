@@ -126,17 +126,17 @@ def export(path: str | os.PathLike[str], file: str | os.PathLike[str], dtype: to
     Cost:    memory for all parameters.
     Raises:  UnsupportedError: safetensors is not installed. InvalidArgumentError: no checkpoint, or a damaged one.
     """
+    if Path(file).suffix.lower() in (".pt", ".pth", ".bin", ".ckpt"):
+        raise InvalidArgumentError(
+            f"export: rank 0 got {Path(file).name}, a name that torch.load reads, expected one that ends in "
+            ".safetensors; pass such a name, or torch.save the model's state_dict()"
+        )
     try:
         from safetensors.torch import save_file
     except ImportError as error:
         raise UnsupportedError(
             "export: rank 0 got no package safetensors, expected one that writes the file; run pip install safetensors"
         ) from error
-    if Path(file).suffix in (".pt", ".pth", ".bin", ".ckpt"):
-        raise InvalidArgumentError(
-            f"export: rank 0 got {Path(file).name}, a name that torch.load reads, expected one that ends in "
-            ".safetensors; pass such a name, or torch.save the model's state_dict()"
-        )
     source = Source(Path(path), "export", 0)
     tensors: dict[str, torch.Tensor] = {}
     first: dict[Any, str] = {}

@@ -219,6 +219,8 @@ def _run_threads(job: _Job) -> list[Any]:
         raise
     finally:
         telling.cancel()
+        if telling.ident is not None:  # it was started; nothing is written after this call
+            telling.join()
     for comm in comms:
         comm.close()
     return outcome.end(job.returns_errors)
@@ -231,7 +233,7 @@ def _tell_running(threads: list[threading.Thread], outcome: _Outcome) -> None:
         rank, error = outcome.failures[0]
         write_stderr(
             f"run_ranks: rank {rank} failed with {type(error).__name__}: {one_line(error)}; waiting for "
-            f"{rank_list(running)}, outside of any call of ringcomm\n"
+            f"{rank_list(running)}, because threads cannot be ended; pass ranks='processes' to end them\n"
         )
 
 

@@ -94,7 +94,7 @@ def init(
     limit = timedelta(milliseconds=limit_ms)
     if store is None:
         store = joined._get_default_store() if joined is not None else _rendezvous(init_method, rank, world_size, limit)
-    advice = f"check that they started, with world size {world_size}, and reach the store"
+    advice = f"check that those ranks started, with world size {world_size}, and reach the store"
 
     def exchange_with_all(what: str, payload: bytes) -> tuple[str, list[bytes]]:
         return exchange(store, f"ringcomm/init/{what}", "init", rank, world_size, payload, limit, advice)
@@ -183,10 +183,11 @@ def _check_alone() -> None:
             "function; pass it as comm=, or for a world of one rank pass rank=0, world_size=1"
         )
     for size, rank in _OTHER_LAUNCHERS:
-        if os.environ.get(size, "1") != "1":
+        number = os.environ.get(size, "")
+        if number.isdecimal() and int(number) > 1:
             warnings.warn(
                 f"init: got no RANK and WORLD_SIZE in the environment, so this process is a world of one rank, "
-                f"expected a world of {os.environ[size]} ranks ({size}); start with torchrun, or set RANK=${rank}, "
+                f"expected a world of {number} ranks ({size}); start with torchrun, or set RANK=${rank}, "
                 f"WORLD_SIZE=${size}, MASTER_ADDR and MASTER_PORT",
                 stacklevel=4,
             )

@@ -89,12 +89,13 @@ def exchange(
             for peer, key in enumerate(keys):
                 if rank == 0:
                     _look_for(store, keys, key, deadline, waiting, call)
-                if not _wait_for(store, key, deadline):
+                late = _wait_for(store, key, deadline)
+                if late is not None:
                     missing = [other for other, each in enumerate(keys) if not store.check([each])]
                     raise CollectiveTimeoutError(
                         f"{call}: rank {rank} expected all {world_size} ranks within {limit.total_seconds():g} s, got "
                         f"none of {rank_list(missing or [peer])}; {advice}"
-                    )
+                    ) from late
                 its, value = strip_checksum(bytes(store.get(key)), call, rank, peer)
                 if its != world_size:
                     _both_know(store, key, keys[rank])
@@ -127,13 +128,13 @@ def _look_for(store: Any, keys: list[str], wanted: str, deadline: float, waiting
             noted = time.monotonic()
 
 
-def _wait_for(store: Any, key: str, deadline: float) -> bool:
-    """Waits until the deadline. Returns whether the key is there."""
+def _wait_for(store: Any, key: str, deadline: float) -> RuntimeError | None:
+    """Waits until the deadline. Returns the store's error if the key is not there."""
     try:
         store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
-    except RuntimeError:  # the stores raise different classes
-        return bool(store.check([key]))  # raises if the store was lost
-    return True
+    except RuntimeError as error:  # the stores raise different classes
+        return None if store.check([key]) else error  # `check` raises if the store was lost
+    return None
 
 
 def _both_know(store: Any, theirs: str, mine: str) -> None:

@@ -60,7 +60,6 @@ class UnshardHandle:
     def wait(self) -> None:
         """Returns when the parameters can be read."""
         self._unit.gather()
-        self._unit.flat.intercept()
 
 
 class FSDPModule(UnitModule):
@@ -73,10 +72,9 @@ class FSDPModule(UnitModule):
         ``async_op``."""
         unit = self._ringcomm.unit
         unit.start_gather()
-        handle = UnshardHandle(unit)
         if async_op:
-            return handle
-        handle.wait()
+            return UnshardHandle(unit)
+        unit.gather()
         return None
 
     def reshard(self) -> None:

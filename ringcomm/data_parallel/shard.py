@@ -386,7 +386,9 @@ def whole(module: nn.Module) -> Iterator[None]:
         with torch.no_grad(), flat.holding():
             yield
     finally:
-        adopt_writes([bucket for unit in units for bucket in unit.buckets if bucket.is_unsharded], "whole")
-        for unit in sharded if not flat.gathered.graph_needs else ():
-            unit.release()
-        flat.intercept()
+        try:
+            adopt_writes([bucket for unit in units for bucket in unit.buckets if bucket.is_unsharded], "whole")
+            for unit in sharded if not flat.gathered.graph_needs else ():
+                unit.release()
+        finally:
+            flat.intercept()

@@ -661,9 +661,8 @@ def test_an_error_is_told_at_once_though_another_rank_sleeps(
     with pytest.raises(ValueError, match="boom"):
         ringcomm.run_ranks(rank, 2, ranks="threads")
     timer.cancel()
-    assert told == [
-        "run_ranks: rank 0 failed with ValueError: boom; waiting for rank 1, outside of any call of ringcomm"
-    ]
+    failed, reason = "rank 0 failed with ValueError: boom", "because threads cannot be ended"
+    assert told == [f"run_ranks: {failed}; waiting for rank 1, {reason}; pass ranks='processes' to end them"]
 
 
 @pytest.mark.parametrize("ranks", ["threads", "processes"])

@@ -273,7 +273,10 @@ def test_a_lost_rank_is_told(how: str, ranks: str, tmp_path: Path) -> None:
     )
     assert isinstance(found[0], str), found
     assert found[0].startswith("probe: rank 0 (tests/comm/test_probe.py:"), found
-    closed, exited = "but it has closed its communicator, or returned, after", "but its process has exited, after"
+    closed, exited = (
+        "but it has closed its communicator, or its function has returned, after",
+        "but its process has exited, after",
+    )
     assert closed in found[0] if ranks == "threads" else exited in found[0] or (not exits and closed in found[0]), found
 
 

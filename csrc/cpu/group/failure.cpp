@@ -232,7 +232,7 @@ bool Group::is_gone(int peer) const {
 }
 
 std::string Group::why_gone(int peer) const {
-  return is_exited(peer) ? "its process has exited" : "it has closed its communicator, or returned";
+  return is_exited(peer) ? "its process has exited" : "it has closed its communicator, or its function has returned";
 }
 
 int Group::cause_of(int gone, bool in_call) const {

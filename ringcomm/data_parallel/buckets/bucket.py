@@ -169,11 +169,11 @@ class ParamMemory:
         self.is_plain = True
         self.addresses = [*map(torch.Tensor.data_ptr, self.views)]
 
-    def intercept(self, reads: bool) -> None:
-        """Gives the parameters the class of placeholders while they have values, so that what a program reads is
-        noticed, or their own classes again."""
-        _set_classes(self.params, [self.sharded_class] * len(self.params) if reads else self.classes)
-        self.is_plain = not reads
+    def set_plain(self, plain: bool) -> None:
+        """Gives the parameters, which keep their values, their own classes or the class of placeholders."""
+        if plain != self.is_plain:
+            _set_classes(self.params, self.classes if plain else [self.sharded_class] * len(self.params))
+            self.is_plain = plain
 
     def free(self) -> None:
         """Makes the parameters placeholders."""
@@ -418,15 +418,12 @@ class Bucket:
 
     @_untransformed
     def finish_gather(self) -> None:
-        """Waits until the parameters can be read, as tensors of their own classes."""
-        memory = self.memory
-        if memory.gathering is not None:
-            work, memory.gathering = memory.gathering, None
+        """Waits until the parameters can be read."""
+        if self.memory.gathering is not None:
+            work, self.memory.gathering = self.memory.gathering, None
             with self._undone_by_errors():
                 work.wait()
-            memory.bind()
-        elif not memory.is_plain and memory.is_allocated:
-            memory.intercept(False)
+            self.memory.bind()
 
     @contextmanager
     def _undone_by_errors(self) -> Iterator[None]:

@@ -138,10 +138,11 @@ class Unit:
             bucket.start_gather()
 
     def gather(self) -> None:
-        """Gathers the parameters, and waits for them."""
+        """Gathers the parameters, and waits for them; they have their own classes."""
         self.start_gather()
         for bucket in self.buckets:
             bucket.finish_gather()
+            bucket.memory.set_plain(True)
 
     def release(self) -> None:
         """Frees the other ranks' parameters."""
@@ -754,8 +755,7 @@ class ShardedModel:
             self.calls.restore = self._records()
         self.gathered.holders += 1
         try:
-            with self._packing() if self.stage == LAST_STAGE else nullcontext():  # gradients may be on inside
-                yield
+            yield
         finally:
             self.gathered.holders -= 1
             if not self.gathered.holders and self.calls.restore is not None:
@@ -809,23 +809,25 @@ class ShardedModel:
             held.release()
 
     def intercept(self) -> None:
-        """Stage 3, outside of calls: what the program reads of parameters that stay gathered is noticed."""
-        if self.stage == LAST_STAGE and not (self.calls.depth or self.gathered.holders):
-            for bucket in self.unit_of:
-                if bucket.memory.is_plain and self.sync.microbatches is None:
-                    bucket.memory.intercept(True)
+        """Stage 3, outside of calls: gives parameters that stay gathered the class of sharded ones, so that autograd
+        saves references to them."""
+        if self.calls.depth or self.gathered.holders or self.sync.microbatches is not None:
+            return
+        for bucket in self.unit_of if self.stage == LAST_STAGE else ():
+            bucket.memory.set_plain(False)
 
     # Saved parameters, at stage 3.
 
     def _start_packing(self) -> None:
-        self.calls.packing.append(self._packing() if self.stage == LAST_STAGE else nullcontext())
-        self.calls.packing[-1].__enter__()
+        packing = self._saving_references() if self.stage == LAST_STAGE else nullcontext()
+        packing.__enter__()
+        self.calls.packing.append(packing)
 
     def _stop_packing(self) -> None:
         self.calls.packing.pop().__exit__(None, None, None)
 
     @contextmanager
-    def _packing(self) -> Iterator[None]:
+    def _saving_references(self) -> Iterator[None]:
         """Inside, autograd saves a reference to a parameter's unit in place of the parameter's memory, which is
         freed."""
         autograd, flats = torch._C._autograd, _running()
@@ -857,9 +859,9 @@ class ShardedModel:
         if missing and not stays:
             self.timed(self.ranks.barrier)
         for bucket in missing:
-            bucket.start_gather()
+            self.timed(bucket.start_gather)
         for bucket in buckets:
-            bucket.finish_gather()
+            self.timed(bucket.finish_gather)
             bucket.memory.borrowed |= bucket in missing
             unit = self.unit_of[bucket]
             if unit.calls.first is None and torch.is_grad_enabled():
@@ -872,8 +874,6 @@ class ShardedModel:
             self._stop_packing()
             for bucket in missing if not stays else ():
                 bucket.release()
-            if not stays:
-                self.intercept()
 
     def _advise(self, name: str, call: str) -> None:
         if not self.calls.advised:

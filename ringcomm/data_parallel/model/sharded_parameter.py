@@ -10,8 +10,8 @@ p[0] while autograd records  reads use the copy; writes go to the parameter and 
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -196,9 +196,11 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
             f"{name}: got a view of a parameter whose model was dropped or unsharded since, expected one of a model "
             "that is sharded; take the view of the parameter as it is now"
         )
-    if name in _MEMORY and not (name in _ADDRESSES and all(place.bucket.is_unsharded for place in places)):
+    if name in _MEMORY and not (name in _ADDRESSES and all(map(_has_memory, given))):
+        is_gathered = places[0].bucket.is_unsharded
+        which = "which shares memory with other parameters" if is_gathered else "whose values are in the ranks' shards"
         raise InvalidArgumentError(
-            f"{name}: rank {places[0].flat.ranks.rank} got {places[0].name}, whose values are in the ranks' shards, "
+            f"{name}: rank {places[0].flat.ranks.rank} got {places[0].name}, {which}, "
             "expected a parameter with memory of its own; enter ringcomm.whole(module), or use state_dict()"
         )
     buckets: dict[ShardedModel, dict[int, Bucket]] = {}  # model by model, in an order that is the same on all ranks
@@ -209,6 +211,7 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
             flat: borrowed.enter_context(flat.borrowing([found[k] for k in sorted(found)], places[0].name, name))
             for flat, found in buckets.items()
         }
+        borrowed.enter_context(_own_classes(given))
         values = {id(x): _values(x).detach().clone() if name in _COPIES else _values(x) for x in given}
         args_with_values, kwargs_with_values = tree_map(lambda x: values.get(id(x), x), (args, kwargs))
         result = func(*args_with_values, **kwargs_with_values)
@@ -233,6 +236,20 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
             return _note(x, place, window)
 
         return tree_map(shown, result)
+
+
+@contextmanager
+def _own_classes(given: Sequence[Any]) -> Iterator[None]:
+    """Inside, gathered parameters have their own classes, so that they can be computed with."""
+    params = [x for x in given if isinstance(x, ShardedParameter) and not x._ringcomm.bucket.memory.is_plain]
+    for p in params:
+        p.__class__ = p._ringcomm.bucket.memory.classes[p._ringcomm.index]
+    try:
+        yield
+    finally:
+        for p in params:
+            if not p._ringcomm.bucket.memory.is_plain:
+                p.__class__ = ShardedParameter
 
 
 def _with_own_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -320,6 +337,11 @@ def _has_gradient(x: Any) -> bool:
 def _has_place(x: Any) -> bool:
     """Whether a tensor is a stage 3 parameter, which may have been gathered since, or a view of one."""
     return isinstance(x, torch.Tensor) and isinstance(getattr(x, "_ringcomm", None), Place)
+
+
+def _has_memory(x: Any) -> bool:
+    """Whether a parameter or view is a part of a gathered buffer."""
+    return bool(x._ringcomm.bucket.is_unsharded) and _replaced(x) is None
 
 
 def _window(x: Any) -> Window | None:

@@ -669,13 +669,10 @@ def _penalty(way: str, params: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(penalties).sum()
 
 
-@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("blocks", [True, False])
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @pytest.mark.parametrize("way", ["the parameter", "a view", "an element", "a function"])
-def test_a_penalty_with_a_backward_pass_of_its_own(
-    way: str, reshard_after_forward: bool, blocks: bool, whole: bool
-) -> None:
+def test_a_penalty_with_a_backward_pass_of_its_own(way: str, reshard_after_forward: bool, blocks: bool) -> None:
     """The parameters that it saves are freed when the loss's backward pass ends."""
 
     def run(comm: ringcomm.Communicator, stage: int) -> list[torch.Tensor]:
@@ -685,12 +682,7 @@ def test_a_penalty_with_a_backward_pass_of_its_own(
         ringcomm.shard(model, optimizer, stage, comm, units=units, reshard_after_forward=reshard_after_forward)
         for _ in range(2):
             loss = model(torch.linspace(-1, 1, 8).view(2, 4) * (comm.rank + 1)).square().mean()
-            matrices = [p for p in model.parameters() if p.dim() == 2]
-            with contextlib.ExitStack() as inside:
-                if whole:
-                    inside.enter_context(ringcomm.whole(model))
-                    inside.enter_context(torch.enable_grad())
-                penalty = _penalty(way, matrices)
+            penalty = _penalty(way, [p for p in model.parameters() if p.dim() == 2])
             loss.backward()
             penalty.backward()
             optimizer.step()
@@ -717,3 +709,25 @@ def test_a_parameter_that_stays_gathered_after_forward_has_memory() -> None:
         assert row.tolist() == model.weight[1].tolist() == [2.0] * 4
 
     ringcomm.run_ranks(run, 2, ranks="threads", timeout=20)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_of_torch_func_inside_whole(stage: int) -> None:
+    """torch.func refuses hooks on saved tensors."""
+
+    def run(comm: ringcomm.Communicator) -> list[torch.Tensor]:
+        model = copy.deepcopy(plain)
+        ringcomm.shard(model, None, stage, comm)
+        x = torch.ones(6)
+        model(x)  # parameters may stay gathered
+        with ringcomm.whole(model), torch.enable_grad():
+            params = {name: p.detach().clone() for name, p in model.named_parameters()}
+            loss = lambda params: torch.func.functional_call(model, params, x).sum()  # noqa: E731
+            return [torch.func.jacrev(model)(x), *torch.func.grad(loss)(params).values()]
+
+    plain = _model()
+    for found in ringcomm.run_ranks(run, 2, ranks="threads", timeout=20):
+        params = dict(plain.named_parameters())
+        expected = torch.autograd.grad(plain(torch.ones(6)).sum(), list(params.values()))
+        assert all(map(torch.equal, found[1:], expected))
+        assert found[0].shape == (3, 6)
