@@ -160,8 +160,9 @@ class ParamMemory:
     def placeholders(self) -> list[torch.Tensor]:
         """Tensors with the parameters' shapes and without values; code that reads them all the same gets NaN."""
         dtype = self.buffer.dtype
-        nothing = torch.full((), math.nan if dtype.is_floating_point else -1).to(dtype).to(self.buffer.device)
-        return [nothing.expand(view.shape) for view in self.views]
+        with torch.inference_mode(False):
+            nothing = torch.full((), math.nan if dtype.is_floating_point else -1).to(dtype).to(self.buffer.device)
+            return [nothing.expand(view.shape) for view in self.views]
 
     def bind(self) -> None:
         """Makes the parameters views of the buffer, so that they can be computed with."""
@@ -186,7 +187,8 @@ class ParamMemory:
         if at not in self.windows:
             if len(self.windows) >= _WINDOWS_EACH * len(self.params):
                 self.windows.clear()
-            self.windows[at] = at.on(self.buffer)
+            with torch.inference_mode(False):
+                self.windows[at] = at.on(self.buffer)
         return self.windows[at]
 
 
@@ -456,7 +458,8 @@ class Bucket:
                     self._keep_writes("forward")
                 if memory.is_seen:
                     self.gathered.homes.pop(memory.buffer.untyped_storage()._cdata, None)
-                    memory.move(torch.empty_like(memory.buffer), self.layout)
+                    with torch.inference_mode(False):  # training uses the new buffer, too
+                        memory.move(torch.empty_like(memory.buffer), self.layout)
                     self.gathered.homes[memory.buffer.untyped_storage()._cdata] = self
                 memory.free()
                 memory.borrowed = False

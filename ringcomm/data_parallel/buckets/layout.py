@@ -9,6 +9,7 @@ it is the same for every stage, and never changes afterwards.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -117,6 +118,14 @@ class FlatLayout:
     def owned_range(self, rank: int, stage: int) -> tuple[int, int]:
         """Returns the range of the buffer that a rank's optimizer updates at a stage: its shard, or at stage 0 all."""
         return self.shard_range(rank) if stage else (0, self.numel)
+
+    def index_of(self, element: int) -> int:
+        """Returns the index of the segment that holds an element of the buffer."""
+        return max(0, bisect.bisect_right(self._offsets, element) - 1)
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        return [segment.offset for segment in self.segments]
 
     def part(self, buffer: torch.Tensor, i: int) -> torch.Tensor:
         """Returns a segment's part of a whole buffer, in the segment's shape."""

@@ -1357,10 +1357,14 @@ class SavedParameter:
     home: weakref.ref[Bucket]
     number: int  # number of the last call when it was saved
     window: Window
+    index: int  # of the parameter in the bucket
+    version: int  # of the parameter when it was saved
 
     def values(self) -> torch.Tensor:
         """Returns the parameter's values; a collective if its bucket is not gathered."""
         bucket = self.home()
+        if bucket is not None:
+            _check_version(bucket.memory.params[self.index], self.version)
         if bucket is not None and bucket.stage == LAST_STAGE and bucket.is_unsharded:
             return bucket.memory.window(self.window)
         place = None if bucket is None else place_of(bucket.params[0])
@@ -1389,11 +1393,15 @@ def _packing(pack: Callable[[torch.Tensor], Any], flats: list[ShardedModel]) -> 
     ``pack``."""
 
     def packed(x: torch.Tensor) -> Any:
+        if x.layout is not torch.strided:  # it has no storage
+            return pack(x)
         memory = x.untyped_storage()._cdata
         for flat in flats:
             bucket = flat.gathered.homes.get(memory)
             if bucket is not None:
-                return SavedParameter(weakref.ref(bucket), flat.calls.count, Window.of(x))
+                index = bucket.layout.index_of(x.storage_offset() * x.itemsize // bucket.types.compute.itemsize)
+                version = bucket.memory.params[index]._version
+                return SavedParameter(weakref.ref(bucket), flat.calls.count, Window.of(x), index, version)
         return pack(x)
 
     return packed
@@ -1411,12 +1419,17 @@ def _keep(x: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def _kept(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
     x, version = saved
+    _check_version(x, version)
+    return x
+
+
+def _check_version(x: torch.Tensor, version: int) -> None:
+    """Raises as autograd does if a saved tensor was written to."""
     if x._version != version:
         raise RuntimeError(
             f"one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"a tensor of shape {tuple(x.shape)} is at version {x._version}, expected version {version}"
         )
-    return x
 
 
 # These hooks do not reference the model, because Python's garbage collector does not see the references of nodes'

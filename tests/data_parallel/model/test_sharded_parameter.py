@@ -731,3 +731,73 @@ def test_gradients_of_torch_func_inside_whole(stage: int) -> None:
         expected = torch.autograd.grad(plain(torch.ones(6)).sum(), list(params.values()))
         assert all(map(torch.equal, found[1:], expected))
         assert found[0].shape == (3, 6)
+
+
+def _penalty_of_a_changed_parameter(model: nn.Module) -> None:
+    loss, penalty = model(torch.ones(2, 6)).mean(), model[0].weight.square().sum()
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+    loss.backward()
+    penalty.backward()
+
+
+def _loss_of_a_changed_parameter(model: nn.Module) -> None:
+    loss = model(torch.ones(2, 6, requires_grad=True)).mean()
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+    loss.backward()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("run", [_penalty_of_a_changed_parameter, _loss_of_a_changed_parameter])
+def test_autograd_refuses_a_parameter_that_was_written_to(stage: int, run: Callable[[nn.Module], None]) -> None:
+    def on_rank(comm: ringcomm.Communicator) -> None:
+        model = copy.deepcopy(plain)
+        ringcomm.shard(model, None, stage, comm)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            run(model)
+
+    plain = _model()
+    ringcomm.run_ranks(on_rank, 2, ranks="threads", timeout=20)
+
+
+def test_a_sparse_matrix_times_a_parameter() -> None:
+    def run(comm: ringcomm.Communicator, stage: int) -> torch.Tensor:
+        model = copy.deepcopy(plain)
+        ringcomm.shard(model, None, stage, comm)
+        loss, graph = model(torch.ones(2, 6)).mean(), torch.eye(6).to_sparse()
+        (torch.sparse.mm(graph, model[0].weight).square().sum() + loss).backward()
+        return model[0].weight.grad.clone()
+
+    plain = _model()
+    expected, found = (ringcomm.run_ranks(run, 2, stage, ranks="threads", timeout=20)[0] for stage in (0, 3))
+    assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("keep", [lambda p: p[0], lambda p: p.detach()[1:], lambda p: p.data])
+def test_training_after_a_view_was_taken_in_inference_mode(keep: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The view keeps the memory that it was taken in; the parameters that are gathered next must be trainable."""
+
+    def run(comm: ringcomm.Communicator, stage: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(plain)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ringcomm.shard(model, optimizer, stage, comm, units=[model[0], model[2]])
+        kept: list[torch.Tensor] = []
+
+        def take(module: Any, _: Any) -> None:
+            kept.append(module.weight[:2])
+
+        for _ in range(3):
+            with torch.inference_mode():
+                kept.extend(keep(p) for p in model.parameters())
+                hook = model[0].register_forward_pre_hook(take)
+                model(torch.ones(2, 6))
+                hook.remove()
+            model(torch.ones(2, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    plain = _model()
+    expected, found = (ringcomm.run_ranks(run, 2, stage, ranks="threads", timeout=20)[0] for stage in (0, 3))
+    assert all(map(torch.equal, expected, found))
