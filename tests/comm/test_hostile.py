@@ -198,14 +198,14 @@ def joins(store: Any, rank: int = 0, world_size: int = 2) -> Callable[[], Any]:
     return lambda: ringcomm.init(rank, world_size, store=store, timeout=LIMIT_MS / 1e3)
 
 
-@given(st.sampled_from(["host", "init"]), CHANGES)
+@given(st.sampled_from(["host", "handle"]), CHANGES)
 @drawn(200)
 def test_a_changed_message_in_the_store_is_refused(what: str, change: Change) -> None:
     store, other = dist.HashStore(), _C.Engine("cpu", 1, 2, LIMIT_MS)
-    messages = {"host": add_checksum(identity().encode(), 2), "init": add_checksum(other.handle(), 2)}
+    messages = {"host": add_checksum(identity().encode(), 2), "handle": add_checksum(other.handle(), 2)}
     messages[what] = changed(messages[what], change)
     for key, message in messages.items():
-        store.set(f"ringcomm/{key}/1/1", message)
+        store.set(f"ringcomm/init/{key}/1/1", message)
     assert "rank 0" in refusal(joins(store))
 
 
@@ -221,7 +221,7 @@ def test_a_checksum_matches_its_own_message_alone(payload: bytes, world_size: in
 @pytest.mark.parametrize("kind", ["hash", "file"])
 def test_a_foreign_count_in_the_store_is_refused(kind: str, left: str, tmp_path: Path) -> None:
     store = dist.HashStore() if kind == "hash" else dist.FileStore(str(tmp_path / "store"), 2)
-    store.set("ringcomm/host/0", left)
+    store.set("ringcomm/init/host/generation/0", left)
     assert "a store of its own" in refusal(joins(store))
 
 
@@ -241,7 +241,7 @@ def test_a_changed_message_to_a_process_group_is_refused(change: Change) -> None
     options = dist.distributed_c10d._DistributedBackendOptions()
     options.store, options.group_rank, options.group_size = store, 0, 2
     options.timeout, options.group_id, options.global_ranks_in_group = dist.constants.default_pg_timeout, "g", [0, 1]
-    store.set("ringcomm/host/handle/1/1", changed(add_checksum(identity().encode(), 2), change))
+    store.set("ringcomm/host/1/1", changed(add_checksum(identity().encode(), 2), change))
     assert "rank 0" in refusal(lambda: backend.create(options))
 
 
