@@ -481,10 +481,7 @@ class Bucket:
     def gather_owned(self, owned: torch.Tensor) -> torch.Tensor:
         """Returns the unsharded buffer for values that every rank has for its owned range: ``owned`` at stage 0, else
         new memory."""
-        if self.stage == 0:
-            return owned
-        with self.ranks.explaining(self.stage):
-            return self.ranks.gather_apart(owned, self.device)
+        return owned if self.stage == 0 else self.ranks.gather_apart(owned, self.device, self.stage)
 
     def piece(self, owned: torch.Tensor, i: int) -> torch.Tensor:
         """Returns a parameter's part of values that this rank has for its owned range; it may be empty."""

@@ -563,10 +563,9 @@ class GradBuffer:
         return self.layout.part(self.ranks.read[1], i)
 
     def _gathered(self) -> torch.Tensor:
-        if self.stage == 0:
-            return self.reduced
-        with self.ranks.explaining(self.stage):
-            return self.ranks.gather_apart(self.reduced, self.reduced.device)
+        return (
+            self.reduced if self.stage == 0 else self.ranks.gather_apart(self.reduced, self.reduced.device, self.stage)
+        )
 
     def given_back(self, dtype: torch.dtype) -> dict[int, torch.Tensor]:
         """Returns the unsharded `p.grad` tensors in new memory and in the module's type; a collective. They are the

@@ -315,11 +315,12 @@ class DataParallelGroup:
             self.replicas.all_reduce(x, op)
         return x
 
-    def gather_apart(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def gather_apart(self, shard: torch.Tensor, device: torch.device, stage: int) -> torch.Tensor:
         """Returns all ranks' shards, in new memory on a device, by a gather that is not part of a step."""
         unsharded = torch.empty(shard.numel() * self.world_size, dtype=shard.dtype, device=device)
-        self.barrier()
-        self.comm.all_gather(shard.to(device), out=unsharded)
+        with self.explaining(stage):
+            self.barrier()
+            self.comm.all_gather(shard.to(device), out=unsharded)
         return unsharded
 
     # ---- agreement -----------------------------------------------------------------------------------------------
