@@ -1,4 +1,4 @@
-"""Repeats the training in one process and compares it with the mesh's: `train_gpt.py --check`."""
+"""Repeats the training in one process and compares the results with those of the mesh: `train_gpt.py --check`."""
 
 import argparse
 
@@ -10,13 +10,13 @@ from training import Training, batches_of, power_of_two, sharded_training
 import ringcomm
 
 TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 3e-2}
-"""Relative tolerance of the final loss, for meshes that add in another order than one process."""
+"""Relative tolerance of the final loss, for meshes that add in an order other than that of one process."""
 
 
 def same_bits(training: Training) -> bool:
-    """Whether the mesh must produce the bits of one process with the same number of micro-batches. It need not with
-    tp and cp, which split sums; with dp, if its tree of sums is not that of all micro-batches; and with float16,
-    whose loss scale differs."""
+    """Whether the mesh must produce the bits of one process with the same number of micro-batches. It need not do so
+    with tp and cp, which split sums; with dp, if its tree of sums differs from the tree over all micro-batches; and
+    with float16, whose loss scale differs."""
     mesh, passes = training.mesh, training.measure.passes
     if mesh.size("tp") > 1 or mesh.size("cp") > 1 or training.scaler.is_enabled():
         return False
@@ -24,7 +24,7 @@ def same_bits(training: Training) -> bool:
 
 
 def check(a: argparse.Namespace, training: Training, state: dict[str, torch.Tensor], text: torch.Tensor) -> bool:
-    """Trains once more on this rank alone, prints the difference, and returns whether it is as small as expected.
+    """Trains once more on this rank alone, prints the difference, and returns whether the difference is as expected.
 
     Args:
         state: all parameters at the end of the mesh's training.

@@ -1,5 +1,5 @@
-"""Comparisons: torch's DDP over either backend, and Gloo, ringcomm and no communication with their steps
-interleaved: `train_gpt.py --parallel torch` and `--compare`."""
+"""Compares trainings step by step in turns: over Gloo, over ringcomm, and without communication (`train_gpt.py
+--compare`); and makes a training under torch's DDP (`--parallel torch`)."""
 
 import argparse
 import statistics
@@ -20,9 +20,9 @@ NOTHING = "no communication"
 
 
 class TorchMeter:
-    """Measures the time that torch's DDP spends in communication. DDP waits inside C++, so this measures from
-    outside: the time to start its all_reduces, and the time from the start of the last one to the end of backward,
-    when only waiting is left."""
+    """Measures the time that torch's DDP spends in communication. DDP waits inside C++, so the meter measures from
+    outside: the time to start its all_reduces, and the time from the start of the last all_reduce to the end of
+    backward, in which DDP only waits."""
 
     def __init__(self, model: nn.parallel.DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
         self.group, self.seconds, self.last = group, 0.0, 0.0
@@ -39,7 +39,7 @@ class TorchMeter:
         return future
 
     def blocked(self) -> float:
-        """Returns the seconds so far; called before forward and right after backward."""
+        """Returns the seconds so far; call it before forward and right after backward."""
         if self.last:
             self.seconds += time.perf_counter() - self.last
             self.last = 0.0
@@ -56,7 +56,7 @@ def torch_training(a: argparse.Namespace, backend: str, mesh: ringcomm.Mesh) -> 
 
 
 def contestants(a: argparse.Namespace) -> list[Training]:
-    """Makes the same model three times; all calls of torch.distributed use Gloo here."""
+    """Makes three trainings of the same model; with --compare, all calls of torch.distributed use Gloo."""
     axes = axes_of(a, dist.get_world_size())
     gloo = ringcomm.init_mesh(axes, ringcomm.Communicator.from_process_group(dist.group.WORLD))
     if a.parallel == "torch":

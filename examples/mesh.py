@@ -1,4 +1,4 @@
-"""The GPT on a mesh of ranks: splits its layers and stages, and gathers the whole model from all ranks."""
+"""The GPT on a mesh of ranks: splits its layers and stages, and gathers the full model from all ranks."""
 
 import argparse
 import hashlib
@@ -43,8 +43,7 @@ def stages_of(a: argparse.Namespace) -> int:
 
 
 def refusal(a: argparse.Namespace, ranks: int) -> str | None:
-    """Returns a sentence that says why these flags are impossible with this number of ranks; None if they are
-    possible."""
+    """Returns a sentence that says why this number of ranks cannot use these flags; None if it can."""
     found = _refused(a, ranks)
     return found and f"train_gpt: got {found}"
 
@@ -77,16 +76,16 @@ def _refused(a: argparse.Namespace, ranks: int) -> str | None:
 def add_flags(p: argparse.ArgumentParser) -> None:
     """Adds the flags of the mesh."""
     for name, text in (
-        ("dp", "data parallel ranks (0: what the others leave)"),
+        ("dp", "data parallel ranks (0: all ranks that the other axes leave)"),
         ("tp", "tensor parallel ranks: each has some of the heads and features (1)"),
         ("pp", "pipeline ranks: each has some of the blocks (1)"),
         ("cp", "context parallel ranks: each has a part of every window (1)"),
     ):
         p.add_argument(f"--{name}", type=int, default=int(name != "dp"), metavar="RANKS", help=text)
-    p.add_argument("--micro-batches", type=int, default=1, help="of a step, on the way through a pipeline (1)")
-    p.add_argument("--schedule", choices=list(SCHEDULES), default="1f1b", help="of the pipeline (1f1b)")
-    p.add_argument("--chunks", type=int, default=2, help="stages on a rank, interleaved (2)")
-    p.add_argument("--sequence-parallel", action="store_true", help="norms on parts of the sequence, with --tp")
+    p.add_argument("--micro-batches", type=int, default=1, help="micro-batches of a pipeline's step (1)")
+    p.add_argument("--schedule", choices=list(SCHEDULES), default="1f1b", help="schedule of the pipeline (1f1b)")
+    p.add_argument("--chunks", type=int, default=2, help="stages on a rank with the interleaved schedule (2)")
+    p.add_argument("--sequence-parallel", action="store_true", help="run norms on parts of the sequence, with --tp")
 
 
 def cut(a: argparse.Namespace, module: GPT, mesh: ringcomm.Mesh, loss: Callable[..., torch.Tensor]) -> nn.Module:
@@ -105,7 +104,7 @@ def cut(a: argparse.Namespace, module: GPT, mesh: ringcomm.Mesh, loss: Callable[
 
 
 def whole_state(model: nn.Module, mesh: ringcomm.Mesh) -> dict[str, torch.Tensor]:
-    """Returns the parameters of the whole model on every rank, by name; a collective that needs memory for all of
+    """Returns the parameters of the full model on every rank, by name. A collective; it needs memory for all of
     them."""
     state = model.state_dict()
     mine = []

@@ -19,12 +19,12 @@ MIB = 1 << 20
 
 
 class Peak:
-    """Measures this process's peak memory above what it had before; a thread samples it until `stop`. A page that
-    several ranks have mapped counts in parts, so that the ranks' sum is the memory that the machine uses."""
+    """Measures this process's peak memory above its memory at the start; a thread samples it until `stop`. A page that
+    several ranks have mapped counts in parts, so that the sum over the ranks is the memory that the machine uses."""
 
     def __init__(self) -> None:
         gc.collect()
-        # Returns an earlier model's free memory, because its reuse would not be noticed.
+        # Returns free memory of an earlier model to the system: its reuse would not appear in the measurement.
         ctypes.CDLL(None).malloc_trim(0)
         self.before = self.most = self.now()
         self.stopped = threading.Event()
@@ -33,7 +33,7 @@ class Peak:
 
     @staticmethod
     def now() -> int:
-        """Returns the bytes of this process."""
+        """Returns the memory of this process in bytes."""
         with open("/proc/self/smaps_rollup", encoding="ascii") as file:
             return next(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
 
@@ -54,7 +54,7 @@ class Peak:
 
 
 def watched(steps: int) -> int:
-    """Returns the number of first steps in which memory is sampled; their times do not count."""
+    """Returns in how many steps, from the first on, memory is sampled; the times of these steps do not count."""
     return min(5, max(1, steps // 4))
 
 
@@ -111,13 +111,13 @@ def train(
 
 
 def model_is_whole(training: Training) -> bool:
-    """Whether ranks exchange only gradients and parameters."""
+    """Whether every rank has the full model, so that ranks exchange only gradients and parameters."""
     return all(training.mesh.size(name) == 1 for name in AXES if name != "dp")
 
 
 def figures(a: argparse.Namespace, copies: Sequence[Training], peak: Peak | None) -> dict[str, object]:
-    """Prints the figures of every copy, without the first steps, which are warm-up, and returns the first copy's; a
-    collective."""
+    """Prints the figures of every copy and returns those of the first; a collective. The first steps are warm-up and do
+    not count."""
     skip = min(5, len(copies[0].seconds) // 4)
     tokens = tokens_per_step(a, copies[0].mesh)
     steps = {c.name: slowest(c.seconds)[skip:] for c in copies}
@@ -137,9 +137,9 @@ def figures(a: argparse.Namespace, copies: Sequence[Training], peak: Peak | None
                 f"{copy.loss:.5f}"
             )
         print(
-            "blocked: time per step in which a rank's training thread is inside collectives up to the end of backward,"
-            "\nstarting them or waiting, the wait for slower ranks included; mean over the ranks. What overlaps is not "
-            f"in it{'' if model_is_whole(copies[0]) else ', nor what tp, pp and cp send'}."
+            "blocked: time per step, up to the end of backward, in which a rank's training thread starts collectives\n"
+            "or waits for them and for slower ranks; mean over the ranks. It does not include communication that\n"
+            f"overlaps with computation{'' if model_is_whole(copies[0]) else ', nor messages of tp, pp and cp'}."
         )
         if peak is not None:
             print(f"memory of each rank, MiB: kept {row(kept)}; peak of the first steps {row(peaks)}")

@@ -1,5 +1,5 @@
-"""Saves checkpoints during training and resumes from the newest: `train_gpt.py --save-every`. If the same command is
-started again, by torchrun after a failure or by a scheduler, it continues from the last complete checkpoint."""
+"""Saves checkpoints during training and resumes from the newest: `train_gpt.py --save-every`. If torchrun or a
+scheduler starts the same command again after a failure, the training continues from the last complete checkpoint."""
 
 import argparse
 import shutil
@@ -9,11 +9,11 @@ import torch.distributed as dist
 from text import Batches
 from training import Training
 
-KEPT = 2  # one to resume from while another is written, and one more
+KEPT = 2  # checkpoints: one to resume from while another is written, and one more
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Returns the steps of the complete checkpoints, ascending; an incomplete one has another name."""
+    """Returns the steps of the complete checkpoints, ascending; an incomplete checkpoint has another name."""
     return sorted(int(each.name[5:]) for each in folder.glob("step-*") if each.name[5:].isdecimal())
 
 
@@ -22,11 +22,11 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 class Saved:
-    """The checkpoints in --save, a folder that all hosts can access: one every --save-every steps; the last two are
-    kept.
+    """The checkpoints in --save, a folder that all hosts can access: one every --save-every steps, of which the last
+    two are kept.
 
     Each checkpoint is written under a new name and then renamed, which every file system does atomically. If a rank
-    dies meanwhile, the earlier checkpoints remain.
+    dies during a save, the earlier checkpoints remain.
     """
 
     def __init__(self, a: argparse.Namespace, training: Training, batches: Batches) -> None:
@@ -38,7 +38,7 @@ class Saved:
         collective."""
         comm = self.training.mesh.comm
         newest = (steps_in(self.folder) or [0])[-1] if comm.rank == 0 else 0
-        step = int(comm.exchange(str(newest).encode())[0])  # as the first rank sees the folder
+        step = int(comm.exchange(str(newest).encode())[0])  # all ranks use the first rank's view of the folder
         if step == 0:
             return 0
         path = path_of(self.folder, step)

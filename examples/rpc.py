@@ -2,10 +2,11 @@
 
     torchrun --nproc-per-node 3 examples/rpc.py [--steps 50]
 
-Rank 0 holds the embedding table. Each other rank looks words up there by torch.distributed.rpc, and has a copy of the
-layer after it, whose gradients ringcomm's process group averages. dist_autograd sends the embedding's gradients back to
-rank 0, and torch's DistributedOptimizer makes the steps on both ranks: the trainers update the table without waiting
-for one another. The calls go over torch's own agent, TensorPipe, and do not use ringcomm.
+Rank 0 holds the embedding table. Every other rank is a trainer: it looks up words on rank 0 by torch.distributed.rpc,
+and has a copy of the next layer, whose gradients ringcomm's process group averages. dist_autograd sends the embedding's
+gradients back to rank 0. torch's DistributedOptimizer steps the table on rank 0 and the layer on the trainer, so
+trainers update the table without waiting for one another. The remote calls use torch's own agent, TensorPipe, and not
+ringcomm.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from torch.distributed.optim import DistributedOptimizer
 import ringcomm  # noqa: F401  registers the backend
 
 WORDS, WIDTH, CLASSES, BATCH = 30, 8, 3, 32
-_table = nn.Parameter(torch.zeros(WORDS, WIDTH))  # rank 0's is used
+_table = nn.Parameter(torch.zeros(WORDS, WIDTH))  # only the table of rank 0 is used
 
 
 def table() -> nn.Parameter:
@@ -71,7 +72,7 @@ def run(steps: int, init_method: str | None = None) -> list[float]:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--steps", type=int, default=50, help="of each trainer (50)")
+    p.add_argument("--steps", type=int, default=50, help="steps of each trainer (50)")
     a = p.parse_args()
     dist.init_process_group("ringcomm")
     losses = run(a.steps)

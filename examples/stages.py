@@ -1,5 +1,5 @@
-"""Runs every ZeRO stage in turn and checks that they agree. Shows what each stage keeps and sends, measured and
-predicted, as a table and as a picture: `train_gpt.py --stages`."""
+"""Runs every ZeRO stage in turn and checks that all stages give the same bits. Shows the bytes that each stage keeps
+and sends, measured and predicted, as a table and as a picture: `train_gpt.py --stages`."""
 
 import argparse
 import statistics
@@ -44,8 +44,8 @@ def wire(traffic: Mapping[str, int], ranks: int) -> float:
 
 
 def run_stage(a: argparse.Namespace, stage: int, text: torch.Tensor, mesh: ringcomm.Mesh) -> Run:
-    """Trains from the beginning with the same data; memory is sampled in the first steps, times are taken from the
-    others."""
+    """Trains from the beginning with the same data; samples memory in the first steps, and measures times in the other
+    steps."""
     first = watched(a.steps)
     peak = Peak()
     training = sharded_training(a, a.backend, mesh, stage)
@@ -83,7 +83,7 @@ def run_stages(a: argparse.Namespace, text: torch.Tensor, mesh: ringcomm.Mesh) -
     if dist.get_rank() == 0:
         print(table(runs))
         if mesh.size("pp") > 1:
-            print("A pipeline brings parameters once a step, where stage 3 is predicted to bring them in every pass.")
+            print("The prediction for stage 3 gathers parameters in every pass; a pipeline gathers them once per step.")
         if a.plot:
             axes = dict(zip(mesh.names, mesh.shape, strict=True))
             plot(runs, a.plot, f"{described(axes)}, {a.precision}")
@@ -106,12 +106,12 @@ def table(runs: Sequence[Run]) -> str:
             values = "".join(f"{figures[name] / MIB:12.3f}" for name in COLUMNS)
             lines.append(f"{f'stage {run.stage} {kind}':20s}{head:24s}{values}{tail}")
     lines += [
-        "loss: the mean of the last 50 steps. same bits: the losses of every step, and all parameters of every rank,",
-        "are stage 0's to the last bit. parameters to optimizer: what a rank keeps between two steps; transient:",
-        "memory for whole gradients on their way; gathered: the most that is whole at a time at stage 3. wire: sent by",
-        "a rank in a step, for gradients and parameters. peak: the most of the process in the first steps, with",
-        "activations, beyond what was there before the model, mean over the ranks. step ms: median (min-max) of the",
-        "slowest rank.",
+        "loss: mean of the last 50 steps. same bits: the losses of every step and all parameters of every rank have",
+        "the bits of stage 0. parameters to optimizer: bytes that a rank keeps between two steps. transient: buffers",
+        "for unsharded gradients until they are reduced. gathered: the most parameters that are unsharded at a time at",
+        "stage 3. wire: bytes that a rank sends in a step, for gradients and parameters. peak: the most memory of the",
+        "process in the first steps, with activations, above its memory before the model; mean over the ranks.",
+        "step ms: median (min-max) of the slowest rank.",
     ]
     return "\n".join(lines)
 

@@ -2,9 +2,9 @@
 
     python examples/survive.py [--steps 60] [--kill-at 20]
 
-Nothing is restarted. Each survivor's call raises RankLostError; the survivors shrink the communicator, agree on the
-last step that all of them have, and continue from copies of its state that they hold in memory. This works at stage 0,
-where every rank has the whole model and optimizer; at other stages resume from a checkpoint (`resume.py`).
+Nothing is restarted. Each survivor's call raises RankLostError. The survivors shrink the communicator, agree on the
+last step that all of them have completed, and continue from copies of that step's state in their memory. This works at
+stage 0, where every rank has the full model and optimizer; at other stages resume from a checkpoint (`resume.py`).
 """
 
 import argparse
@@ -64,7 +64,7 @@ class Trainer:
         return mean
 
     def recover(self) -> None:
-        """Goes back to the last step that all surviving ranks have. Another rank may be lost meanwhile."""
+        """Returns to the last step that all surviving ranks have completed. Another rank may be lost meanwhile."""
         for _ in range(WORLD_SIZE):
             try:
                 new = self.comm.shrink()
@@ -78,7 +78,7 @@ class Trainer:
 
 
 def train(rank: int, folder: str, steps: int, victims: dict[int, int]) -> None:
-    """Runs one process; each rank in ``victims`` is killed before its step."""
+    """Runs one process. A rank in ``victims`` kills itself before the step that is given there."""
     torch.set_num_threads(1)
     store = FileStore(os.path.join(folder, "store"), WORLD_SIZE)
     trainer = Trainer(ringcomm.init(rank, WORLD_SIZE, store=store, timeout=30), rank)

@@ -1,5 +1,5 @@
-"""The text that `train_gpt.py` reads, and the distribution of its windows over the ranks: the same windows on every
-mesh."""
+"""Reads the text of `train_gpt.py`, and distributes its windows over the ranks. Every mesh trains on the same
+windows."""
 
 import torch
 
@@ -35,8 +35,8 @@ class Batches:
 
     Args:
         batch: windows in a micro-batch.
-        passes: micro-batches of a rank in a step; rank d of dp has the d-th run of them.
-        mesh: its axis dp distributes micro-batches, and its axis cp parts of every window.
+        passes: micro-batches of a rank in a step; rank d of dp gets the d-th group of them.
+        mesh: the axis dp distributes micro-batches, and the axis cp distributes the parts of every window.
     """
 
     def __init__(
@@ -56,5 +56,5 @@ class Batches:
         return [(self.part(each[:, :-1]), self.part(each[:, 1:])) for each in windows]
 
     def part(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the part of whole windows with which this rank's attention begins."""
+        """Returns this rank's part of complete windows: with context parallelism, its pieces of the sequence."""
         return shard_sequence(x, self.mesh["cp"]) if self.mesh.size("cp") > 1 else x

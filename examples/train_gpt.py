@@ -4,18 +4,18 @@ Trains a small GPT on text over several ranks, on any mesh: data, tensor, pipeli
     torchrun --nproc-per-node 2 examples/train_gpt.py                     # data parallel (stage 0)
     torchrun --nproc-per-node 2 examples/train_gpt.py --stage 3           # parameters sharded too
     torchrun --nproc-per-node 8 examples/train_gpt.py --dp 2 --tp 2 --pp 2 --micro-batches 4 --stage 1
-    torchrun --nproc-per-node 2 examples/train_gpt.py --cp 2 --check      # long windows; beside one process
+    torchrun --nproc-per-node 2 examples/train_gpt.py --cp 2 --check      # windows split; compared with one process
     torchrun --nproc-per-node 2 examples/train_gpt.py --stages            # 0, 1, 2, 3 in turn: the same bits
     torchrun --nproc-per-node 2 examples/train_gpt.py --parallel torch    # our collectives under torch's DDP
     torchrun --nproc-per-node 2 examples/train_gpt.py --backend gloo      # Gloo
-    torchrun --nproc-per-node 2 examples/train_gpt.py --compare           # both, step by step in turns
+    torchrun --nproc-per-node 2 examples/train_gpt.py --compare           # Gloo and ringcomm, step by step in turns
     torchrun --max-restarts 3 --nproc-per-node 2 examples/train_gpt.py --save run --save-every 100   # survives failures
 
 A step has dp x --accumulate x --micro-batches micro-batches of --batch windows; meshes with the same product see the
-same windows. With powers of two, and the same number of threads (OMP_NUM_THREADS) on each rank, dp, pp, the schedule
-and the stage do not change the bits of losses and parameters. tp and cp do, because they add in another order, and
-float16 may, because its loss scale differs. The text is the language reference that ships with every Python, or `--text
-FILE`; the vocabulary is its bytes.
+same windows. If these are powers of two, and each rank has the same number of threads (OMP_NUM_THREADS), dp, pp, the
+schedule and the stage do not change the bits of losses and parameters. tp and cp change them, because they add in
+another order, and float16 may change them, because its loss scale differs. The text is the language reference that
+ships with every Python, or `--text FILE`; the tokens are its bytes.
 """
 
 import argparse
@@ -37,40 +37,40 @@ from training import PRECISIONS, Training, batches_of, plain_training, sharded_t
 
 import ringcomm
 
-ENOUGH_STEPS = 200  # before this many, the model's samples are noise
+ENOUGH_STEPS = 200  # after fewer steps, the model's samples are noise
 
 
 def parse() -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_flags(p)
-    p.add_argument("--stage", type=int, choices=range(4), default=0, help="what is cut over dp and cp (0)")
+    p.add_argument("--stage", type=int, choices=range(4), default=0, help="ZeRO stage over dp and cp (0)")
     for name, default, text in (
         ("steps", 1500, "optimizer steps"), ("batch", 4, "windows in a micro-batch"),
         ("context", 64, "bytes per window"), ("layers", 4, "transformer blocks"), ("dim", 128, "width"),
-        ("heads", 4, "attention heads"), ("seed", 0, "of everything"),
-        ("sample", 300, "bytes of text to generate at the end"), ("accumulate", 1, "runs of micro-batches in a step"),
+        ("heads", 4, "attention heads"), ("seed", 0, "seed of parameters and data"),
+        ("sample", 300, "bytes of text to generate at the end"), ("accumulate", 1, "rounds of micro-batches in a step"),
         ("until", 0, "stop after this step (--steps)"),
-        ("save-every", 0, "steps between checkpoints, in the folder --save; goes on from the newest there"),
+        ("save-every", 0, "steps between checkpoints in the folder --save; training resumes from the newest"),
     ):  # fmt: skip
         p.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
     p.add_argument("--lr", type=float, default=3e-3, help="learning rate (0.003)")
-    p.add_argument("--clip", type=float, default=0.0, help="largest norm of the gradients (0: any)")
+    p.add_argument("--clip", type=float, default=0.0, help="largest norm of the gradients (0: no clipping)")
     p.add_argument("--precision", choices=list(PRECISIONS), default="fp32", help="of forward and backward (fp32)")
-    p.add_argument("--bucket-mb", type=float, default=None, help="messages of our stages, MiB (as measured)")
+    p.add_argument("--bucket-mb", type=float, default=None, help="bucket size in MiB (default: measured)")
     p.add_argument("--text", metavar="FILE", help="train on this file (default: Python's language reference)")
-    p.add_argument("--save", metavar="PATH", help="a checkpoint at the end")
-    p.add_argument("--resume", metavar="PATH", help="go on from a checkpoint, of any stage and mesh")
-    p.add_argument("--json", metavar="FILE", help="the figures at the end")
+    p.add_argument("--save", metavar="PATH", help="save a checkpoint at the end")
+    p.add_argument("--resume", metavar="PATH", help="resume from a checkpoint of any stage and mesh")
+    p.add_argument("--json", metavar="FILE", help="write the figures at the end to this file")
     p.add_argument(
-        "--log", metavar="FILE", help="a JSON object a step, with ringcomm's counters, for wandb and the like"
+        "--log",
+        metavar="FILE",
+        help="write a JSON object per step, with ringcomm's counters, for loggers such as wandb",
     )
-    p.add_argument("--check", action="store_true", help="train in one process too; exit status 1 if it differs")
-    p.add_argument("--stages", action="store_true", help="every stage: do they agree, and what does each keep")
-    p.add_argument("--plot", metavar="FILE", help="of --stages: a picture")
+    p.add_argument("--check", action="store_true", help="train in one process too; exit status 1 if the results differ")
+    p.add_argument("--stages", action="store_true", help="run every stage: same bits, and bytes of each stage")
+    p.add_argument("--plot", metavar="FILE", help="write a picture of --stages to this file")
     p.add_argument("--backend", choices=["ringcomm", "gloo"], default="ringcomm")
-    p.add_argument(
-        "--parallel", choices=["ringcomm", "torch"], default="ringcomm", help="whose DistributedDataParallel"
-    )
+    p.add_argument("--parallel", choices=["ringcomm", "torch"], default="ringcomm", help="shard, or torch's DDP")
     p.add_argument("--compare", action="store_true", help="Gloo, ringcomm and no communication, step by step in turns")
     a = p.parse_args()
     a.until = a.until or a.steps
@@ -139,7 +139,7 @@ def warm_up(a: argparse.Namespace, text: torch.Tensor) -> None:
 
 
 def run_comparison(a: argparse.Namespace, text: torch.Tensor) -> None:
-    """Trains three copies of the model with their steps interleaved."""
+    """Trains three copies of the model, step by step in turns."""
     copies = contestants(a)
     introduce(a, copies[0], text)
     train(a, copies, batches_of(a, text, copies[0].mesh))
@@ -186,8 +186,8 @@ def run_one(a: argparse.Namespace, text: torch.Tensor, mesh: ringcomm.Mesh) -> N
 
 
 class StepLog:
-    """A line of JSON for each step: its loss and time, and what ringcomm counted in it. A logger of its own takes the
-    same dict: `wandb.log(line)`, or `writer.add_scalar(name, value, step)` for each of its values."""
+    """Writes a line of JSON for each step: its loss and time, and ringcomm's counters in this step. Other loggers take
+    the same dict: `wandb.log(line)`, or `writer.add_scalar(name, value, step)` for each of its values."""
 
     def __init__(self, path: str, training: Training) -> None:
         self.path, self.training = path, training
@@ -218,7 +218,7 @@ def introduce(a: argparse.Namespace, training: Training, text: torch.Tensor) -> 
 
 
 def finish(a: argparse.Namespace, training: Training, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Prints the whole model's checksum and a sample of its text, and returns its parameters; a collective."""
+    """Prints the full model's checksum and a sample of its text, and returns its parameters; a collective."""
     state = whole_state(model, training.mesh)
     if dist.get_rank() == 0:
         print(f"parameters: {checksum(state)}")

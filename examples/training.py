@@ -24,8 +24,8 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Loss:
-    """Cross entropy of a micro-batch, as its share of the step's loss, and the mean over the micro-batches of all
-    ranks.
+    """Computes the cross entropy of a micro-batch, divided by the number of micro-batches, and the mean loss over the
+    micro-batches of all ranks.
 
     Args:
         passes: micro-batches of a rank in a step.
@@ -42,7 +42,7 @@ class Loss:
 
     def mean(self, mesh: ringcomm.Mesh) -> float:
         """Returns the step's mean loss, exactly rounded, so that its bits depend only on the micro-batches; a
-        collective. Ranks of the last stage have losses, and those along tp have equal ones."""
+        collective. Only ranks of the last stage have losses, and ranks that differ only in tp have equal losses."""
         mine = torch.tensor([float(x) for x in self.found] or [0.0] * self.passes, dtype=torch.float64)
         self.found.clear()
         ranks = mesh.comm.world_size
@@ -58,7 +58,8 @@ class Training:
     Attributes:
         model: the GPT, a Pipeline of it, or torch's wrapper around it.
         blocked: seconds in communication since the start.
-        losses: losses of all ranks, by step; seconds, blocked_seconds: this rank's times.
+        losses: mean losses of all ranks, by step.
+        seconds, blocked_seconds: this rank's times, by step.
     """
 
     name: str
@@ -81,13 +82,13 @@ class Training:
         return statistics.fmean(self.losses[-50:])
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, gradients only accumulate on this rank."""
+        """Returns a context in which gradients only accumulate on this rank."""
         if sharded_model_of(self.model) is not None:
             return ringcomm.no_sync(self.model)
         return self.model.no_sync() if isinstance(self.model, nn.parallel.DistributedDataParallel) else nullcontext()
 
     def attention(self) -> AbstractContextManager[None]:
-        """Inside, attention covers whole windows."""
+        """Returns a context in which attention covers complete windows."""
         return context_parallel(self.mesh["cp"]) if self.mesh.size("cp") > 1 else nullcontext()
 
     def step(self, batches: Sequence[Batch]) -> None:
@@ -111,7 +112,7 @@ class Training:
         self.losses.append(self.measure.mean(self.mesh))
 
     def backward(self, batches: Sequence[Batch]) -> None:
-        """Runs forward and backward: of one micro-batch, or of as many as a pipeline takes at a time."""
+        """Runs forward and backward of one micro-batch, or of as many as a pipeline takes at a time."""
         if isinstance(self.model, ringcomm.Pipeline):
             inputs, targets = (list(each) for each in zip(*batches, strict=True))
             more = {} if self.positions is None else {"positions": [self.positions] * len(inputs)}
@@ -156,7 +157,7 @@ def plain_training(a: argparse.Namespace, name: str, mesh: ringcomm.Mesh) -> Tra
 
 
 def sharded_training(a: argparse.Namespace, name: str, mesh: ringcomm.Mesh, stage: int) -> Training:
-    """Makes the same, averaged over the ranks of dp and cp, and sharded over them according to ``stage``."""
+    """Makes a training that is averaged over the ranks of dp and cp, and sharded over them at ``stage``."""
     made = plain_training(a, name, mesh)
     precision = ringcomm.MixedPrecision(PRECISIONS[a.precision], output_dtype=torch.float32)
     ringcomm.shard(
@@ -169,8 +170,8 @@ def sharded_training(a: argparse.Namespace, name: str, mesh: ringcomm.Mesh, stag
 
 
 def order_of(passes: int) -> str:
-    """Returns how gradients of micro-batches are added: a power of two of them in a tree, as the ranks' gradients
-    are, so that the sum does not depend on their distribution over ranks."""
+    """Returns how gradients of micro-batches are added. A power of two of them is added in a tree, as the ranks'
+    gradients are, so that the sum does not depend on how the micro-batches are distributed over ranks."""
     return "tree" if power_of_two(passes) else "sequential"
 
 
