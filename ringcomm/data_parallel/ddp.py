@@ -158,7 +158,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         precision = precision_of(
             MixedPrecision() if mixed_precision is None else mixed_precision, CALL, "mixed_precision"
         )
-        self._alone: dist.ProcessGroup | None = None
         self._config = Config(0, None, precision, bucket_cap_mb, broadcast_buffers=sends)
         _unwrap(module)
         self._made = _flat(module, ranks, self._config, init_sync)
@@ -180,7 +179,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state for a copy. The copy is wrapped again when it is first trained; an unpickled copy is
         wrapped over torch's default group."""
-        gone = ("_made", "comm", "process_group", "device_mesh", "_alone", "_join_hook")
+        gone = ("_made", "comm", "process_group", "device_mesh", "_join_hook")
         return {**super().__getstate__(), **dict.fromkeys(gone)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
@@ -231,7 +230,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         return join(self, divide_by_initial_world_size, enable, throw_on_early_termination)
 
     def join_hook(self, divide_by_initial_world_size: bool = True, **_: Any) -> JoinHook:
-        """Returns the hook for torch.distributed.algorithms.Join over this model alone."""
+        """Returns the hook for torch.distributed.algorithms.Join over this model, and over optimizers of
+        `ZeroRedundancyOptimizer` that step its parameters."""
         self._join_hook = _JoinHook(self, divide_by_initial_world_size)
         return self._join_hook
 
@@ -242,18 +242,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """Returns, for torch's Join, a group with only this rank. Our own `join` messages tell the joined ranks what
-        to do, so torch's Join has no ranks to count."""
-        import torch.distributed as dist
-
-        if not dist.is_initialized():
-            raise InvalidArgumentError(
-                f"Join: rank {self._flat.ranks.rank} got a model over a communicator, expected torch.distributed to be "
-                "initialised; use ringcomm.join(model)"
-            )
-        if self._alone is None:
-            self._alone = dist.new_subgroups(1)[0]
-        return self._alone
+        """The process group in which torch's Join counts the ranks that still have input: this rank alone."""
+        return self._flat.ranks.alone
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Replaces the buckets' all_reduce by ``hook(state, bucket)``, a hook of torch's form. Can be called once.

@@ -154,9 +154,12 @@ def _forget(bucket: Bucket) -> None:
             p.grad = None
 
 
-def _step(flat: ShardedModel, which: int, flag: bool, options: Any) -> None:
-    del flag
-    optimizer = flat.optimizers.of_number(which)
+def _optimizer(flat: ShardedModel, which: int, is_followed: bool) -> torch.optim.Optimizer | None:
+    return flat.optimizers.followed(which) if is_followed else flat.optimizers.of_number(which)
+
+
+def _step(flat: ShardedModel, which: int, is_followed: bool, options: Any) -> None:
+    optimizer = _optimizer(flat, which, is_followed)
     if optimizer is None:
         raise InvalidArgumentError(
             f"join: rank {flat.ranks.rank} has joined before the first step of an optimizer that rank "
@@ -173,8 +176,8 @@ def _clip(flat: ShardedModel, which: int, flag: bool, wanted: Any) -> None:
     clip_grad_norm_([flat.buckets[number].params[i] for number, i in picked], *arguments)
 
 
-def _zero_grad(flat: ShardedModel, which: int, *_: Any) -> None:
-    optimizer = flat.optimizers.of_number(which)
+def _zero_grad(flat: ShardedModel, which: int, is_followed: bool, _: Any) -> None:
+    optimizer = _optimizer(flat, which, is_followed)
     assert optimizer is not None  # every optimizer that zeroes gradients has stepped
     optimizer.zero_grad(set_to_none=False)
 

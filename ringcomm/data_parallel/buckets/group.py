@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,6 +23,9 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import communicator_of, shared_communicator
 from ringcomm.errors import DeviceError, InvalidArgumentError, MismatchError, RankLostError, RingcommError
 from ringcomm.mesh import Mesh, refuse_no_mesh
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 # What a rank inside `join` may be about to do; the kinds in PHASES are announced even while all ranks have input.
 KINDS = ("forward", "backward", "buffers", "gather", "reduce", "used", "step", "clip", "zero_grad")
@@ -211,6 +215,22 @@ class DataParallelGroup:
         self.gathered_peak_nbytes = max(self.gathered_peak_nbytes, self.gathered_nbytes)
 
     # ---- uneven inputs ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def alone(self) -> dist.ProcessGroup:
+        """A process group with only this rank, for torch's Join: our own `join` messages tell the joined ranks what to
+        do, so torch's Join has no ranks to count.
+
+        Raises: InvalidArgumentError: torch.distributed is not initialised.
+        """
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            raise InvalidArgumentError(
+                f"Join: rank {self.rank} got a model over a communicator, expected torch.distributed to be "
+                "initialised; use ringcomm.join(model)"
+            )
+        return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
     def announce(self, kind: str, which: int = 0, flag: bool = False, more: Any = None) -> None:
         """Inside `join`: tells the ranks that have joined what this rank does next."""

@@ -12,23 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import communicator_of
 from ringcomm.data_parallel.buckets.group import DataParallelGroup, refuse_several
 from ringcomm.data_parallel.buckets.layout import Atom, FlatLayout, Segment
-from ringcomm.data_parallel.model.sharded_model import place_of
+from ringcomm.data_parallel.model.sharded_model import ShardedModel, place_of
 from ringcomm.data_parallel.optim.optimizer import is_elementwise, refuse_unusable
 from ringcomm.data_parallel.optim.state import check_shape, is_alike, merged
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.validation import COMMUNICATOR, FLAG, Requirement, a, expects, several, that
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 State = dict[str, Any]
 _CALL = "ZeroRedundancyOptimizer"
@@ -178,7 +177,17 @@ def _groups(params: Any) -> list[Any]:
     return found
 
 
-class ZeroRedundancyOptimizer(torch.optim.Optimizer):
+class _ShadowStep(JoinHook):
+    """Inside torch's Join: steps an optimizer on a rank that has joined, each time that the others step it."""
+
+    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        self.optimizer = optimizer
+
+    def main_hook(self) -> None:
+        self.optimizer.step()
+
+
+class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     """Distributes an optimizer of ``optimizer_class`` over all ranks: each keeps a share of the state and does its part
     of a step.
 
@@ -227,7 +236,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         refuse_several(_CALL, comm=comm, process_group=process_group)
         given = [dict(each) if isinstance(each, dict) else each for each in params]
         self.optim = optimizer_class(given, **defaults)
-        super().__init__([_group_of(group) for group in self.optim.param_groups], self.optim.defaults)
+        torch.optim.Optimizer.__init__(
+            self, [_group_of(group) for group in self.optim.param_groups], self.optim.defaults
+        )
+        Joinable.__init__(self)
+        self._process_group = process_group  # None: the default group, or `comm` was given
+        self._has_group = comm is None
         device = self.param_groups[0]["params"][0].device
         self.ranks = DataParallelGroup(comm if comm is not None else communicator_of(process_group, _CALL, device))
         refuse_unusable(self.optim, _CALL, self.ranks.rank)
@@ -237,6 +251,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._unsharded_state: list[State] | None = None
         self._state_at: int | None = -1
         self._ready = True
+        self._model()
         initial = dict(self.optim.state)
         self.optim.state.clear()
         pieces = self._deal_out(range(len(self.param_groups)))
@@ -289,6 +304,49 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             options = _options(self.param_groups[number])
             self.optim.add_param_group({**options, "params": [piece.param for piece in pieces]})
 
+    # ---- uneven inputs --------------------------------------------------------------------------------------------
+
+    def _model(self) -> ShardedModel | None:
+        """Returns the model wrapped by ringcomm that has the parameters, so that its `join` follows this optimizer."""
+        place = place_of(self.param_groups[0]["params"][0])
+        if place is None:
+            return None
+        place.flat.optimizers.follow(self)
+        return place.flat
+
+    def _announce(self, kind: str, options: list[dict[str, Any]] | None = None) -> None:
+        """Inside `join`, tells the ranks that have joined what this optimizer is about to do."""
+        model = self._model()
+        if model is not None and model.ranks.joining is not None and model.ranks.joining.module is model.module:
+            model.ranks.announce(kind, model.optimizers.follow(self), True, options)
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        """Returns the hook for torch.distributed.algorithms.Join. The `join` of a model that ringcomm has wrapped needs
+        none."""
+        return _ShadowStep(self) if self._model() is None else JoinHook()
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the tensor in which torch's Join counts the ranks that still have input."""
+        return self.param_groups[0]["params"][0].device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The process group in which torch's Join counts the ranks that still have input: for a model that ringcomm has
+        wrapped, this rank alone.
+
+        Raises: InvalidArgumentError: the ranks are those of a communicator, without a process group.
+        """
+        model = self._model()
+        if model is not None:
+            return model.ranks.alone
+        if not self._has_group:
+            raise InvalidArgumentError(
+                f"Join: rank {self.ranks.rank} got a {_CALL} over a communicator, expected one over a process group; "
+                "pass process_group= in place of comm="
+            )
+        return self._process_group if self._process_group is not None else dist.group.WORLD
+
     # ---- a step ---------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -296,10 +354,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
         Returns: the result of ``closure``, which is called first.
         """
+        Join.notify_join_context(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._announce("step", [_options(group) for group in self.param_groups])
         self._unsharded_state, self._state_at = None, -1
         for mine, theirs in zip(self.param_groups, self.optim.param_groups, strict=True):
             theirs.update(_options(mine))
@@ -312,6 +372,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         for mine, theirs in zip(self.param_groups, self.optim.param_groups, strict=True):
             mine.update(_options(theirs))
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discards the gradients; with ``set_to_none=False`` sets them to zero, as in torch."""
+        if not set_to_none:
+            self._announce("zero_grad")
+        super().zero_grad(set_to_none)
 
     # ---- state ----------------------------------------------------------------------------------------------------
 

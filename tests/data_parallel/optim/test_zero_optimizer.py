@@ -290,3 +290,60 @@ def test_beside_our_ddp() -> None:
     expected = on_ranks(lambda comm, model: steps(comm, model, False))
     for a, b in zip(expected, on_ranks(lambda comm, model: steps(comm, model, True)), strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# ---- uneven inputs ---------------------------------------------------------------------------------------------------
+
+
+def _uneven(way: str, set_to_none: bool) -> list[torch.Tensor]:
+    """Trains with 4, 1 and 0 batches on the ranks, in two epochs."""
+    import torch.distributed as dist
+    from torch.distributed.algorithms import Join
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    model: nn.Module = net
+    if way == "shard":
+        model, optimizer = ringcomm.shard(net, torch.optim.Adam(net.parameters(), lr=0.1), stage=1)
+    else:
+        kind = nn.parallel if way == "torch's DDP" else ringcomm
+        model = kind.DistributedDataParallel(net)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for _ in range(2):
+        both: list[Any] = [optimizer, model] if way == "optimizer first" else [model, optimizer]
+        with ringcomm.join(model) if way in ("shard", "join") else Join(both):
+            for step in range((4, 1, 0)[dist.get_rank()]):
+                model(torch.full((2, 4), float(dist.get_rank() + step))).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none)
+        scheduler.step()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("way", ["model first", "optimizer first", "join"])
+def test_ranks_with_other_numbers_of_batches(way: str, set_to_none: bool) -> None:
+    expected = torch_ranks.run(_uneven, "shard", set_to_none, timeout_s=100)
+    for found in torch_ranks.run(_uneven, way, set_to_none, timeout_s=100):
+        assert all(map(torch.equal, found, expected[0]))
+
+
+def test_other_numbers_of_batches_beside_torchs_ddp() -> None:
+    """The ranks end with equal parameters, as with torch's own optimizer. The values are others: a rank that has joined
+    has no gradients for its shard, which is not the same shard."""
+    found = torch_ranks.run(_uneven, "torch's DDP", True, timeout_s=100)
+    assert all(torch.equal(x, y) for theirs in found[1:] for x, y in zip(theirs, found[0], strict=True))
+
+
+def _join_over_a_communicator() -> None:
+    from torch.distributed.algorithms import Join
+
+    comm = ringcomm.init()
+    with pytest.raises(ringcomm.InvalidArgumentError, match="got a ZeroRedundancyOptimizer over a communicator"):
+        Join([ZeroRedundancyOptimizer(make().parameters(), torch.optim.SGD, comm=comm, lr=0.1)])
+    comm.close()
+
+
+def test_torchs_join_needs_a_process_group() -> None:
+    torch_ranks.run(_join_over_a_communicator, world_size=1)
