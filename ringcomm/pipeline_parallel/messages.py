@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.errors import ShapeError
+from ringcomm.errors import InvalidArgumentError, ShapeError
+from ringcomm.pipeline_parallel.side_effects import version_of
 from ringcomm.pipeline_parallel.stage_runner import StageMetadata
 
 HEAD_NBYTES = 512  # size of the header before the tensors; a longer header continues in a second message
@@ -47,7 +48,7 @@ class Messages:
     def __init__(self, comm: Communicator, device: torch.device, static_shapes: bool) -> None:
         self.comm, self.device, self.static_shapes = comm, device, static_shapes
         self.sent_nbytes = 0  # tensors alone
-        self._sending: list[tuple[Any, torch.Tensor]] = []
+        self._sending: list[tuple[Any, torch.Tensor, int | None]] = []  # and its version, if it is checked
         self._known: dict[tuple[str, int, bool], Any] = {}  # by direction, stage, and whether gradients are on
 
     def send(self, tensors: Sequence[torch.Tensor], metadata: StageMetadata, stage: int, rank: int) -> None:
@@ -70,7 +71,7 @@ class Messages:
             if self.static_shapes:
                 self._known[key] = facts, metadata.of_any()
         for x, (_, _, _, strides) in zip(tensors, facts, strict=True):
-            self._send(x.detach().permute(_order(strides)), rank, _forward(stage))
+            self._send(x.detach().permute(_order(strides)), rank, _forward(stage), check=True)
 
     def receive(self, stage: int, rank: int) -> tuple[list[torch.Tensor], StageMetadata]:
         """Receives a stage's inputs from the rank of the stage before, as leaves of a new autograd graph."""
@@ -94,7 +95,7 @@ class Messages:
         for numbers, dtype in (([x is not None for x in wanted], torch.uint8), ([*chain(*strides)], torch.int64)):
             self._send(torch.tensor(numbers, dtype=dtype, device=self.device), rank, tag, counts=False)
         for x, its in zip(there, strides, strict=True):
-            self._send(x.permute(_order(its)), rank, tag)
+            self._send(x.permute(_order(its)), rank, tag, check=True)
 
     def receive_gradients(self, sent: Sequence[Sent], stage: int, rank: int) -> list[torch.Tensor | None]:
         """Receives the gradients of what was sent to a stage; None for each tensor that the stage did not use."""
@@ -118,18 +119,29 @@ class Messages:
 
     def finish(self) -> None:
         """Waits until everything that was sent has arrived."""
-        for work, _ in self._sending:
+        sending, self._sending = self._sending, []
+        for work, _, _ in sending:
             work.wait()
-        self._sending.clear()
+        self._refuse_written(sending)
+
+    def _refuse_written(self, sending: Sequence[tuple[Any, torch.Tensor, int | None]]) -> None:
+        for _, x, version in sending:
+            if version is not None and version_of(x) != version:
+                raise InvalidArgumentError(
+                    f"Pipeline: rank {self.comm.rank} found that a tensor of shape {tuple(x.shape)}, which its stage "
+                    "returned, or a gradient of it, was written in place before the other stage had it, expected the "
+                    "values that were returned; write into a clone"
+                )
 
     # ---- one message ----------------------------------------------------------------------------------------------
 
-    def _send(self, x: torch.Tensor, rank: int, tag: int, counts: bool = True) -> None:
+    def _send(self, x: torch.Tensor, rank: int, tag: int, counts: bool = True, check: bool = False) -> None:
+        self._refuse_written(self._sending)
         self._sending = [each for each in self._sending if not each[0].done]
         x = x.contiguous()
         self.sent_nbytes += x.nbytes if counts else 0
         if x.numel():
-            self._sending.append((self.comm.isend(x, rank, tag), x))
+            self._sending.append((self.comm.isend(x, rank, tag), x, version_of(x) if check else None))
 
     def _receive(
         self,

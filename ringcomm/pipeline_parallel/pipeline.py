@@ -420,6 +420,9 @@ class _Step:
             self._open[stage, number] = (gradients, output if after is None else sent_tensors(output))
         if after is None:
             return
+        # The next micro-batch may overwrite a buffer, or what a module keeps otherwise, before the next stage has read
+        # this one's values.
+        output = [x if x.requires_grad else x.clone() for x in output]
         after = replace(after, share=share)
         following = self.pipe.schedule.rank_of[stage + 1]
         if following == self.rank:

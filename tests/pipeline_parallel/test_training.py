@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -379,6 +380,67 @@ def test_evaluation() -> None:
     assert torch.equal(done[1][0], expected)
     assert torch.equal(done[1][1].output, expected)
     assert all(torch.equal(both.loss, loss) for _, both in done)
+
+
+class Overwrites(nn.Module):
+    """Returns what each micro-batch writes into one tensor, large enough to be read where it lies."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(4, 4), how
+        if how == "buffer":
+            self.register_buffer("kept", torch.zeros(1 << 20))
+        else:
+            self.kept = torch.zeros(1 << 20)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.linear(x)
+        if self.how == "result":  # of the micro-batch before
+            self.kept.detach().mul_(2)
+            self.kept = h
+            return h, x
+        self.kept.fill_(float(x.detach().sum()))
+        return h, self.kept
+
+
+class Slow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, h: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return self.linear(h) * beside.mean()
+
+
+class Overwritten(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.fourth = Overwrites(how), Slow(), Overwrites(how), Slow()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fourth(*self.third(self.second(*self.first(x)))).square().mean()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("how", ["buffer", "attribute"])
+def test_the_next_micro_batch_may_overwrite_what_a_stage_returned(how: str, schedule: str) -> None:
+    model, x = make(Overwritten, how).double(), torch.randn(10, 4, dtype=torch.float64)
+    loss, expected = plain(model, [lambda m, each=each: m(each) for each in x.chunk(5)], 5)
+
+    def step(pipe: Pipeline, rank: int) -> tuple[float, Gradients]:
+        return float(pipe.step(x)), gradients(pipe)
+
+    at, ranks = ["second", "third", "fourth"], 2 if schedule == "interleaved" else 4
+    found = on_ranks(model, at, ranks, step, microbatches=5, schedule=schedule)
+    assert {each for each, _ in found} == {float(loss)}
+    assert not differing([each for _, each in found], expected)
+
+
+def test_a_result_that_needs_a_gradient_must_not_be_overwritten() -> None:
+    x = torch.randn(1 << 18, 4)
+    with pytest.raises(InvalidArgumentError, match=r"shape \(65536, 4\), which its stage returned, or a g"):
+        on_ranks(make(Overwritten, "result"), ["second"], 2, lambda pipe, rank: pipe.step(x), microbatches=4)
 
 
 def test_a_loss_of_the_output_alone_and_none_at_all() -> None:
