@@ -29,7 +29,7 @@ _FACTS = {
     *("__get__", "__set__", "__delete__", "size", "dim", "ndimension", "numel", "nelement", "get_device"),
     *("is_floating_point", "is_complex", "element_size", "storage_offset", "is_same_size"),
     *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "has_names", "_is_view"),
-    *("__hash__", "__repr__", "__len__", "__dir__", "__format__"),
+    *("__hash__", "__repr__", "__len__", "__dir__"),
 }
 _LIKE = {  # create tensors like this one, or need only its type and device
     *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided"),
@@ -73,7 +73,7 @@ class ShardedView(torch.Tensor):
             return _alias(args[0])
         if name == "__set__" and attribute == "data":
             return _set_data(*args)
-        if name in _FACTS and attribute not in _VALUES and not (name == "__format__" and args[1]):
+        if name in _FACTS and attribute not in _VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name in _LIKE and (name == "result_type" or not any(map(_has_place, tree_leaves((args[1:], kwargs))))):
@@ -110,6 +110,10 @@ class ShardedView(torch.Tensor):
         """Returns the values as a plain parameter or tensor; a collective."""
         place, values = self._ringcomm, self.detach().clone()
         return nn.Parameter(values, self.requires_grad) if self is place.bucket.params[place.index] else values
+
+    def __format__(self, spec: str) -> str:
+        is_number = type(self) is ShardedView and not self.dim()  # of torch's classes, a parameter takes no spec
+        return format(self.item(), spec) if spec and is_number else object.__format__(self, spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         del tensor_contents
