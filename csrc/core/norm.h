@@ -16,15 +16,12 @@ constexpr int kFoldRun = 256;              // this many multiples, each at most 
 constexpr int kLimbBits = 30;              // the sum of a run is split into high * 2^30 + low
 constexpr std::size_t kFoldLimbs = 2 * 2;  // high and low of the multiples of 2^-45, then of 2^-91
 
-struct Span {
-  const void* data;
-  std::size_t count;
-};
+struct Part;  // see core/engine.h
 
 // Returns the largest magnitude; NaN if a value is NaN; 0 without elements. float32, float64, float16, bfloat16.
-double abs_max(const std::vector<Span>& spans, DType dtype);
+double abs_max(const std::vector<Part>& parts, DType dtype);
 // Returns the sums of (x / 2^exponent)^2 for finite x with |x| < 2^exponent, as kFoldLimbs limbs. The same types. The
 // limbs of one value may depend on the order; high * 2^30 + low does not.
-std::vector<std::int64_t> fold_sums(const std::vector<Span>& spans, DType dtype, int exponent);
+std::vector<std::int64_t> fold_sums(const std::vector<Part>& parts, DType dtype, int exponent);
 
 }  // namespace ringcomm

@@ -21,12 +21,12 @@ struct NextSend {
   std::uint64_t ticket;
 };
 
-RINGCOMM_HD constexpr std::uint64_t ring_tickets(RingOp op, int world_size, std::size_t windows) {
+RINGCOMM_HD constexpr std::uint64_t ring_tickets(Op op, int world_size, std::size_t windows) {
   return windows * static_cast<std::uint64_t>(last_step(op, world_size) - first_step(op, world_size));
 }
 
 // The step that ticket t belongs to.
-RINGCOMM_HD constexpr int ring_step_of(RingOp op, int world_size, std::uint64_t ticket) {
+RINGCOMM_HD constexpr int ring_step_of(Op op, int world_size, std::uint64_t ticket) {
   return first_step(op, world_size) + static_cast<int>(ticket % ring_tickets(op, world_size, 1));
 }
 
@@ -55,7 +55,7 @@ RINGCOMM_HD bool ring_hop(std::uint64_t in, int chunk, std::size_t window, bool 
 
 // all_reduce, reduce_scatter or all_gather; W >= 2. Chunk c is combined in rank order c+1, c+2, ..., c.
 template <typename Executor>
-RINGCOMM_HD bool ring_loop(RingOp op, int rank, int world_size, std::size_t windows, Executor& ex) {
+RINGCOMM_HD bool ring_loop(Op op, int rank, int world_size, std::size_t windows, Executor& ex) {
   const int first = first_step(op, world_size), last = last_step(op, world_size);
   std::uint64_t ticket = 0;
   for (std::size_t window = 0; window < windows; ++window)
@@ -63,7 +63,7 @@ RINGCOMM_HD bool ring_loop(RingOp op, int rank, int world_size, std::size_t wind
       const RingStep s = ring_step(rank, world_size, step);
       if (step == first) {
         if (!ring_start(ticket, s.send_chunk, window, ex)) return false;
-        if (op == RingOp::kAllGather) ex.keep(s.send_chunk, window);
+        if (op == Op::kAllGather) ex.keep(s.send_chunk, window);
       }
       const NextSend out{step + 1 < last, ticket + 1};
       if (!ring_hop(ticket, s.recv_chunk, window, s.reduce, step + 2 == world_size, out, ex)) return false;

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "core/macros.h"
+#include "core/op.h"
 
 namespace ringcomm {
 
@@ -23,16 +24,11 @@ RINGCOMM_HD constexpr int ring_distance(int from, int to, int world_size) {
   return to >= from ? to - from : to - from + world_size;
 }
 
-// The collectives of ring_loop.
-enum class RingOp : std::uint8_t { kAllReduce, kReduceScatter, kAllGather };
-
-// One schedule of 2(W-1) steps serves all three. Steps [0, W-1) are the reduce-scatter and leave chunk r
-// complete on rank r; steps [W-1, 2(W-1)) are the all-gather.
-RINGCOMM_HD constexpr int first_step(RingOp op, int world_size) {
-  return op == RingOp::kAllGather ? world_size - 1 : 0;
-}
-RINGCOMM_HD constexpr int last_step(RingOp op, int world_size) {
-  return op == RingOp::kReduceScatter ? world_size - 1 : 2 * (world_size - 1);
+// One schedule of 2(W-1) steps serves all_reduce, reduce_scatter and all_gather. Steps [0, W-1) are the reduce-scatter
+// and leave chunk r complete on rank r; steps [W-1, 2(W-1)) are the all-gather. `last_step` is the end of the range.
+RINGCOMM_HD constexpr int first_step(Op op, int world_size) { return op == Op::kAllGather ? world_size - 1 : 0; }
+RINGCOMM_HD constexpr int last_step(Op op, int world_size) {
+  return op == Op::kReduceScatter ? world_size - 1 : 2 * (world_size - 1);
 }
 
 struct RingStep {
@@ -57,7 +53,7 @@ constexpr bool all_reduce_is_complete(int world_size) {
   const unsigned all = (1u << world_size) - 1;
   for (int r = 0; r < world_size; ++r)
     for (int c = 0; c < world_size; ++c) has[r][c] = 1u << r;
-  for (int step = 0; step < last_step(RingOp::kAllReduce, world_size); ++step) {
+  for (int step = 0; step < last_step(Op::kAllReduce, world_size); ++step) {
     unsigned wire[kMaxWorldSize] = {};
     for (int r = 0; r < world_size; ++r)
       wire[ring_next(r, world_size)] = has[r][ring_step(r, world_size, step).send_chunk];

@@ -2,12 +2,17 @@
 #include <atomic>
 #include <limits>
 
+#include "core/algorithm_counts.h"
 #include "core/call/check.h"
 #include "core/call/parts.h"
 #include "core/engine.h"
 #include "core/error.h"
+#include "core/reduce.h"
+#include "cpu/collectives/direct.h"
 #include "cpu/collectives/p2p.h"
-#include "cpu/collectives/runner.h"
+#include "cpu/collectives/ring.h"
+#include "cpu/collectives/slot_stream.h"
+#include "cpu/collectives/staged.h"
 #include "cpu/collectives/tuning.h"
 #include "cpu/group/heap.h"
 #include "cpu/group/state.h"
@@ -29,15 +34,42 @@ Watch watch_item(const Group& group) {
   return [wait](const std::function<bool()>& has_come) { wait->check(has_come); };
 }
 
+// With a world size of one nothing is sent, but avg and premul_sum still change the values.
+void run_alone(const Call& call) {
+  if (call.op == Op::kBarrier) return;
+  const Parts input = input_parts(call), output = output_parts(call);
+  const std::size_t count = input.contiguous() ? output.count(0) : input.count(0);
+  if (!reduces(call.op)) return kernels().copy(output.data(0), input.data(0), count * element_bytes(call.dtype), false);
+  const void* sources[] = {input.data(0)};
+  void* outputs[] = {output.data(0)};
+  kernels().reduce({call.dtype, call.reduce_op, sources, 1, &call.factor, 1, outputs, 1, count, false});
+}
+
+bool direct_pays(const Call& call, std::size_t nbytes) {
+  const bool has_form = call.op == Op::kAllReduce || call.op == Op::kReduceScatter || call.op == Op::kAllGather ||
+                        call.op == Op::kAllToAll || call.op == Op::kBroadcast;
+  if (!has_form || call.algorithm == Algorithm::kOneshot) return false;
+  const bool one_sided = call.op == Op::kReduceScatter || call.op == Op::kBroadcast;
+  if (one_sided && call.algorithm == Algorithm::kAuto && nbytes >= tuning::kStagedBytes) return false;
+  return nbytes >= tuning::kVisibleBytes;
+}
+
+// Of a call that is not direct.
+bool is_oneshot(const Call& call, int world_size) {
+  if (call.op != Op::kAllReduce) return false;
+  const bool small = call.count * element_bytes(call.dtype) <= tuning::kOneshotBytes;
+  return call.algorithm == Algorithm::kOneshot || (call.algorithm == Algorithm::kAuto && (small || world_size == 2));
+}
+
 class CpuEngine final : public Engine {
  public:
   CpuEngine(int rank, int world_size, const EngineOptions& options)
       : forks_(forks_so_far()),
         group_(rank, world_size, options),
         heap_(group_),
-        collectives_(group_, heap_),
+        progress_(world_size),
         p2p_(std::make_unique<PointToPoint>(group_)),
-        queue_(std::make_unique<WorkQueue>([this](const Call& call) { collectives_.run(call); },
+        queue_(std::make_unique<WorkQueue>([this](const Call& call) { run_collective(call); },
                                            [this](const char* call) { group_.interrupt(call); }, true,
                                            tuning::kSmallCallBytes, [this] { return watch_item(group_); })) {
     group_.set_activity([this] {
@@ -140,7 +172,7 @@ class CpuEngine final : public Engine {
     group_.count_waits(std::move(waited));
     return true;
   }
-  void count_algorithms(std::shared_ptr<Flag> counts) override { collectives_.count_algorithms(std::move(counts)); }
+  void count_algorithms(std::shared_ptr<Flag> counts) override { used_.count_in(std::move(counts)); }
   std::vector<std::pair<std::string, std::string>> describe() const override {
     return {{"engine", "cpu"},
             {"isa", kernels().isa},
@@ -161,15 +193,105 @@ class CpuEngine final : public Engine {
     group_.note_caller();
   }
 
+  void run_collective(const Call& call);
+  void end_badly(const Call& call, const char* what);
+  void note_algorithm(const Call& call, AlgorithmUsed used) const;
+  std::uint64_t run_connected(SlotStream& slots);
+  std::uint64_t run_staged(SlotStream& slots, std::uint64_t first);
+
   const int forks_;
   Group group_;
   Heap heap_;
-  Collectives collectives_;
+  AlgorithmCounts used_;
+  Progress progress_;  // of the collectives
   std::unique_ptr<PointToPoint> p2p_;
   std::unique_ptr<WorkQueue> queue_;
   std::atomic<bool> closed_{false};
   std::atomic<bool> absorbed_{false};
 };
+
+// ---- collectives: chooses the algorithm of a call, and runs it
+// -------------------------------------------------------
+
+void CpuEngine::run_collective(const Call& call) {
+  const trace::CallSpan span(group_.origin(), static_cast<std::int64_t>(progress_.sequence), call);
+  group_.check_abort(call);
+  if (group_.world_size() == 1) {
+    ++progress_.sequence;
+    return run_alone(call);
+  }
+  SlotStream slots(group_, progress_, call, agreed_count(call, group_.world_size()));
+  try {
+    slots.finish(run_connected(slots));
+  } catch (const std::exception& error) {  // a call must not stay half done: the ranks' tickets would differ
+    end_badly(call, error.what());
+    throw;
+  }
+}
+
+// Aborts the group, and returns once no peer can access the caller's buffers any more. The error may be a consequence
+// of a lost rank, whose memory cannot be opened any more; then the lost rank is reported as the cause.
+void CpuEngine::end_badly(const Call& call, const char* what) {
+  const auto let_go_of_buffers = [this] {
+    if (!group_.wait_peers_idle()) heap_.detach();
+  };
+  try {
+    if (!group_.aborted()) group_.check_lost(call);
+  } catch (const Error&) {
+    let_go_of_buffers();
+    throw;
+  }
+  if (!group_.aborted())
+    group_.abort(concat(name(call.op), ": rank ", group_.rank(), " failed: ", what), ErrorCode::kAborted);
+  let_go_of_buffers();
+}
+
+void CpuEngine::note_algorithm(const Call& call, AlgorithmUsed used) const {
+  trace::chose(name(used));
+  used_.add(call.op, call.algorithm, used);
+}
+
+// Returns the number of tickets used.
+std::uint64_t CpuEngine::run_connected(SlotStream& slots) {
+  const Call& call = slots.call();
+  if (call.algorithm == Algorithm::kRing && call.op != Op::kBarrier) {
+    note_algorithm(call, AlgorithmUsed::kRing);
+    return ring_collective(slots);
+  }
+  const std::uint64_t count = agreed_count(call, group_.world_size());
+  const bool uneven = count & kUneven;
+  if (uneven || !direct_pays(call, count * element_bytes(call.dtype))) return run_staged(slots, 0);
+  publish_buffers(slots, heap_);
+  if (!buffers_are_visible(slots)) return 1 + run_staged(slots, 1);
+  note_algorithm(call, AlgorithmUsed::kDirect);
+  direct_collective(slots);
+  return 2;
+}
+
+std::uint64_t CpuEngine::run_staged(SlotStream& slots, std::uint64_t first) {
+  const Call& call = slots.call();
+  const bool oneshot = is_oneshot(call, group_.world_size());
+  note_algorithm(call, oneshot ? AlgorithmUsed::kOneshot : AlgorithmUsed::kStaged);
+  switch (call.op) {
+    case Op::kAllReduce:
+      return oneshot ? staged_oneshot_all_reduce(slots, first) : staged_two_phase_reduce(slots, first);
+    case Op::kReduce:
+      return staged_two_phase_reduce(slots, first);
+    case Op::kReduceScatter:
+      return staged_reduce_scatter(slots, first);
+    case Op::kAllGather:
+    case Op::kGather:
+      return staged_gather(slots, first);
+    case Op::kBroadcast:
+      return staged_broadcast(slots, first);
+    case Op::kScatter:
+      return staged_scatter(slots, first);
+    case Op::kAllToAll:
+      return staged_all_to_all(slots, first);
+    default:
+      return staged_barrier(slots, first);
+  }
+}
 
 }  // namespace
 }  // namespace cpu

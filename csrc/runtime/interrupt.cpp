@@ -5,20 +5,23 @@
 namespace ringcomm {
 
 namespace {
-std::atomic<const InterruptSource*> known{nullptr};
+std::atomic<bool (*)()> handles_signals{nullptr}, handle_signals{nullptr};
 std::atomic<ThreadSource> threads{nullptr};
 }  // namespace
 
-void set_interrupt_source(const InterruptSource* source) { known.store(source, std::memory_order_release); }
+void set_signal_source(bool (*handles)(), bool (*handle)()) {
+  handles_signals.store(handles, std::memory_order_release);
+  handle_signals.store(handle, std::memory_order_release);
+}
 
 bool interruptible() {
-  const InterruptSource* const source = known.load(std::memory_order_acquire);
-  return source && source->handles();
+  bool (*const handles)() = handles_signals.load(std::memory_order_acquire);
+  return handles && handles();
 }
 
 bool interrupted() {
-  const InterruptSource* const source = known.load(std::memory_order_acquire);
-  return source && source->handle();
+  bool (*const handle)() = handle_signals.load(std::memory_order_acquire);
+  return handle && handle();
 }
 
 void set_thread_source(ThreadSource source) { threads.store(source, std::memory_order_release); }

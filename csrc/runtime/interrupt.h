@@ -7,15 +7,10 @@
 
 namespace ringcomm {
 
-struct InterruptSource {
-  // Whether signal handlers run in this thread.
-  bool (*handles)();
-  // Runs the handlers of pending signals of this thread; returns true if one of them wants the call to end, by an
-  // exception that is raised where the call was made.
-  bool (*handle)();
-};
-// Set by the binding to the user's language; `source` must never be destroyed.
-void set_interrupt_source(const InterruptSource* source);
+// Set by the binding to the user's language. `handles` returns whether signal handlers run in this thread. `handle`
+// runs the handlers of pending signals of this thread; it returns true if one of them wants the call to end, by an
+// exception that is raised where the call was made.
+void set_signal_source(bool (*handles)(), bool (*handle)());
 bool interruptible();
 // Every wait polls this regularly.
 bool interrupted();

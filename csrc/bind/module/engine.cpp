@@ -76,10 +76,9 @@ Enum checked(int value, Enum last, const char* what) {
   return static_cast<Enum>(value);
 }
 
-std::vector<Part> to_parts(const std::optional<PartList>& parts) {
+std::vector<Part> to_parts(const PartList& parts) {
   std::vector<Part> result;
-  if (parts)
-    for (const auto& [address, count] : *parts) result.push_back({reinterpret_cast<void*>(address), count});
+  for (const auto& [address, count] : parts) result.push_back({reinterpret_cast<void*>(address), count});
   return result;
 }
 
@@ -103,8 +102,8 @@ Call make_call(const Fields& fields) {
   call.count = count;
   call.factor = factor;
   call.timeout_ms = timeout_ms;
-  call.input_parts = to_parts(input_parts);
-  call.output_parts = to_parts(output_parts);
+  if (input_parts) call.input_parts = to_parts(*input_parts);
+  if (output_parts) call.output_parts = to_parts(*output_parts);
   call.stream = stream;
   call.site = python_site();
   return call;
@@ -486,22 +485,16 @@ PyMethodDef kWorkStream = {
 
 // ---- sums that do not depend on the order --------------------------------------------------------------------------
 
-std::vector<Span> to_spans(const PartList& spans) {
-  std::vector<Span> result;
-  for (const auto& [address, count] : spans) result.push_back({reinterpret_cast<const void*>(address), count});
-  return result;
-}
-
 void define_norm(py::module_& m) {
   m.def(
       "abs_max",
-      [](const PartList& spans, int dtype) { return abs_max(to_spans(spans), checked(dtype, DType::kBool, "dtype")); },
+      [](const PartList& spans, int dtype) { return abs_max(to_parts(spans), checked(dtype, DType::kBool, "dtype")); },
       py::arg("spans"), py::arg("dtype"), py::call_guard<py::gil_scoped_release>(),
       "The largest magnitude in (address, count) pairs of floats; NaN if there is one; 0 without elements.");
   m.def(
       "fold_sums",
       [](const PartList& spans, int dtype, int exponent) {
-        return fold_sums(to_spans(spans), checked(dtype, DType::kBool, "dtype"), exponent);
+        return fold_sums(to_parts(spans), checked(dtype, DType::kBool, "dtype"), exponent);
       },
       py::arg("spans"), py::arg("dtype"), py::arg("exponent"), py::call_guard<py::gil_scoped_release>(),
       "The sums of (x / 2^exponent)^2 over (address, count) pairs of finite floats below 2^exponent; see core/norm.h.");
@@ -615,7 +608,7 @@ py::dict build_info() {
 }
 
 py::tuple ring_step_of(int rank, int world_size, int step) {
-  if (world_size < 1 || rank < 0 || rank >= world_size || step < 0 || step > last_step(RingOp::kAllReduce, world_size))
+  if (world_size < 1 || rank < 0 || rank >= world_size || step < 0 || step > last_step(Op::kAllReduce, world_size))
     fail(ErrorCode::kInvalid, "ring_step: rank ", rank, " of ", world_size, " at step ", step,
          " is not in the schedule of the ring; expected a rank below the world size and a step from 0 to 2(W-1)");
   const RingStep at = ring_step(rank, world_size, step);

@@ -16,8 +16,6 @@ namespace ringcomm {
 
 namespace {
 
-using simulation::Collective;
-using simulation::LocalAlgorithm;
 using Numbers = std::vector<double>;
 using Link = std::tuple<double, double, double, double, std::size_t, std::size_t, int, std::size_t, bool>;
 
@@ -31,16 +29,16 @@ Value chosen(const std::pair<const char*, Value> (&table)[kCount], const std::st
   fail(ErrorCode::kInvalid, "simulate: got ", what, " '", name, "', expected one of ", known, "; pass one of these");
 }
 
-constexpr std::pair<const char*, Collective> kCollectives[] = {{"all_reduce", Collective::kAllReduce},
-                                                               {"reduce_scatter", Collective::kReduceScatter},
-                                                               {"all_gather", Collective::kAllGather},
-                                                               {"broadcast", Collective::kBroadcast},
-                                                               {"all_to_all", Collective::kAllToAll}};
+constexpr std::pair<const char*, Op> kCollectives[] = {{"all_reduce", Op::kAllReduce},
+                                                       {"reduce_scatter", Op::kReduceScatter},
+                                                       {"all_gather", Op::kAllGather},
+                                                       {"broadcast", Op::kBroadcast},
+                                                       {"all_to_all", Op::kAllToAll}};
 constexpr std::pair<const char*, InterHostSchedule> kBetween[] = {{"ring", InterHostSchedule::kRing},
                                                                   {"butterfly", InterHostSchedule::kButterfly},
                                                                   {"direct", InterHostSchedule::kDirect}};
-constexpr std::pair<const char*, LocalAlgorithm> kInside[] = {
-    {"ring", LocalAlgorithm::kRing}, {"direct", LocalAlgorithm::kDirect}, {"oneshot", LocalAlgorithm::kOneshot}};
+constexpr std::pair<const char*, Algorithm> kInside[] = {
+    {"ring", Algorithm::kRing}, {"direct", Algorithm::kDirect}, {"oneshot", Algorithm::kOneshot}};
 
 simulation::LinkClass link_of(const Link& link) {
   const auto& [latency_us, bandwidth_gbps, overhead_us, reduce_gbps, slice_bytes, least_slice_bytes, slots, wave_bytes,

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/scope_exit.h"
 #include "runtime/interrupt.h"
 #include "runtime/observe/site.h"
 
@@ -208,12 +209,10 @@ bool is_quiet(const std::vector<Frame>& frames, const std::string& timer, const 
 // garbage collection in between may let another thread run, which then waits for that lock while it holds the GIL, for
 // ever (python/cpython issue 106883).
 py::dict frames_by_thread(const py::module_& sys) {
-  struct NoCollection {
-    const int was_enabled = PyGC_Disable();
-    ~NoCollection() {
-      if (was_enabled) PyGC_Enable();
-    }
-  } const no_collection;
+  const bool was_enabled = PyGC_Disable() != 0;
+  const ScopeExit restore([was_enabled] {
+    if (was_enabled) PyGC_Enable();
+  });
   return sys.attr("_current_frames")();
 }
 
@@ -242,8 +241,7 @@ bool has_only(const std::vector<std::uint64_t>& known) {
 void serve_python_threads() {
   set_thread_source(&has_only);
   set_site_source(&site_without_gil);
-  static constexpr InterruptSource kSignals{&handles_signals, &handle_signals};
-  set_interrupt_source(&kSignals);
+  set_signal_source(&handles_signals, &handle_signals);
 }
 
 }  // namespace ringcomm

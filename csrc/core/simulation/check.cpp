@@ -35,16 +35,16 @@ void check_schedules(const Cluster& cluster, const CollectiveCall& call) {
   const int members = call.flat ? cluster.hosts * cluster.ranks_per_host : cluster.hosts;
   check(call.between != InterHostSchedule::kButterfly || is_power_of_two(members), "members of a butterfly", members,
         "a power of two, or the schedule direct or ring");
-  const bool all_to_all = call.collective == Collective::kAllToAll;
+  const bool all_to_all = call.collective == Op::kAllToAll;
   if (all_to_all && members > 1 && call.between != InterHostSchedule::kDirect)
     fail(ErrorCode::kInvalid,
          "simulate: got an all_to_all that is not direct, expected direct, which alone has it; "
          "pass that");
-  if (call.collective == Collective::kBroadcast && members > 1 && call.between != InterHostSchedule::kRing)
+  if (call.collective == Op::kBroadcast && members > 1 && call.between != InterHostSchedule::kRing)
     fail(ErrorCode::kInvalid,
          "simulate: got a broadcast that is not a ring, expected ring, the chain of it; pass that");
-  const bool oneshot = call.inside == LocalAlgorithm::kOneshot;
-  if (oneshot && (cluster.hosts > 1 || call.flat || call.collective != Collective::kAllReduce))
+  const bool oneshot = call.inside == Algorithm::kOneshot;
+  if (oneshot && (cluster.hosts > 1 || call.flat || call.collective != Op::kAllReduce))
     fail(ErrorCode::kInvalid,
          "simulate: got oneshot for what it does not do, expected an all_reduce inside one host; "
          "pass direct or ring");

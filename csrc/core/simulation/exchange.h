@@ -47,8 +47,8 @@ inline double num_messages(InterHostSchedule kind, int members, const WindowCut&
 
 // Returns the number of elements that the engine over hosts handles at once.
 inline std::size_t wave_elements(const Cluster& cluster, const CollectiveCall& call) {
-  const bool scatters = call.collective == Collective::kReduceScatter,
-             wider = call.collective == Collective::kAllReduce && call.partial_bytes > call.element_bytes;
+  const bool scatters = call.collective == Op::kReduceScatter,
+             wider = call.collective == Op::kAllReduce && call.partial_bytes > call.element_bytes;
   const std::size_t nbytes = cluster.between.wave_bytes;
   if (nbytes == 0 || cluster.hosts == 1 || call.flat || !(scatters || wider)) return larger(1, call.count);
   const std::size_t parts = scatters ? static_cast<std::size_t>(cluster.hosts) * cluster.ranks_per_host : 1;
@@ -60,7 +60,7 @@ inline std::size_t wave_elements(const Cluster& cluster, const CollectiveCall& c
 inline std::vector<double> agree(const Cluster& cluster, const CollectiveCall& call,
                                  const std::vector<double>& called) {
   const int rails = cluster.ranks_per_host, members = static_cast<int>(called.size()) / rails;
-  const bool to_all = call.between == InterHostSchedule::kDirect && call.collective != Collective::kBroadcast;
+  const bool to_all = call.between == InterHostSchedule::kDirect && call.collective != Op::kBroadcast;
   const int rounds = members == 1 || to_all ? 0
                      : call.between == InterHostSchedule::kButterfly
                          ? bits_of(members)

@@ -57,7 +57,7 @@ class Simulation {
 
   // Where chunks differ in length, folds only if there are too many messages to simulate.
   bool folds() const {
-    if (!call_.fold || !cluster_.equal() || call_.collective == Collective::kBroadcast) return false;
+    if (!call_.fold || !cluster_.equal() || call_.collective == Op::kBroadcast) return false;
     const double ranks = 1.0 * hosts_ * rails_;
     const std::size_t wave = wave_elements(cluster_, call_), waves = ceil_div(call_.count, wave);
     const bool whole = waves <= 1 || call_.count % wave == 0;  // else the last wave is shorter
@@ -67,7 +67,7 @@ class Simulation {
       const bool alike = !cluster_.shared_nic || call_.between != InterHostSchedule::kDirect;
       return (alike && is_even(all)) || ranks * num_messages(call_.between, hosts_ * rails_, all) > kFullMessages;
     }
-    const bool to_all = call_.collective == Collective::kAllToAll;
+    const bool to_all = call_.collective == Op::kAllToAll;
     const std::size_t count = smaller(wave, call_.count);
     const auto rail = [&](int number) { return shard_of(count, rails_, number, align()).count; };
     const WindowCut inside = cut(to_all ? count / hosts_ : count, rails_, cluster_.inside),
@@ -81,7 +81,7 @@ class Simulation {
 
   void flat() {
     const int all = hosts_ * rails_;
-    if (call_.collective == Collective::kBroadcast) return chain(GroupKind::kAll, all, count_);
+    if (call_.collective == Op::kBroadcast) return chain(GroupKind::kAll, all, count_);
     Exchange e = exchange(GroupKind::kAll, call_.between, all, cluster_.between);
     e.element_bytes[0] = call_.sum_bytes;
     e.element_bytes[1] = call_.result_bytes;
@@ -90,29 +90,29 @@ class Simulation {
   }
 
   void layered() {
-    const bool reduces = call_.collective == Collective::kAllReduce || call_.collective == Collective::kReduceScatter;
+    const bool reduces = call_.collective == Op::kAllReduce || call_.collective == Op::kReduceScatter;
     switch (call_.collective) {
-      case Collective::kAllReduce:
-        if (hosts_ == 1 && call_.inside == LocalAlgorithm::kOneshot) return oneshot();
+      case Op::kAllReduce:
+        if (hosts_ == 1 && call_.inside == Algorithm::kOneshot) return oneshot();
         inside(true, reduces);
         rails();
         return inside(false, reduces);
-      case Collective::kReduceScatter:
+      case Op::kReduceScatter:
         inside(true, reduces);
         return rails();
-      case Collective::kAllGather:
+      case Op::kAllGather:
         rails();
         return inside(false, reduces);
-      case Collective::kBroadcast:
+      case Op::kBroadcast:
         return broadcast();
-      case Collective::kAllToAll:
+      default:  // all_to_all
         return hosts_ > 1 ? straight() : inside(false, reduces);
     }
   }
 
   void inside(bool first_half, bool reduces, int only_host = -1, int but_host = -1) {
     if (rails_ == 1) return;
-    const InterHostSchedule kind = call_.inside == LocalAlgorithm::kRing && call_.collective != Collective::kAllToAll
+    const InterHostSchedule kind = call_.inside == Algorithm::kRing && call_.collective != Op::kAllToAll
                                        ? InterHostSchedule::kRing
                                        : InterHostSchedule::kDirect;
     Exchange e = exchange(GroupKind::kHost, kind, rails_, cluster_.inside);
@@ -143,11 +143,11 @@ class Simulation {
   // Selects the rounds of an exchange that the collective consists of, and runs them.
   void take_part(Exchange& e) {
     switch (call_.collective) {
-      case Collective::kReduceScatter:
+      case Op::kReduceScatter:
         e.last_round = e.half();
         break;
-      case Collective::kAllGather:
-      case Collective::kAllToAll:  // a direct exchange sends each member as many bytes as a gather of one chunk
+      case Op::kAllGather:
+      case Op::kAllToAll:  // a direct exchange sends each member as many bytes as a gather of one chunk
         e.first_round = e.half();
         break;
       default:
@@ -184,7 +184,7 @@ class Simulation {
   // The root's host scatters and gathers, every rail is a chain of hosts, and the other hosts gather. With one host: a
   // chain, or the scatter and gather.
   void broadcast() {
-    if (hosts_ == 1 && call_.inside == LocalAlgorithm::kRing) return chain(GroupKind::kHost, rails_, count_);
+    if (hosts_ == 1 && call_.inside == Algorithm::kRing) return chain(GroupKind::kHost, rails_, count_);
     scatter_from_root();
     inside(false, false, call_.root_host);
     if (hosts_ == 1) return;

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/inter_host_schedule.h"
+#include "core/op.h"
 
 namespace ringcomm::simulation {
 
@@ -47,13 +48,10 @@ struct Cluster {
   bool equal() const { return link_share.empty() && start_us.empty() && slowdown.empty(); }
 };
 
-enum class Collective : std::uint8_t { kAllReduce, kReduceScatter, kAllGather, kBroadcast, kAllToAll };
-enum class LocalAlgorithm : std::uint8_t { kRing, kDirect, kOneshot };
-
 struct CollectiveCall {
-  Collective collective = Collective::kAllReduce;
+  Op collective = Op::kAllReduce;  // also reduce_scatter, all_gather, broadcast, all_to_all
   InterHostSchedule between = InterHostSchedule::kRing;
-  LocalAlgorithm inside = LocalAlgorithm::kDirect;
+  Algorithm inside = Algorithm::kDirect;  // also ring and oneshot
   // One schedule over all ranks by `between`, regardless of hosts; else three: inside, between, inside.
   bool flat = false;
   int root_host = 0;  // broadcast: the root is its first rank

@@ -2,14 +2,13 @@
 
 #include "core/call/parts.h"
 #include "core/schedule.h"
+#include "core/scope_exit.h"
 #include "cpu/collectives/tuning.h"
 #include "cpu/kernels/loops.h"
 
 namespace ringcomm::cpu {
 
 namespace {
-
-constexpr std::size_t kAlignBytes = 64;
 
 // Whether the peers access the buffer.
 bool needs_input(const Call& call, int rank) { return call.op != Op::kBroadcast || rank == call.root; }
@@ -24,114 +23,90 @@ std::size_t buffer_bytes(const Call& call, int world_size) {
   return input_bytes(call, world_size) * (call.op == Op::kAllGather ? world_size : 1);
 }
 
-class Direct {
- public:
-  explicit Direct(SlotStream& slots)
-      : slots_(slots),
-        call_(slots.call()),
-        rank_(slots.group().rank()),
-        world_size_(slots.group().world_size()),
-        element_(element_bytes(call_.dtype)),
-        streaming_((call_.op == Op::kAllGather || call_.input != call_.output) &&
-                   buffer_bytes(call_, world_size_) >= tuning::kStreamOutputBytes) {}
+bool streams_output(const SlotStream& slots) {
+  const Call& call = slots.call();
+  return (call.op == Op::kAllGather || call.input != call.output) &&
+         buffer_bytes(call, slots.world_size()) >= tuning::kStreamOutputBytes;
+}
+std::size_t part_bytes(const SlotStream& slots) { return slots.call().count * slots.element(); }
 
-  void run() {
-    switch (call_.op) {
-      case Op::kAllReduce:
-        return all_reduce();
-      case Op::kReduceScatter:
-        return reduce_scatter();
-      case Op::kAllGather:
-        for (int p = 0; p < world_size_; ++p) take(p, p * part_bytes(), 0, part_bytes());
-        return;
-      case Op::kAllToAll:
-        for (int p = 0; p < world_size_; ++p) take(p, p * part_bytes(), rank_ * part_bytes(), part_bytes());
-        return;
-      case Op::kBroadcast:
-        return broadcast();
-      default:
-        return;
-    }
-  }
+// The buffers of rank p, as this rank accesses them.
+const char* input_of(const SlotStream& slots, int p) {
+  if (p == slots.rank()) return static_cast<const char*>(slots.call().input);
+  return slots.group().resolve(p, slots.header_of(p).input);
+}
+char* output_of(const SlotStream& slots, int p) {
+  if (p == slots.rank()) return static_cast<char*>(slots.call().output);
+  return slots.group().resolve(p, slots.header_of(p).output);
+}
 
- private:
-  std::size_t part_bytes() const { return call_.count * element_; }
+// Copies `nbytes` of rank p's input, from byte `from` on, into this rank's output, from byte `to` on.
+void copy_from(const SlotStream& slots, int p, std::size_t to, std::size_t from, std::size_t nbytes) {
+  const auto probe = slots.probe(trace::SpanKind::kRead, p, 0, nbytes);
+  kernels().copy(static_cast<char*>(slots.call().output) + to, input_of(slots, p) + from, nbytes,
+                 streams_output(slots));
+}
 
-  const char* input(int p) const {
-    if (p == rank_) return static_cast<const char*>(call_.input);
-    return slots_.group().resolve(p, slots_.header_of(p).input);
+// The root copies its shard to every rank, so that its core shares the work; the other ranks copy the rest themselves.
+void broadcast(const SlotStream& slots) {
+  const Call& call = slots.call();
+  const std::size_t element = slots.element(), nbytes = part_bytes(slots);
+  const Slice own = shard_of(call.count, slots.world_size(), call.root, kAlignBytes / element);
+  const std::size_t begin = own.offset * element, end = begin + own.count * element;
+  if (slots.rank() != call.root) {
+    copy_from(slots, call.root, 0, 0, begin);
+    copy_from(slots, call.root, end, end, nbytes - end);
+    return;
   }
-  char* output(int p) const {
-    if (p == rank_) return static_cast<char*>(call_.output);
-    return slots_.group().resolve(p, slots_.header_of(p).output);
+  const char* source = input_of(slots, call.root);
+  for (int p = 0; p < slots.world_size(); ++p) {
+    const auto probe = slots.probe(trace::SpanKind::kWrite, p, 0, end - begin);
+    kernels().copy(output_of(slots, p) + begin, source + begin, end - begin, streams_output(slots));
   }
-  void take(int p, std::size_t to, std::size_t from, std::size_t nbytes) {
-    const auto probe = slots_.probe(trace::SpanKind::kRead, p, 0, nbytes);
-    kernels().copy(static_cast<char*>(call_.output) + to, input(p) + from, nbytes, streaming_);
-  }
+  const auto probe = slots.probe(trace::SpanKind::kCopy, slots.rank(), 0, nbytes);
+  kernels().copy(call.output, source, nbytes, streams_output(slots));
+}
 
-  // The root copies its shard to every rank, so that its core shares the work; the other ranks copy the rest
-  // themselves.
-  void broadcast() {
-    const Slice own = shard_of(call_.count, world_size_, call_.root, kAlignBytes / element_);
-    const std::size_t begin = own.offset * element_, end = begin + own.count * element_;
-    const char* source = input(call_.root);
-    if (rank_ == call_.root) {
-      for (int p = 0; p < world_size_; ++p) {
-        const auto probe = slots_.probe(trace::SpanKind::kWrite, p, 0, end - begin);
-        kernels().copy(output(p) + begin, source + begin, end - begin, streaming_);
-      }
-      const auto probe = slots_.probe(trace::SpanKind::kCopy, rank_, 0, part_bytes());
-      return kernels().copy(call_.output, source, part_bytes(), streaming_);
-    }
-    take(call_.root, 0, 0, begin);
-    take(call_.root, end, end, part_bytes() - end);
-  }
+// Reduces `count` elements of every rank's input, from byte `from` on, into each output.
+void reduce(const SlotStream& slots, std::size_t from, void* const* outputs, int num_outputs, std::size_t count) {
+  const Call& call = slots.call();
+  const int ranks = slots.world_size();
+  const void* sources[kMaxWorldSize];
+  for (int p = 0; p < ranks; ++p) sources[p] = input_of(slots, p) + from;
+  const auto probe = slots.probe(trace::SpanKind::kReduce, -1, 0, count * slots.element());
+  kernels().reduce({call.dtype, call.reduce_op, sources, ranks, slots.factors(), ranks, outputs, num_outputs, count,
+                    streams_output(slots)});
+}
 
-  // Rank r reduces shard r of every rank's input into every rank's output.
-  void all_reduce() {
-    const Slice shard = shard_of(call_.count, world_size_, rank_, kAlignBytes / element_);
-    const void* sources[kMaxWorldSize];
-    void* outputs[kMaxWorldSize];
-    for (int p = 0; p < world_size_; ++p) sources[p] = input(p) + shard.offset * element_;
-    for (int p = 0; p < world_size_; ++p) outputs[p] = output(p) + shard.offset * element_;
-    reduce(sources, outputs, world_size_, shard.count);
-  }
-  void reduce_scatter() {
-    const void* sources[kMaxWorldSize];
-    void* outputs[] = {call_.output};
-    for (int p = 0; p < world_size_; ++p) sources[p] = input(p) + rank_ * part_bytes();
-    reduce(sources, outputs, 1, call_.count);
-  }
-  void reduce(const void* const* sources, void* const* outputs, int num_outputs, std::size_t count) {
-    const auto probe = slots_.probe(trace::SpanKind::kReduce, -1, 0, count * element_);
-    kernels().reduce({call_.dtype, call_.reduce_op, sources, world_size_, slots_.factors(), world_size_, outputs,
-                      num_outputs, count, streaming_});
-  }
+// Rank r reduces shard r of every rank's input into every rank's output.
+void all_reduce(const SlotStream& slots) {
+  const std::size_t element = slots.element();
+  const Slice shard = shard_of(slots.call().count, slots.world_size(), slots.rank(), kAlignBytes / element);
+  void* outputs[kMaxWorldSize];
+  for (int p = 0; p < slots.world_size(); ++p) outputs[p] = output_of(slots, p) + shard.offset * element;
+  reduce(slots, shard.offset * element, outputs, slots.world_size(), shard.count);
+}
 
-  SlotStream& slots_;
-  const Call& call_;
-  const int rank_, world_size_;
-  const std::size_t element_;
-  const bool streaming_;
-};
-
-// While this object exists, this rank may access the peers' buffers, and no peer returns its buffers to its caller.
-// Throws if the group was aborted before.
-class PeerAccessGuard {
- public:
-  PeerAccessGuard(const Group& group, const Call& call) : flag_(&group.control().in_place.value) {
-    store_then_look(flag_, 1);
-    if (load_after_store(&group.control().abort.value) == 0) return;
-    store_release(flag_, 0);
-    group.check_abort(call);
+void run_in_place(const SlotStream& slots) {
+  const Call& call = slots.call();
+  const std::size_t part = part_bytes(slots), own = slots.rank() * part;
+  switch (call.op) {
+    case Op::kAllReduce:
+      return all_reduce(slots);
+    case Op::kReduceScatter:
+      return reduce(slots, own, &call.output, 1, call.count);
+    case Op::kAllGather:
+      for (int p = 0; p < slots.world_size(); ++p) copy_from(slots, p, p * part, 0, part);
+      return;
+    case Op::kAllToAll:
+      for (int p = 0; p < slots.world_size(); ++p) copy_from(slots, p, p * part, own, part);
+      return;
+    case Op::kBroadcast:
+      return broadcast(slots);
+    default:
+      return;
   }
-  ~PeerAccessGuard() { store_release(flag_, 0); }
-  PeerAccessGuard(const PeerAccessGuard&) = delete;
-
- private:
-  Flag* const flag_;
-};
+}
 
 bool usable(const Call& call, int rank, const Location& input, const Location& output) {
   return (input.visible || !needs_input(call, rank)) && (output.visible || !needs_output(call));
@@ -142,8 +117,8 @@ bool usable(const Call& call, int rank, const Location& input, const Location& o
 void publish_buffers(SlotStream& slots, const Heap& heap) {
   const Call& call = slots.call();
   const auto probe = slots.probe(trace::SpanKind::kPublishBuffers, -1, 0);
-  const int rank = slots.group().rank();
-  const std::size_t nbytes = input_bytes(call, slots.group().world_size());
+  const int rank = slots.rank();
+  const std::size_t nbytes = input_bytes(call, slots.world_size());
   // Parts have no single base address; and an all_to_all in place overwrites data that the peers still read.
   const bool unfit = !call.input_parts.empty() || !call.output_parts.empty() ||
                      (call.op == Op::kAllToAll && call.input == call.output);
@@ -157,12 +132,11 @@ void publish_buffers(SlotStream& slots, const Heap& heap) {
 }
 
 bool buffers_are_visible(SlotStream& slots) {
-  const Group& group = slots.group();
   const Call& call = slots.call();
-  for (int p = 0; p < group.world_size(); ++p) {
-    const int peer =
-        p == 0 ? group.rank() : (p <= group.rank() ? p - 1 : p);  // this rank first: it need not wait for itself
-    if (peer != group.rank()) slots.await(peer, 0);
+  const int rank = slots.rank();
+  for (int i = 0; i < slots.world_size(); ++i) {
+    const int peer = i == 0 ? rank : (i <= rank ? i - 1 : i);  // this rank first: it need not wait for itself
+    if (peer != rank) slots.await(peer, 0);
     const SlotHeader& said = slots.header_of(peer);
     if (!usable(call, peer, said.input, said.output)) return false;
   }
@@ -172,8 +146,16 @@ bool buffers_are_visible(SlotStream& slots) {
 void direct_collective(SlotStream& slots) {
   {
     const auto probe = slots.probe(trace::SpanKind::kInPlace, -1, 0);
-    const PeerAccessGuard guard(slots.group(), slots.call());
-    Direct(slots).run();
+    // While the flag is set this rank may access the peers' buffers: no peer returns its buffers to its caller.
+    const Group& group = slots.group();
+    Flag* const in_place = &group.control().in_place.value;
+    store_then_look(in_place, 1);
+    const ScopeExit done([in_place] { store_release(in_place, 0); });
+    if (load_after_store(&group.control().abort.value) != 0) {
+      store_release(in_place, 0);  // first: check_abort may wait for the reason
+      group.check_abort(slots.call());
+    }
+    run_in_place(slots);
   }
   const auto probe = slots.probe(trace::SpanKind::kLeave, -1, 1);  // once no peer reads this rank's buffers any more
   slots.wait_credit(1);

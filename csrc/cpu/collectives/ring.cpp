@@ -22,18 +22,16 @@ enum class Shape {
 
 class CpuRing {
  public:
-  // `op`: the collective whose steps the tickets count; null: a chain without steps.
-  CpuRing(SlotStream& slots, const WindowCut& cut, Shape input, Shape output, const RingOp* op = nullptr)
+  CpuRing(SlotStream& slots, const WindowCut& cut, Shape input, Shape output)
       : slots_(slots),
         call_(slots.call()),
-        rank_(slots.group().rank()),
-        world_size_(slots.group().world_size()),
+        rank_(slots.rank()),
+        world_size_(slots.world_size()),
         prev_(ring_prev(rank_, world_size_)),
-        element_(element_bytes(call_.dtype)),
+        element_(slots.element()),
         cut_(cut),
         input_shape_(input),
         output_shape_(output),
-        op_(op),
         input_(input_parts(call_)),
         output_(output_parts(call_)) {
     if (call_.reduce_op == ReduceOp::kPremulSum) premultiply();
@@ -109,8 +107,8 @@ class CpuRing {
   void trace_step(std::uint64_t t) {
     if (!trace::on()) return;
     step_.emplace(trace::SpanKind::kStep, prev_, slots_.number(t));
-    if (!op_) return;
-    const int step = ring_step_of(*op_, world_size_, t);
+    if (rooted(call_.op)) return;  // a chain, whose tickets are no steps of the ring
+    const int step = ring_step_of(call_.op, world_size_, t);
     const RingStep s = ring_step(rank_, world_size_, step);
     step_->at_step(step, s.send_chunk, s.recv_chunk);
   }
@@ -130,36 +128,34 @@ class CpuRing {
   const std::size_t element_;
   const WindowCut cut_;
   const Shape input_shape_, output_shape_;
-  const RingOp* const op_;
   const Parts input_, output_;
   std::vector<char> scaled_;
   std::optional<trace::Probe> step_;
 };
 
-std::uint64_t run_ring(SlotStream& slots, RingOp op, const WindowCut& cut, Shape input, Shape output) {
-  CpuRing ring(slots, cut, input, output, &op);
-  ring_loop(op, slots.group().rank(), slots.group().world_size(), cut.windows(), ring);
-  return ring_tickets(op, slots.group().world_size(), cut.windows());
+std::uint64_t run_ring(SlotStream& slots, const WindowCut& cut, Shape input, Shape output) {
+  CpuRing ring(slots, cut, input, output);
+  ring_loop(slots.call().op, slots.rank(), slots.world_size(), cut.windows(), ring);
+  return ring_tickets(slots.call().op, slots.world_size(), cut.windows());
 }
 
 }  // namespace
 
 std::uint64_t ring_collective(SlotStream& slots) {
   const Call& call = slots.call();
-  const int rank = slots.group().rank(), world_size = slots.group().world_size();
-  const std::size_t element = element_bytes(call.dtype), align = 64 / element,
-                    most = slots.group().slot_bytes() / element;
+  const int rank = slots.rank(), world_size = slots.world_size();
+  const std::size_t align = 64 / slots.element(), most = slots.group().slot_bytes() / slots.element();
   const WindowCut chunks = cut_windows(call.count, world_size, most, align),
                   whole = cut_windows(call.count, 1, most, align);
   switch (call.op) {
     case Op::kAllReduce:
-      return run_ring(slots, RingOp::kAllReduce, chunks, Shape::kWhole, Shape::kWhole);
+      return run_ring(slots, chunks, Shape::kWhole, Shape::kWhole);
     case Op::kReduceScatter:
-      return run_ring(slots, RingOp::kReduceScatter, cut_windows(input_parts(call).longest(world_size), 1, most, align),
-                      Shape::kParts, Shape::kOwnPart);
+      return run_ring(slots, cut_windows(input_parts(call).longest(world_size), 1, most, align), Shape::kParts,
+                      Shape::kOwnPart);
     case Op::kAllGather:
-      return run_ring(slots, RingOp::kAllGather, cut_windows(output_parts(call).longest(world_size), 1, most, align),
-                      Shape::kOwnPart, Shape::kParts);
+      return run_ring(slots, cut_windows(output_parts(call).longest(world_size), 1, most, align), Shape::kOwnPart,
+                      Shape::kParts);
     case Op::kBroadcast: {
       CpuRing ring(slots, whole, Shape::kWhole, Shape::kWhole);
       ring_broadcast(call.root, rank, world_size, whole.windows(), ring);

@@ -13,6 +13,7 @@ SlotStream::SlotStream(Group& group, Progress& progress, const Call& call, std::
       progress_(progress),
       board_(group.board(group.rank())),
       deadline_(group.deadline(call)),
+      element_(element_bytes(call.dtype)),
       base_(progress.ticket) {
   signature_ = {progress.sequence,
                 progress.history,

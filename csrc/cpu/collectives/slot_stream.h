@@ -9,6 +9,8 @@
 
 namespace ringcomm::cpu {
 
+inline constexpr std::size_t kAlignBytes = 64;  // slices and shards begin at a cache line
+
 // The state that a rank keeps from call to call.
 struct Progress {
   explicit Progress(int world_size) : seen_consumed(world_size, 0), reading(world_size), mapped(world_size, false) {}
@@ -70,11 +72,14 @@ class SlotStream {
   // premul_sum: the factor of every rank, valid once ticket 0 of every peer has arrived.
   const double* factors() const { return factors_; }
 
-  const Call& call() const { return deadline_.call[0]; }
+  const Call& call() const { return *deadline_.call; }
+  std::size_t element() const { return element_; }  // bytes of an element of the call
   Group& group() const { return group_; }
+  int rank() const { return group_.rank(); }
+  int world_size() const { return group_.world_size(); }
 
  private:
-  std::size_t message_bytes() const { return call().count * element_bytes(call().dtype); }
+  std::size_t message_bytes() const { return call().count * element_; }
   void wait_credit_from(int peer, std::uint64_t i);
   void map_area(int peer);
   bool was_streamed(int peer, std::uint64_t i) const { return group_.board(peer).header(base_ + i)->streamed; }
@@ -91,6 +96,7 @@ class SlotStream {
   Progress& progress_;
   const Board& board_;
   const Deadline deadline_;
+  const std::size_t element_;
   const std::uint64_t base_;
   Signature signature_;
   Location input_{-1, 0, 0}, output_{-1, 0, 0};

@@ -28,8 +28,8 @@ struct Kernels {
   void (*reduce)(const ReduceArgs& args);
   void (*copy)(void* dst, const void* src, std::size_t nbytes, bool streaming);
   // See core/norm.h; `fold` adds to kFoldLimbs limbs.
-  double (*abs_max)(const Span& span, DType dtype);
-  void (*fold)(const Span& span, DType dtype, int exponent, std::int64_t* limbs);
+  double (*abs_max)(const void* data, std::size_t count, DType dtype);
+  void (*fold)(const void* data, std::size_t count, DType dtype, int exponent, std::int64_t* limbs);
 };
 
 // The best kernels for this processor; RINGCOMM_ISA=baseline|avx2|avx512 in the environment selects others.

@@ -268,8 +268,8 @@ void reduce(const ReduceArgs& args) {
 }  // namespace
 
 // In norm_isa.cpp.
-double abs_max(const Span& span, DType dtype);
-void fold(const Span& span, DType dtype, int exponent, std::int64_t* limbs);
+double abs_max(const void* data, std::size_t count, DType dtype);
+void fold(const void* data, std::size_t count, DType dtype, int exponent, std::int64_t* limbs);
 
 extern const Kernels kTable;
 const Kernels kTable = {RINGCOMM_TEXT(RINGCOMM_ISA), reduce, copy, abs_max, fold};

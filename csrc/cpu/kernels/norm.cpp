@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "core/engine.h"
 #include "core/error.h"
 #include "cpu/kernels/loops.h"
 
@@ -16,21 +17,21 @@ void check(const char* call, DType dtype) {
 
 }  // namespace
 
-double abs_max(const std::vector<Span>& spans, DType dtype) {
+double abs_max(const std::vector<Part>& parts, DType dtype) {
   check("abs_max", dtype);
   double largest = 0;
-  for (const Span& span : spans) {
-    const double here = cpu::kernels().abs_max(span, dtype);
+  for (const Part& part : parts) {
+    const double here = cpu::kernels().abs_max(part.data, part.count, dtype);
     if (here > largest || std::isnan(here)) largest = here;
     if (std::isnan(largest)) break;
   }
   return largest;
 }
 
-std::vector<std::int64_t> fold_sums(const std::vector<Span>& spans, DType dtype, int exponent) {
+std::vector<std::int64_t> fold_sums(const std::vector<Part>& parts, DType dtype, int exponent) {
   check("fold_sums", dtype);
   std::vector<std::int64_t> limbs(kFoldLimbs);
-  for (const Span& span : spans) cpu::kernels().fold(span, dtype, exponent, limbs.data());
+  for (const Part& part : parts) cpu::kernels().fold(part.data, part.count, dtype, exponent, limbs.data());
   return limbs;
 }
 

@@ -160,29 +160,29 @@ void typed_fold(const void* data, std::size_t count, int exponent, std::int64_t*
 
 // ---- dispatch -------------------------------------------------------------------------------------------------------
 
-double abs_max(const Span& span, DType dtype) {
+double abs_max(const void* data, std::size_t count, DType dtype) {
   switch (dtype) {
     case DType::kFloat64:
-      return typed_abs_max<double>(span.data, span.count);
+      return typed_abs_max<double>(data, count);
     case DType::kFloat16:
-      return typed_abs_max<Float16>(span.data, span.count);
+      return typed_abs_max<Float16>(data, count);
     case DType::kBFloat16:
-      return typed_abs_max<BFloat16>(span.data, span.count);
+      return typed_abs_max<BFloat16>(data, count);
     default:
-      return typed_abs_max<float>(span.data, span.count);
+      return typed_abs_max<float>(data, count);
   }
 }
 
-void fold(const Span& span, DType dtype, int exponent, std::int64_t* limbs) {
+void fold(const void* data, std::size_t count, DType dtype, int exponent, std::int64_t* limbs) {
   switch (dtype) {
     case DType::kFloat64:
-      return typed_fold<double>(span.data, span.count, exponent, limbs);
+      return typed_fold<double>(data, count, exponent, limbs);
     case DType::kFloat16:
-      return typed_fold<Float16>(span.data, span.count, exponent, limbs);
+      return typed_fold<Float16>(data, count, exponent, limbs);
     case DType::kBFloat16:
-      return typed_fold<BFloat16>(span.data, span.count, exponent, limbs);
+      return typed_fold<BFloat16>(data, count, exponent, limbs);
     default:
-      return typed_fold<float>(span.data, span.count, exponent, limbs);
+      return typed_fold<float>(data, count, exponent, limbs);
   }
 }
 

@@ -187,7 +187,10 @@ class RecordedSlotStream {
   }
   const double* factors() const { return nullptr; }
   const Call& call() const { return call_; }
+  std::size_t element() const { return element_bytes(call_.dtype); }
   RecordedGroup& group() const { return group_; }
+  int rank() const { return group_.rank(); }
+  int world_size() const { return group_.world_size(); }
 
  private:
   RecordedGroup& group_;

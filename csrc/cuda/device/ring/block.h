@@ -138,9 +138,7 @@ class RingBlock {
         ring_reduce(root, plan_.position, world_size(), windows, *this);
       return windows;
     }
-    const RingOp op = kCopies                      ? RingOp::kAllGather
-                      : args_.op == Op::kAllReduce ? RingOp::kAllReduce
-                                                   : RingOp::kReduceScatter;
+    const Op op = kCopies ? Op::kAllGather : args_.op;  // a constant where it can be one
     ring_loop(op, plan_.position, world_size(), windows, *this);
     return ring_tickets(op, world_size(), windows);
   }
