@@ -171,8 +171,8 @@ WorkPtr DeviceGroup::start_beside(const c10::Stream& current, const char* title,
   const auto in_flight = std::make_shared<CallTensors>(link_->streams, side, captured, std::move(tensors));
   hold(in_flight);
   if (error) std::rethrow_exception(error);
-  const DeviceWork::Facts facts{type, title + Site::kPrefix, sequence, source, barrier, side};
-  return c10::make_intrusive<DeviceWork>(rank_, facts, link_, in_flight, outputs.vec());
+  return c10::make_intrusive<DeviceWork>(rank_, type, title + Site::kPrefix, sequence, source, barrier, side, link_,
+                                         in_flight, outputs.vec());
 }
 
 void DeviceGroup::hold(std::shared_ptr<CallTensors> in_flight) {

@@ -28,7 +28,7 @@ bool DeviceWork::isCompleted() {
 std::exception_ptr DeviceWork::exception() const {
   if (succeeded_) return nullptr;
   try {
-    link_->check(facts_.call);
+    link_->check(call_);
   } catch (...) {
     return std::current_exception();
   }
@@ -38,8 +38,8 @@ std::exception_ptr DeviceWork::exception() const {
 bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   const c10::Stream current = link_->streams->current();
   const std::int64_t limit_ms = engine_timeout(timeout);
-  if ((limit_ms > 0 || facts_.blocks_host) && !link_->streams->capturing(current)) wait_on_host(limit_ms);
-  if (!succeeded_) link_->check(facts_.call);
+  if ((limit_ms > 0 || blocks_host_) && !link_->streams->capturing(current)) wait_on_host(limit_ms);
+  if (!succeeded_) link_->check(call_);
   if (in_flight_->end) in_flight_->end->block(current);
   in_flight_->release();
   return true;
@@ -51,7 +51,7 @@ void DeviceWork::wait_on_host(std::int64_t limit_ms) {
   const auto deadline = Clock::now() + std::chrono::milliseconds(limit_ms);
   for (int look = 0; !isCompleted(); ++look) {
     if (limit_ms > 0 && Clock::now() >= deadline) {
-      fail(ErrorCode::kTimeout, facts_.call, ": rank ", rank_, " expected the call to end within ", limit_ms,
+      fail(ErrorCode::kTimeout, call_, ": rank ", rank_, " expected the call to end within ", limit_ms,
            " ms, got no end; it stays in flight: wait longer, or abort the process group");
     }
     if (look < 100)
@@ -73,7 +73,7 @@ c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {
   if (auto error = exception()) {
     future_->setError(std::move(error));
   } else {
-    const c10::StreamGuard guard(facts_.stream);
+    const c10::StreamGuard guard(stream_);
     future_->markCompleted(c10::IValue(outputs_));
   }
   return future_;

@@ -50,18 +50,16 @@ class CallTensors {
 
 class DeviceWork final : public c10d::Work {
  public:
-  struct Facts {
-    c10d::OpType type;
-    const char* call;
-    std::uint64_t sequence;
-    int source;        // of a receive
-    bool blocks_host;  // as for a barrier
-    c10::Stream stream;
-  };
-  DeviceWork(int rank, const Facts& facts, std::shared_ptr<const DeviceLink> link,
-             std::shared_ptr<CallTensors> in_flight, Tensors outputs)
-      : c10d::Work(rank, facts.type),
-        facts_(facts),
+  // `call`: its name, a literal; `source`: of a receive; `blocks_host`: as for a barrier; `stream`: on which it runs.
+  DeviceWork(int rank, c10d::OpType type, const char* call, std::uint64_t sequence, int source, bool blocks_host,
+             const c10::Stream& stream, std::shared_ptr<const DeviceLink> link, std::shared_ptr<CallTensors> in_flight,
+             Tensors outputs)
+      : c10d::Work(rank, type),
+        call_(call),
+        sequence_(sequence),
+        source_(source),
+        blocks_host_(blocks_host),
+        stream_(stream),
         link_(std::move(link)),
         in_flight_(std::move(in_flight)),
         outputs_(std::move(outputs)) {}
@@ -69,18 +67,22 @@ class DeviceWork final : public c10d::Work {
   bool isCompleted() override;
   bool isSuccess() const override { return exception() == nullptr; }
   std::exception_ptr exception() const override;
-  int sourceRank() const override { return facts_.source; }
+  int sourceRank() const override { return source_; }
   Tensors result() override { return outputs_; }
   // Makes the current stream wait. With a time limit, and after a barrier, the host waits too.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override { wait(kNoTimeout); }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-  std::uint64_t getSequencenumber() const override { return facts_.sequence; }
+  std::uint64_t getSequencenumber() const override { return sequence_; }
 
  private:
   void wait_on_host(std::int64_t limit_ms);
 
-  const Facts facts_;
+  const char* const call_;
+  const std::uint64_t sequence_;
+  const int source_;
+  const bool blocks_host_;
+  const c10::Stream stream_;
   const std::shared_ptr<const DeviceLink> link_;
   const std::shared_ptr<CallTensors> in_flight_;
   const Tensors outputs_;

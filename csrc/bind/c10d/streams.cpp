@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/scope_exit.h"
+
 namespace ringcomm {
 namespace {
 
@@ -27,20 +29,6 @@ Function driver_function(const char* name) {
   int status = 0;  // 0: none, 1: active, 2: invalidated
   return is_capturing && is_capturing(stream, &status) == 0 && status != 0;
 }
-
-// Within its scope the calling thread may query events even while other threads capture graphs.
-class RelaxedCapture {
- public:
-  RelaxedCapture() { exchange(); }
-  ~RelaxedCapture() { exchange(); }
-
- private:
-  void exchange() {
-    static const auto exchange_mode = driver_function<int (*)(int* mode)>("cuThreadExchangeStreamCaptureMode");
-    if (exchange_mode) exchange_mode(&mode_);
-  }
-  int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED; then the mode before
-};
 
 template <typename Stream>
 bool is_capturing(const Stream& stream) {
@@ -149,7 +137,13 @@ class HostStreams final : public Streams {
 }  // namespace
 
 bool reached(const c10::Event& event) {
-  const RelaxedCapture relaxed;
+  static const auto exchange_mode = driver_function<int (*)(int* mode)>("cuThreadExchangeStreamCaptureMode");
+  int mode = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED; after the first exchange the thread's own mode
+  const auto exchange = [&mode] {
+    if (exchange_mode) exchange_mode(&mode);
+  };
+  exchange();
+  const ScopeExit restore(exchange);
   return event.query();
 }
 
