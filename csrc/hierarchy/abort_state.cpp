@@ -57,35 +57,16 @@ void AbortState::await() const {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
 }
 
-void AbortState::explain(Op op, const Error& error) const {
-  if (error.code() != ErrorCode::kAborted && error.code() != ErrorCode::kRankLost) return;
+void AbortState::explain(Op op, const std::exception_ptr& error) const {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& each) {
+    if (each.code() != ErrorCode::kAborted && each.code() != ErrorCode::kRankLost) return;
+  } catch (...) {
+    return;
+  }
   await();
   check(op);
-}
-
-void MessageRequest::wait(std::int64_t timeout_ms) {
-  try {
-    message_->wait(timeout_ms);
-  } catch (const Error& error) {
-    abort_state_->explain(op_, error);
-    throw;
-  }
-}
-
-void MessageRequest::on_done(std::function<void(std::exception_ptr)> callback) {
-  message_->on_done([abort_state = abort_state_, op = op_, callback = std::move(callback)](std::exception_ptr error) {
-    try {
-      if (error) std::rethrow_exception(error);
-    } catch (const Error& each) {
-      try {
-        abort_state->explain(op, each);
-      } catch (...) {
-        error = std::current_exception();
-      }
-    } catch (...) {
-    }
-    callback(error);
-  });
 }
 
 }  // namespace ringcomm::hierarchy

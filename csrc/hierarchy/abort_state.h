@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -31,7 +32,7 @@ class AbortState {
   // later.
   void await() const;
   // Throws the reason instead of an error that may be its consequence.
-  void explain(Op op, const Error& error) const;
+  void explain(Op op, const std::exception_ptr& error) const;
 
  private:
   const std::shared_ptr<Engine> local_;
@@ -40,23 +41,6 @@ class AbortState {
   mutable std::mutex mutex_;
   std::string reason_;
   ErrorCode code_ = ErrorCode::kAborted;
-};
-
-// A message of the user; its error gives the reason for which the communicator has ended.
-class MessageRequest final : public Request {
- public:
-  MessageRequest(std::shared_ptr<Request> message, std::shared_ptr<const AbortState> abort_state, Op op)
-      : message_(std::move(message)), abort_state_(std::move(abort_state)), op_(op) {}
-
-  bool done() const override { return message_->done(); }
-  void wait(std::int64_t timeout_ms) override;
-  void on_done(std::function<void(std::exception_ptr)> callback) override;
-  int source() const override { return message_->source(); }
-
- private:
-  const std::shared_ptr<Request> message_;
-  const std::shared_ptr<const AbortState> abort_state_;
-  const Op op_;
 };
 
 }  // namespace ringcomm::hierarchy

@@ -8,8 +8,8 @@
 #include "core/call/check.h"
 #include "core/error.h"
 #include "hierarchy/abort_state.h"
+#include "hierarchy/checked_request.h"
 #include "hierarchy/collectives.h"
-#include "hierarchy/verified.h"
 #include "runtime/forks.h"
 #include "runtime/interrupt.h"
 #include "runtime/observe/flight_recorder.h"
@@ -93,13 +93,16 @@ class HierarchicalEngine final : public Engine {
     const std::lock_guard<std::mutex> lock(mutex_);
     call.stream = transport_->fork(call.stream);
     run_now(call);
-    const auto verify = [local = local_, op = call.op, who = ": " + abort_state_->who()] {
-      if (!local->aborted()) return;
+    // A device's call is over once its last transfer is; the host's engine knows whether this host's ranks did their
+    // part.
+    const auto check = [local = local_, op = call.op,
+                        who = ": " + abort_state_->who()](const std::exception_ptr& error) {
+      if (error || !local->aborted()) return;
       const std::string why = local->why_aborted();  // called first: it waits until the reason is known
       fail(local->aborted_as(), name(op), who, " expected every rank of its host to do its part, got an abort: ",
            why.empty() ? "another of them gave up" : why, "; create a new communicator");
     };
-    return std::make_shared<VerifiedRequest>(transport_->join(call, call.stream), verify);
+    return std::make_shared<CheckedRequest>(transport_->join(call, call.stream), check);
   }
 
   void pack(const PackCall& packing) override { local_->pack(packing); }
@@ -189,7 +192,10 @@ std::shared_ptr<Request> HierarchicalEngine::message(const Call& call) {
   auto message = far ? transport_->message(call, limit_of(call)) : local_->submit(std::move(inside));
   if (!on_host_) return message;  // a device's transport reports errors itself
   if (far) message->on_done([this](std::exception_ptr error) { hear_of(error); });
-  return std::make_shared<MessageRequest>(std::move(message), abort_state_, call.op);
+  const auto check = [abort_state = abort_state_, op = call.op](const std::exception_ptr& error) {
+    if (error) abort_state->explain(op, error);
+  };
+  return std::make_shared<CheckedRequest>(std::move(message), check);
 }
 
 // A message that fails ends the communicator, as it does inside a host.
