@@ -9,7 +9,7 @@ csrc/: a folder includes what stands before it in NATIVE_FLOORS, without what FO
 | cpu: kernels, group, collectives | core, runtime |
 | cuda: device, memory, tuning, streams, launch | core, runtime, the CUDA runtime; kernels (device): core alone |
 | hierarchy | core, runtime: it composes an engine and a transport, whatever they are |
-| hierarchy/nccl | the interface of transports; the CUDA runtime (cuda/runtime.h) |
+| hierarchy/nccl | the interface of transports; the CUDA runtime (cuda/runtime.h, cuda/streams/events.h) |
 | bind: module; c10d | core, runtime, hierarchy, pybind11; interfaces and torch |
 
 tests/support/emulator takes the CUDA runtime's place: it may use the C++ standard library and the operating system.
@@ -66,7 +66,8 @@ FORBIDDEN_INCLUDES = {
     "cpu/group": rf"{FOREIGN}|(hierarchy|bind)/|cpu/(?!group/)",
     "cpu": rf"{FOREIGN}|(hierarchy|bind)/",
     "hierarchy": rf"{FOREIGN}|(cpu|bind)/|hierarchy/nccl/",
-    "hierarchy/nccl": r"pybind11|torch|c10|ATen|Python\.h|(cpu|bind)/|hierarchy/(?!nccl|transport)|cuda/(?!runtime\.h)",
+    "hierarchy/nccl": r"pybind11|torch|c10|ATen|Python\.h|(cpu|bind)/|hierarchy/(?!nccl|transport)"
+    r"|cuda/(?!runtime\.h|streams/events\.h)",
     "cuda/device": rf"{FOREIGN_TO_CUDA}|(runtime|cpu|hierarchy|bind)/|cuda/runtime\.h",
     "cuda": rf"{FOREIGN_TO_CUDA}|(cpu|hierarchy|bind)/",
     "bind": r"torch|c10|ATen|cpu/|cuda",

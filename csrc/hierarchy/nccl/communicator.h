@@ -12,10 +12,6 @@
 
 namespace ringcomm::nccl {
 
-struct Place {
-  int device, rank, world_size;
-};
-
 // The only rank in the messages of a round; -1: there are several.
 int only_peer(const Round& round);
 // Returns for instance "1 message to rank 2, 2 from ranks 2 and 3".

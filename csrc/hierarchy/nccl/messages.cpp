@@ -18,7 +18,7 @@ MessageQueue::MessageQueue(const Library& library, std::shared_ptr<const Transpo
 
 void MessageQueue::post(const Message& message, bool sends, std::int64_t limit_ms, cudaStream_t caller,
                         std::shared_ptr<TransportRequest> request) {
-  Event ready = shared_->events->record(caller);
+  StreamEventPtr ready = shared_->record(caller);
   const std::lock_guard<std::mutex> lock(mutex_);
   posted_.push_back({message, sends, limit_ms, std::move(ready), TransportClock::now(), std::move(request)});
 }
@@ -51,12 +51,12 @@ void MessageQueue::begin() {
   group_.assign(std::make_move_iterator(posted_.begin()), std::make_move_iterator(posted_.end()));
   posted_.clear();
   for (const PostedMessage& posted : group_) {
-    shared_->events->follow(stream_, posted.ready);
+    shared_->follow(stream_, posted.ready);
     (posted.sends ? round_.sends : round_.recvs).push_back(posted.message);
     limit_ms_ = std::max(limit_ms_, posted.limit_ms);
   }
   since_ = TransportClock::now();
-  begun_ = shared_->events->record(stream_);
+  begun_ = shared_->record(stream_);
   communicator_.begin(round_, stream_);
 }
 
@@ -66,7 +66,7 @@ bool MessageQueue::conclude() {
       throw TransportFailure{only_peer(round_), true, text_of(round_)};
     return false;
   }
-  const Event ended = shared_->events->record(stream_);
+  const StreamEventPtr ended = shared_->record(stream_);
   shared_->watcher->watch({begun_, ended, limit_ms_, true, only_peer(round_), text_of(round_)});
   for (const PostedMessage& posted : group_) posted.request->enqueued(ended);
   group_.clear();

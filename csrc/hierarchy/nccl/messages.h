@@ -27,7 +27,7 @@ class MessageQueue {
     Message message;
     bool sends;
     std::int64_t limit_ms;
-    Event ready;
+    StreamEventPtr ready;
     TransportClock::time_point since;
     std::shared_ptr<TransportRequest> request;
   };
@@ -41,7 +41,7 @@ class MessageQueue {
   std::deque<PostedMessage> posted_;
   std::vector<PostedMessage> group_;  // begun, not enqueued yet
   Round round_;                       // of the same group
-  Event begun_;
+  StreamEventPtr begun_;
   TransportClock::time_point since_;
   std::int64_t limit_ms_ = 0;
 };

@@ -14,12 +14,12 @@ constexpr int kYields = 32, kLongestNapUs = 500;
 constexpr auto kForEver = TransportClock::time_point::max();
 }  // namespace
 
-Event TransportRequest::event() const {
+StreamEventPtr TransportRequest::event() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return event_;
 }
 
-void TransportRequest::enqueued(Event event) {
+void TransportRequest::enqueued(StreamEventPtr event) {
   const std::lock_guard<std::mutex> lock(mutex_);
   event_ = std::move(event);
 }
@@ -27,9 +27,9 @@ void TransportRequest::enqueued(Event event) {
 // An abort ends the device's work and its events: only a call that was seen to end before has succeeded.
 bool TransportRequest::over() const {
   if (ended_well_.load()) return true;
-  const Event end = event();
+  const StreamEventPtr end = event();
   try {
-    if (end && shared_->events->reached(end) && !shared_->abort_state->is_over()) {
+    if (end && reached(shared_->place, end) && !shared_->abort_state->is_over()) {
       ended_well_.store(true);
       return true;
     }
@@ -88,7 +88,7 @@ void TransportRequest::join(std::uintptr_t stream) {
   }
   if (shared_->abort_state->is_over() && !ended_well_.load()) raise();
   const DeviceScope on(shared_->place.device, shared_->place.rank);
-  shared_->events->follow(reinterpret_cast<cudaStream_t>(stream), event());
+  shared_->follow(reinterpret_cast<cudaStream_t>(stream), event());
 }
 
 std::exception_ptr TransportRequest::result() const {

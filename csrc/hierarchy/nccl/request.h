@@ -11,9 +11,16 @@ namespace ringcomm::nccl {
 // The state that the requests of a transport share with it, and which may outlive it.
 struct TransportState {
   Place place;
-  std::shared_ptr<Events> events;
+  std::shared_ptr<StreamEvents> events;
   std::shared_ptr<AbortState> abort_state;
   std::shared_ptr<Watcher> watcher;
+
+  // Records the present point of `stream`, which is not being captured. The device must be the current one.
+  StreamEventPtr record(cudaStream_t stream) const { return events->record(stream, 0, place.rank); }
+  // Makes work enqueued on `stream` from now on wait for `event`, if it is not null.
+  void follow(cudaStream_t stream, const StreamEventPtr& event) const {
+    StreamEvents::follow(stream, 0, event, place.rank);
+  }
 };
 
 class TransportRequest final : public Request, public std::enable_shared_from_this<TransportRequest> {
@@ -29,10 +36,10 @@ class TransportRequest final : public Request, public std::enable_shared_from_th
   void join(std::uintptr_t stream) override;
 
   // The call has been enqueued, and `event` marks its end.
-  void enqueued(Event event);
+  void enqueued(StreamEventPtr event);
 
  private:
-  Event event() const;
+  StreamEventPtr event() const;
   // Whether the call is over, successfully or not.
   bool over() const;
   bool await(TransportClock::time_point limit) const;
@@ -44,7 +51,7 @@ class TransportRequest final : public Request, public std::enable_shared_from_th
   const int peer_;
   const std::function<void()> hurry_;
   mutable std::mutex mutex_;
-  Event event_;
+  StreamEventPtr event_;
   mutable std::atomic<bool> ended_well_{false};  // set once; later failures are not those of this call
 };
 

@@ -37,7 +37,7 @@ class NcclExchange final : public TransportExchange {
  private:
   NcclTransport& transport_;
   const std::vector<Round> rounds_;
-  std::vector<Event> ends_;
+  std::vector<StreamEventPtr> ends_;
   const TransportClock::time_point limit_;
   const cudaStream_t stream_;
 };
@@ -45,9 +45,9 @@ class NcclExchange final : public TransportExchange {
 std::shared_ptr<TransportState> shared_of(const NcclOptions& options, std::function<bool()> tick) {
   auto shared = std::make_shared<TransportState>();
   shared->place = {options.device, options.rank, options.world_size};
-  shared->events = std::make_shared<Events>(options.device, options.rank);
+  shared->events = std::make_shared<StreamEvents>(options.device);
   shared->abort_state = std::make_shared<AbortState>();
-  shared->watcher = std::make_shared<Watcher>(shared->events, shared->abort_state, std::move(tick));
+  shared->watcher = std::make_shared<Watcher>(shared->place, shared->abort_state, std::move(tick));
   return shared;
 }
 
@@ -103,7 +103,7 @@ void NcclTransport::check_open() const {
 }
 
 void NcclTransport::check_stream(const char* call, cudaStream_t stream) const {
-  if (is_capturing(stream, rank()))
+  if (cuda::capture_of(stream, rank()) != 0)
     fail(ErrorCode::kUnsupported, call, ": rank ", rank(),
          " expected a stream that is not being captured, got one in the capture of a graph; calls between hosts cannot "
          "be captured, make them before or after");
@@ -117,25 +117,25 @@ std::int64_t NcclTransport::left_ms(TransportClock::time_point limit) const {
 
 // ---- rounds
 
-Event NcclTransport::start(const Round& round, TransportClock::time_point limit, cudaStream_t stream) {
+StreamEventPtr NcclTransport::start(const Round& round, TransportClock::time_point limit, cudaStream_t stream) {
   check_open();
   const DeviceScope on = on_device();
   const std::int64_t limit_ms = left_ms(limit);
   const std::size_t sends = bytes_of(round.sends);
-  const Event ready = shared_->events->record(stream);
+  const StreamEventPtr ready = shared_->record(stream);
   if (sends == 0 && bytes_of(round.recvs) == 0) return ready;
-  shared_->events->follow(transfers_, ready);
-  const Event begun = shared_->events->record(transfers_);
+  shared_->follow(transfers_, ready);
+  const StreamEventPtr begun = shared_->record(transfers_);
   communicator_.group(round, transfers_, limit);
-  const Event end = shared_->events->record(transfers_);
+  const StreamEventPtr end = shared_->record(transfers_);
   shared_->watcher->watch({begun, end, limit_ms, true, only_peer(round), text_of(round)});
   sent_bytes_ += sends;
   return end;
 }
 
-void NcclTransport::finish(const Event& end, cudaStream_t stream) {
+void NcclTransport::finish(const StreamEventPtr& end, cudaStream_t stream) {
   const DeviceScope on = on_device();
-  shared_->events->follow(stream, end);
+  shared_->follow(stream, end);
 }
 
 std::unique_ptr<TransportExchange> NcclTransport::open(int, std::vector<Round> rounds, TransportClock::time_point limit,
@@ -164,13 +164,13 @@ std::vector<std::string> NcclTransport::swap(const std::vector<CallSignature>& s
     round.recvs.push_back({each.peer, staging->device() + half + at, each.mine.size()});
     at += room_of(each);
   }
-  const Event begun = shared_->events->record(transfers_);
+  const StreamEventPtr begun = shared_->record(transfers_);
   check(cudaMemcpyAsync(staging->device(), staging->host(), half, cudaMemcpyHostToDevice, transfers_),
         "cudaMemcpyAsync of a transport's signatures", rank());
   communicator_.group(round, transfers_, limit);
   check(cudaMemcpyAsync(staging->host() + half, staging->device() + half, half, cudaMemcpyDeviceToHost, transfers_),
         "cudaMemcpyAsync of a transport's signatures", rank());
-  const Event end = shared_->events->record(transfers_);
+  const StreamEventPtr end = shared_->record(transfers_);
   shared_->watcher->watch({begun, end, limit_ms, true, only_peer(round), "signatures: " + text_of(round),
                            [this, signatures, staging, half] {
                              compare(signatures, staging->host() + half);
@@ -235,14 +235,14 @@ std::uintptr_t NcclTransport::fork(std::uintptr_t stream) {
   check_stream("an asynchronous call", to_stream(stream));
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!async_) async_ = std::make_unique<Stream>(shared_->place.device, rank());
-  shared_->events->follow(*async_, shared_->events->record(to_stream(stream)));
+  shared_->follow(*async_, shared_->record(to_stream(stream)));
   return reinterpret_cast<std::uintptr_t>(static_cast<cudaStream_t>(*async_));
 }
 
 std::shared_ptr<Request> NcclTransport::join(const Call& call, std::uintptr_t stream) {
   const DeviceScope on = on_device();
   auto request = std::make_shared<TransportRequest>(shared_, call.op, -1);
-  request->enqueued(shared_->events->record(to_stream(stream)));
+  request->enqueued(shared_->record(to_stream(stream)));
   return request;
 }
 
@@ -250,14 +250,14 @@ void NcclTransport::enter(std::uintptr_t stream) {
   const DeviceScope on = on_device();
   check_stream("a call between hosts", to_stream(stream));
   const std::lock_guard<std::mutex> lock(mutex_);
-  shared_->events->follow(to_stream(stream), last_);
-  entered_ = shared_->events->record(to_stream(stream));
+  shared_->follow(to_stream(stream), last_);
+  entered_ = shared_->record(to_stream(stream));
 }
 
 void NcclTransport::leave(std::uintptr_t stream, const Call& call, std::int64_t limit_ms) {
   const DeviceScope on = on_device();
   const std::lock_guard<std::mutex> lock(mutex_);
-  last_ = shared_->events->record(to_stream(stream));
+  last_ = shared_->record(to_stream(stream));
   for (Block& block : blocks_)
     if (block.released && !block.behind) block.behind = last_;
   longest_ms_ = std::max(longest_ms_.load(), limit_ms);
@@ -270,8 +270,7 @@ void* NcclTransport::allocate(std::size_t nbytes) {
   const DeviceScope on = on_device();
   const std::lock_guard<std::mutex> lock(mutex_);
   for (Block& block : blocks_)
-    if (block.behind && block.nbytes >= nbytes && block.nbytes / 2 <= nbytes &&
-        shared_->events->reached(block.behind)) {
+    if (block.behind && block.nbytes >= nbytes && block.nbytes / 2 <= nbytes && reached(shared_->place, block.behind)) {
       block.behind = nullptr;
       block.released = false;
       return block.data;

@@ -35,8 +35,8 @@ class NcclTransport final : public Transport {
   std::vector<std::pair<std::string, std::string>> describe() const override;
 
   // Enqueues a round after the present work of `stream`; returns the event of its end.
-  Event start(const Round& round, TransportClock::time_point limit, cudaStream_t stream);
-  void finish(const Event& end, cudaStream_t stream);
+  StreamEventPtr start(const Round& round, TransportClock::time_point limit, cudaStream_t stream);
+  void finish(const StreamEventPtr& end, cudaStream_t stream);
 
  private:
   // Memory from allocate. Returning it to CUDA would wait for all work on the device, and so perhaps for a peer that
@@ -45,7 +45,7 @@ class NcclTransport final : public Transport {
     void* data;
     std::size_t nbytes;
     bool released = false;
-    Event behind = {};
+    StreamEventPtr behind = {};
   };
   using Queues = std::vector<std::unique_ptr<MessageQueue>>;
   static bool advance(const Queues& queues, bool hurry);
@@ -67,7 +67,7 @@ class NcclTransport final : public Transport {
   StagingPool stagings_;
   std::mutex mutex_;  // for the members below
   std::unique_ptr<Stream> async_;
-  Event entered_, last_;  // of the most recent call
+  StreamEventPtr entered_, last_;  // of the most recent call
   std::vector<Block> blocks_;
   std::atomic<std::uint64_t> sent_bytes_{0};
   std::atomic<std::int64_t> longest_ms_;

@@ -9,8 +9,8 @@ constexpr auto kTick = std::chrono::milliseconds(1);
 constexpr auto kNotBegun = TransportClock::time_point::max();
 }  // namespace
 
-Watcher::Watcher(std::shared_ptr<Events> events, std::shared_ptr<AbortState> abort_state, std::function<bool()> tick)
-    : events_(std::move(events)), abort_state_(std::move(abort_state)), tick_(std::move(tick)) {}
+Watcher::Watcher(const Place& place, std::shared_ptr<AbortState> abort_state, std::function<bool()> tick)
+    : place_(place), abort_state_(std::move(abort_state)), tick_(std::move(tick)) {}
 
 void Watcher::watch(WatchedWork watched) {
   {
@@ -116,11 +116,11 @@ void Watcher::sweep() {
 
 bool Watcher::is_over(WatchedWork& watched) {
   try {
-    if (events_->reached(watched.ended)) {
+    if (reached(place_, watched.ended)) {
       if (watched.on_end && !abort_state_->ended()) watched.on_end();
       return true;
     }
-    if (watched.late == kNotBegun && events_->reached(watched.begun))
+    if (watched.late == kNotBegun && reached(place_, watched.begun))
       watched.late = TransportClock::now() + std::chrono::milliseconds(watched.limit_ms);
     return false;
   } catch (const Error& error) {

@@ -11,7 +11,7 @@ namespace ringcomm::nccl {
 
 // Work enqueued between two points of a stream.
 struct WatchedWork {
-  Event begun, ended;
+  StreamEventPtr begun, ended;
   std::int64_t limit_ms = 0;  // from the time at which the stream reaches `begun`
   bool is_transfer = false;
   int peer = -1;
@@ -23,7 +23,7 @@ struct WatchedWork {
 class Watcher : public std::enable_shared_from_this<Watcher> {
  public:
   // `tick` runs in the thread regularly while there is work to watch or `tick` returns true.
-  Watcher(std::shared_ptr<Events> events, std::shared_ptr<AbortState> abort_state, std::function<bool()> tick);
+  Watcher(const Place& place, std::shared_ptr<AbortState> abort_state, std::function<bool()> tick);
   ~Watcher() { stop(); }
 
   void watch(WatchedWork watched);
@@ -45,7 +45,7 @@ class Watcher : public std::enable_shared_from_this<Watcher> {
   void report_late(const std::list<WatchedWork>& all);
   void look_back();
 
-  const std::shared_ptr<Events> events_;
+  const Place place_;
   const std::shared_ptr<AbortState> abort_state_;
   const std::function<bool()> tick_;
   mutable std::mutex mutex_;
