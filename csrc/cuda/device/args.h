@@ -130,7 +130,9 @@ struct Status {
 struct alignas(kLineBytes) HostPage {
   FlagLine abort;  // set by the host; kernels check it now and then
   Status status;
-  FlagLine stopped;  // the segment's abort flag, copied here by a stream
+  FlagLine stopped;                 // the segment's abort flag, copied here by a stream
+  FlagLine one;                     // 1: copied from here to the abort flags of the segments
+  CopyWords words_seen[kMaxRanks];  // by peer: where StreamWaits copies the segment's
 };
 
 // ---- arguments of a launch ------------------------------------------------------------------------------------------

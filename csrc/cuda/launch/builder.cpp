@@ -18,64 +18,50 @@ bool overlap(const Part& a, const Part& b, std::size_t element) {
   return a.count && b.count && x < y + b.count * element && y < x + a.count * element;
 }
 
-// The copies of a launch that knows all pointers.
-class CopyList {
- public:
-  CopyList(CopyArgs& args, const std::vector<LaunchMember>& members)
-      : args_(args), members_(members), world_size_(members.size()) {
-    for (int y = 0; y < world_size_; ++y) {
-      args_.first[y] = next_;
-      add_member(y);
-    }
-    args_.first[world_size_] = next_;
-  }
-
- private:
-  const Call& call(int y) const { return members_[y].batch->first(); }
-  Parts input(int y) const { return input_parts(call(y)); }
-  Parts output(int y) const { return output_parts(call(y)); }
-  static std::size_t element(const Call& call) { return element_bytes(call.dtype); }
-
-  void add(const char* source, char* target, std::size_t nbytes) {
+// The copies of a launch that knows all pointers: it has all ranks, and member y is rank y.
+void list_copies(const std::vector<LaunchMember>& members, CopyArgs& args) {
+  const int world_size = static_cast<int>(members.size());
+  int next = 0;
+  const auto call = [&](int y) -> const Call& { return members[y].batch->first(); };
+  const auto input = [&](int y) { return input_parts(call(y)); };
+  const auto output = [&](int y) { return output_parts(call(y)); };
+  const auto add = [&](const void* source, void* target, std::size_t nbytes) {
     if (nbytes == 0 || source == target) return;
-    args_.copies[next_++] = {source, target, nbytes, 1};
-  }
+    args.copies[next++] = {static_cast<const char*>(source), static_cast<char*>(target), nbytes, 1};
+  };
   // Copies the same piece to all ranks: target(p).
-  template <typename Target>
-  void add_for_all(const char* source, std::size_t nbytes, const Target& target) {
-    const int first = next_;
-    for (int p = 0; p < world_size_; ++p) add(source, target(p), nbytes);
-    if (next_ > first) args_.copies[first].targets = next_ - first;
-  }
-
-  // The launch has all ranks: member y is rank y.
-  void add_member(int y) {
+  const auto add_for_all = [&](const void* source, std::size_t nbytes, const auto& target) {
+    const int first = next;
+    for (int p = 0; p < world_size; ++p) add(source, target(p), nbytes);
+    if (next > first) args.copies[first].targets = next - first;
+  };
+  for (int y = 0; y < world_size; ++y) {
+    args.first[y] = next;
     const Call& mine = call(y);
-    const std::size_t each = element(mine);
+    const std::size_t each = element_bytes(mine.dtype);
     switch (mine.op) {
       case Op::kAllGather:
-        return add_for_all(static_cast<const char*>(mine.input), mine.count * each,
-                           [&](int p) { return output(p).data(y); });
+        add_for_all(mine.input, mine.count * each, [&](int p) { return output(p).data(y); });
+        break;
       case Op::kBroadcast: {  // every rank's blocks move a share of it
-        const Slice share = shard_of(mine.count * each, world_size_, y, kLineBytes);
-        return add_for_all(static_cast<const char*>(call(mine.root).input) + share.offset, share.count,
-                           [&](int p) { return static_cast<char*>(call(p).output) + share.offset; });
+        const Slice share = shard_of(mine.count * each, world_size, y, kLineBytes);
+        add_for_all(static_cast<const char*>(call(mine.root).input) + share.offset, share.count,
+                    [&](int p) { return static_cast<char*>(call(p).output) + share.offset; });
+        break;
       }
       case Op::kGather:
-        return add(static_cast<const char*>(mine.input), output(mine.root).data(y), mine.count * each);
+        add(mine.input, output(mine.root).data(y), mine.count * each);
+        break;
       case Op::kScatter:
-        return add(input(mine.root).data(y), static_cast<char*>(mine.output), mine.count * each);
+        add(input(mine.root).data(y), mine.output, mine.count * each);
+        break;
       default:
-        for (int i = 0, p = y; i < world_size_; ++i, p = ring_next(p, world_size_))
+        for (int i = 0, p = y; i < world_size; ++i, p = ring_next(p, world_size))
           add(input(y).data(p), output(p).data(y), input(y).count(p) * each);
     }
   }
-
-  CopyArgs& args_;
-  const std::vector<LaunchMember>& members_;
-  const int world_size_;
-  int next_ = 0;
-};
+  args.first[world_size] = next;
+}
 
 // What a rank gives to each peer and takes from it if the peers launch separately.
 void list_exchanges(const Call& call, int rank, int world_size, Exchange* with) {
@@ -404,7 +390,7 @@ void LaunchBuilder::ring_copy() const {
 
 void LaunchBuilder::copy() const {
   CopyArgs args{};
-  CopyList(args, members_);
+  list_copies(members_, args);
   if (args.first[world_size()] == 0) return;
   const Kernel<CopyArgs> kernel = copy_kernel();
   launch_kernel(kernel, channels(kernel), args);

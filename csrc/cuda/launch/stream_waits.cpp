@@ -112,7 +112,7 @@ void StreamWaits::release(const Wait& wait) {
 
 void StreamWaits::report_timeout(const Wait& wait) {
   PeerMemory& memory = context_.peer_memory();
-  CopyWords* const words = memory.words_seen();
+  CopyWords* const words = memory.page()->words_seen;
   for (int p = 0; p < memory.world_size(); ++p)
     check(cudaMemcpyAsync(&words[p], memory.segment(memory.rank()) + memory.layout().copy_words_at(p), sizeof(Flag),
                           cudaMemcpyDefault, memory.stream()),

@@ -32,18 +32,16 @@ struct Packet {
   char text[468];
 };
 
-struct Name {
-  sockaddr_un where{};
-  socklen_t nbytes = 0;
-};
+constexpr std::size_t kNameBytes = sizeof("ringcomm-") - 1 + 32;
+constexpr auto kAddressBytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + kNameBytes);
 
-Name name_of(const Identity& identity) {
+// The first kAddressBytes bytes count.
+sockaddr_un socket_address(const Identity& identity) {
   const std::string text = "ringcomm-" + text_of(identity);
-  Name name;
-  name.where.sun_family = AF_UNIX;
-  std::memcpy(name.where.sun_path + 1, text.data(), text.size());  // a zero first: abstract
-  name.nbytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + text.size());
-  return name;
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path + 1, text.data(), kNameBytes);  // a zero first: abstract
+  return address;
 }
 
 // The 22nd field of /proc/<pid>/stat; 0: no such process, or only its shell is left.
@@ -87,8 +85,8 @@ bool Process::has_exited() const { return start_of(pid) != start; }
 
 ControlSocket::ControlSocket() : address_{random_identity(), random_identity()} {
   socket_ = ::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  const Name name = name_of(address_.name);
-  if (socket_ < 0 || bind(socket_, reinterpret_cast<const sockaddr*>(&name.where), name.nbytes) != 0) {
+  const sockaddr_un address = socket_address(address_.name);
+  if (socket_ < 0 || bind(socket_, reinterpret_cast<const sockaddr*>(&address), kAddressBytes) != 0) {
     const int reason = errno;
     if (socket_ >= 0) ::close(socket_);
     fail(ErrorCode::kSystem, "communicator: expected a local socket for the exchange with the other ranks, got \"",
@@ -112,12 +110,12 @@ ControlSocket::SendResult ControlSocket::send(const Address& to, const ControlMe
   packet.code = message.code;
   packet.call = message.call;
   std::memcpy(packet.text, message.text.data(), std::min(message.text.size(), sizeof packet.text - 1));
-  Name name = name_of(to.name);
+  sockaddr_un address = socket_address(to.name);
   iovec content{&packet, sizeof packet};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
   msghdr io{};
-  io.msg_name = &name.where;
-  io.msg_namelen = name.nbytes;
+  io.msg_name = &address;
+  io.msg_namelen = kAddressBytes;
   io.msg_iov = &content;
   io.msg_iovlen = 1;
   if (message.fd >= 0) {

@@ -17,13 +17,6 @@ constexpr std::size_t kAlign = 512;                // of what allocate gives: wh
 constexpr std::size_t kSmallestArena = 32u << 20;  // later ones are larger: there can be kMaxArenas
 constexpr std::size_t kDoublings = 4, kArenasOfASize = 8;
 
-// The host page, and after it a line of ones for stop() to copy from, and room for the words of copies.
-struct PageAndOnes {
-  HostPage page;
-  FlagLine one;
-  CopyWords words[kMaxRanks];
-};
-
 void check_layout(int rank, const Layout& layout) {
   const int w = layout.world_size;
   if (w > kMaxRanks)
@@ -104,11 +97,11 @@ void PeerMemory::allocate_own() {
   own_->pid = getpid();
   own_->segment = DeviceMemory::create(device_, layout_.segment_bytes(), true, "the segment", rank_);
   void *page = nullptr, *table = nullptr;
-  check(cudaHostAlloc(&page, sizeof(PageAndOnes), cudaHostAllocMapped | cudaHostAllocPortable),
+  check(cudaHostAlloc(&page, sizeof(HostPage), cudaHostAllocMapped | cudaHostAllocPortable),
         "cudaHostAlloc of the host page", rank_);
-  std::memset(page, 0, sizeof(PageAndOnes));
-  static_cast<PageAndOnes*>(page)->one.value = 1;
+  std::memset(page, 0, sizeof(HostPage));
   own_->page = static_cast<HostPage*>(page);
+  own_->page->one.value = 1;
   check(cudaHostGetDevicePointer(&page, own_->page, 0), "cudaHostGetDevicePointer of the host page", rank_);
   own_->device_page = static_cast<HostPage*>(page);
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags", rank_);
@@ -181,7 +174,6 @@ RankArgs PeerMemory::args() const {
 }
 
 HostPage* PeerMemory::page() const { return own_->page; }
-CopyWords* PeerMemory::words_seen() const { return reinterpret_cast<PageAndOnes*>(own_->page)->words; }
 
 char* PeerMemory::scratch() const { return table_ + kTableBytes; }
 
@@ -199,7 +191,7 @@ void PeerMemory::stop() noexcept {
     if (peer.here()) store_release(&peer.own->page->abort.value, 1);
   try {
     const DeviceGuard guard(device_, rank_);
-    const Flag* const one = &reinterpret_cast<PageAndOnes*>(own_->page)->one.value;
+    const Flag* const one = &own_->page->one.value;
     for (const auto& segment : segments_)
       if (char* const flag = segment.load())
         tolerate(cudaMemcpyAsync(flag, one, sizeof(Flag), cudaMemcpyDefault, stream_), "setting an abort flag");

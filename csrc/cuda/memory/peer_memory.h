@@ -65,7 +65,6 @@ class PeerMemory {
   RankArgs args() const;  // of this rank, for a launch
   char* region(int peer, int region) const { return bases_[peer * kMaxRegions + region]; }  // RankTable's, for the host
   HostPage* page() const;                                                                   // host address
-  CopyWords* words_seen() const;  // behind the page, by peer: where StreamWaits copies the segment's
   bool one_process() const { return one_process_; }
   bool one_device() const { return one_device_; }  // and in this process
   // Ranks of this process on this device, this one included, in ascending order.
