@@ -67,7 +67,7 @@ struct Call {
   const char* site = nullptr;   // place in the user's code, such as "train.py:88"; never freed
 };
 
-// A message that has come, as `Engine::probe` describes it.
+// A message that has arrived, as `Engine::probe` describes it.
 struct MessageInfo {
   int source = -1;
   DType dtype = DType::kUInt8;
@@ -232,7 +232,7 @@ std::unique_ptr<Engine> make_cuda_engine(int rank, int world_size, const EngineO
 
 // Why make_cuda_engine cannot work here, in one sentence ("no driver: ..."); empty if it can.
 std::string why_no_cuda();
-// What the CUDA engine was built for, such as "built for sm_80 sm_90 + PTX 80 by nvcc 13.0"; empty if there is none.
+// Describes the build of the CUDA engine: "built for sm_80 sm_90 + PTX 80 by nvcc 13.0"; empty if there is none.
 std::string cuda_build();
 
 }  // namespace ringcomm

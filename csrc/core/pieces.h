@@ -1,4 +1,4 @@
-// Pieces of a range of bytes: first fit, and pieces that are free grow together again. Who uses it locks.
+// Allocates pieces of a range of bytes, first fit; neighbouring free pieces are merged. Callers must hold a lock.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ class Pieces {
  public:
   explicit Pieces(std::size_t nbytes) : free_{{0, nbytes}} {}
 
-  // Where a new piece begins; nothing: there is no room for it in one piece.
+  // Returns the offset of a new piece; nothing if no free piece is large enough.
   std::optional<std::size_t> take(std::size_t nbytes) {
     for (auto it = free_.begin(); it != free_.end(); ++it) {
       const auto [offset, available] = *it;
@@ -25,7 +25,7 @@ class Pieces {
     return std::nullopt;
   }
 
-  // `offset` is where a piece begins.
+  // `offset`: the beginning of a taken piece.
   void give_back(std::size_t offset) {
     const auto piece = taken_.find(offset);
     std::size_t nbytes = piece->second;
@@ -45,7 +45,7 @@ class Pieces {
     free_.emplace(offset, nbytes);
   }
 
-  // The pieces in use: where each begins, and its bytes.
+  // The pieces in use: the size of each by its offset.
   const std::map<std::size_t, std::size_t>& taken() const { return taken_; }
 
  private:

@@ -1,10 +1,10 @@
-// Memory of a communicator under the allocator of a framework. Such an allocator takes two C functions, known by their
-// names, and no object; so there is a pair of them for each pool, exported by this library:
+// Pools let a framework's allocator hand out memory of a communicator. Such an allocator calls two C functions, which
+// it finds by name, and passes them no object. So this library exports a pair of functions for each pool:
 //
 //   void* ringcomm_pool_allocate_N(std::size_t nbytes, int device, void* stream)   null: no room
 //   void ringcomm_pool_free_N(void* data, std::size_t nbytes, int device, void* stream)
 //
-// They are local, and may be called by any thread, also while the framework holds its own locks.
+// They are local. Any thread may call them, even while the framework holds its own locks.
 #pragma once
 
 #include <cstddef>
@@ -16,11 +16,11 @@ namespace ringcomm {
 
 inline constexpr int kMaxPools = 32;  // of a process, at a time
 
-// The number of a new pool over `nbytes` of engine->allocate(): a collective call where that is one. The pool keeps the
-// engine, which may close before it.
+// Makes a pool over `nbytes` from engine->allocate(), and returns its number; collective if allocate() is. The pool
+// keeps the engine alive; the engine may be closed before the pool.
 int open_pool(const std::shared_ptr<Engine>& engine, std::size_t nbytes, int device);
-// Nothing is allocated from it any more. Its memory goes back to the engine once all pieces have been freed, and the
-// device has done what their streams had to do then: in the first call of give_back_pools that finds it so.
+// Ends allocation from the pool. Its memory goes back to the engine in the first give_back_pools() after all pieces
+// have been freed and the device has finished the work that their streams had at that time.
 void close_pool(int number);
 void give_back_pools();
 

@@ -114,7 +114,7 @@ class CudaEngine final : public Engine {
   void check_open(const char* call) const;
   void check(const Call& call) const;
 
-  // What a batch of collectives becomes.
+  // Makes a batch of collectives.
   Batch batch_of(const Call* calls, int num_calls) const;
   std::shared_ptr<PendingCall> post(Batch batch);
   void run_batch(const Call* calls, int num_calls);

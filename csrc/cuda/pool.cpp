@@ -95,7 +95,7 @@ class Pool {
     return say(error.what());
   }
 
-  // What the stream has still to do with the piece was enqueued before.
+  // The stream's last work on the piece has been enqueued before.
   void free(void* data, cudaStream_t stream) noexcept try {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!usable()) return;
@@ -149,7 +149,7 @@ class Pool {
   std::unique_ptr<Pieces> pieces_;
   std::set<std::size_t> in_graphs_;  // pieces that were allocated while their stream was captured
   std::shared_ptr<StreamEvents> events_;
-  std::list<FreeMemory> freed_;  // taken still: the device may have to do with them
+  std::list<FreeMemory> freed_;  // freed by the framework, but the device may still use them
 };
 
 struct Pools {

@@ -9,7 +9,7 @@
 
 namespace ringcomm::cuda {
 
-// Throws unless `status` is success. `what` is the call as the error shall name it: "cudaMalloc of the segment". Clears
+// Throws unless `status` is success. `what` names the call in the error: "cudaMalloc of the segment". Clears
 // the runtime's last error, so that no later call is blamed for this one.
 void check(cudaError_t status, const char* what, int rank);
 

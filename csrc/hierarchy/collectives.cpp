@@ -30,8 +30,8 @@ AlgorithmUsed used_by(InterHostSchedule schedule) {
 
 DType sum_type(DType dtype) { return is_float(dtype) && element_bytes(dtype) < 4 ? DType::kFloat32 : dtype; }
 
-// What the bytes of a CallSignature hold: the properties of a call that two ranks must agree on, and the number of
-// bytes that go between them.
+// The bytes of a CallSignature: the properties of a call that two ranks must agree on, and the number of bytes that go
+// between them.
 struct SignatureFields {
   Signature signature;
   std::uint64_t upward, downward;  // bytes from the lower rank to the higher, and back (uneven all_to_all)

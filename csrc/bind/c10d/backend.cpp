@@ -98,7 +98,8 @@ std::int64_t elements(at::TensorList tensors) {
                          [](std::int64_t sum, const Tensor& tensor) { return sum + tensor.numel(); });
 }
 
-// What a rank sends to each rank, or receives: rows of an uneven all_to_all_single, elements of the tensors of a list.
+// The sizes that a rank sends to, or receives from, each rank: rows of an uneven all_to_all_single, or elements of the
+// tensors of a list.
 std::vector<std::int64_t> split_sizes(OpType type, const std::vector<Part>& parts, at::TensorList tensors) {
   if (type != OpType::ALLTOALL && type != OpType::ALLTOALL_BASE) return {};
   std::size_t width = 1;  // elements of a row

@@ -61,9 +61,8 @@ void DeviceWork::wait_on_host(std::int64_t limit_ms) {
   }
 }
 
-// The future is complete from the start. What must wait for the values is the streams that use them: the future
-// arranges this when it is completed while our stream is the current one. Calls made in between come before that point
-// too.
+// The future is complete from the start; only the streams that use its values must wait. The future arranges this wait
+// when it is completed while the call's stream is the current one. Calls that were made in between are waited for too.
 c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (future_) return future_;

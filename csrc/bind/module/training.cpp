@@ -1,4 +1,4 @@
-// The work of the training layer for every parameter in every step that would take too long in Python.
+// The training layer's work for each parameter in each step, which would take too long in Python.
 //
 // Autograd calls a hook when it is about to add a gradient to a parameter. The hook is a plain C function and only
 // notes the parameter. Python is called if there is more to do: before the first gradient of a bucket, in a pass nested

@@ -1,4 +1,4 @@
-// Checks of a call before anything of it is sent, the same for every engine.
+// The checks of a call before any of it is sent, the same for every engine.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace ringcomm {
 
-// Of an engine that is closed, not connected, or in a process forked from the one that made it: throws which it is.
+// Throws an error that says why the engine cannot be used: it is closed, not connected, or was made before a fork.
 [[noreturn]] void report_unusable(const char* call, int rank, bool closed, bool forked);
 
 // Each throws unless its argument is valid on this rank.
@@ -15,7 +15,7 @@ void check_call(const Call& call, int rank, int world_size);
 // For engines without GPUs of one host.
 void check_no_copy_engine(const Call& call, int rank);
 void check_packing(const PackCall& packing, int rank);
-// Whether packing converts this type to and from every such type, and multiplies it.
+// Whether `pack` converts between this type and the others for which this holds, and can multiply it by a factor.
 constexpr bool can_cast(DType dtype) {
   return dtype == DType::kFloat32 || dtype == DType::kFloat64 || dtype == DType::kFloat16 || dtype == DType::kBFloat16;
 }

@@ -1,4 +1,4 @@
-// What the simulator runs: a schedule, its groups of ranks, and the cut of the message; and the agreement before it.
+// The exchanges that the simulator runs: schedule, groups of ranks, cut of the message; and the agreement before them.
 #pragma once
 
 #include <algorithm>

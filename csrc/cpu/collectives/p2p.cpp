@@ -396,7 +396,7 @@ std::string PointToPoint::end_of(int rank) const {
   return cause == rank ? own : concat(own, ", and of ", group_.named(cause), ' ', group_.why_gone(cause));
 }
 
-// The begin of an error: what was expected of the peer, and what has come.
+// The beginning of an error: what was expected of the peer, and what has arrived.
 std::string PointToPoint::expectation(const Message& message) const {
   const Call& call = message.call;
   const std::string peer = call.root == kAnySource ? "any rank" : group_.named(call.root);
@@ -407,7 +407,7 @@ std::string PointToPoint::expectation(const Message& message) const {
                 " with tag ", call.tag, ", got ", probes ? "none" : std::to_string(message.moved));
 }
 
-// What an error of a receive or probe says of a message with another tag that is here; empty: there is none.
+// The end of an error of a receive or probe: names a message with another tag that has arrived; empty if there is none.
 std::string PointToPoint::another_tag(const Call& call) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (call.op == Op::kSend) return "";

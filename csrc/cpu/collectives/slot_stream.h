@@ -100,7 +100,7 @@ class SlotStream {
   const std::uint64_t base_;
   Signature signature_;
   Location input_{-1, 0, 0}, output_{-1, 0, 0};
-  SlotCosts told_;          // what the slowest reader of this rank's slots has told
+  SlotCosts told_;          // the costs that the slowest reader of this rank's slots has reported
   bool streaming_ = false;  // the slot that was opened last
   bool published_ = false;
   std::uint64_t checked_[kMaxWorldSize / 64] = {};

@@ -23,7 +23,7 @@ inline constexpr std::size_t kCachedMessageBytes = 1u << 20;
 constexpr int cost_class(std::size_t message_bytes) { return message_bytes > kCachedMessageBytes; }
 inline constexpr int kCostClasses = 2;
 
-// What slots cost lately, in ns per KiB; 0: not measured yet.
+// The recent cost of slots, in ns per KiB; 0: not measured yet.
 struct SlotCosts {
   float cached = 0, streamed = 0;
 
@@ -89,9 +89,9 @@ class SlotWriting {
 
  private:
   static constexpr float kMargin = 1.1f;
-  // Every so many slots one is of the other kind: prime numbers, so that it is not always the same one of a program's
-  // loop. One that is streamed without need costs up to five times as much. The first slots tell little, because pages
-  // may be new and caches are cold.
+  // One slot in every interval is of the other kind. The intervals are prime, so that a program's loop does not always
+  // hit the same slot. A slot that is streamed without need costs up to five times as much. The first slots tell
+  // little, because pages may be new and caches are cold.
   static constexpr unsigned kFirstSlots = 512, kFirstInterval = 17, kStreamedInterval = 509, kCachedInterval = 61;
 
   SlotCosts costs_[kCostClasses];
@@ -99,7 +99,7 @@ class SlotWriting {
   bool last_ = false;
 };
 
-// What one rank's reads of another's slots cost.
+// The cost of one rank's reads of another rank's slots.
 class SlotReading {
  public:
   // Whether a read is to be measured.
@@ -107,7 +107,7 @@ class SlotReading {
     const bool other = streamed != std::exchange(last_, streamed);
     return nbytes >= kAlwaysMeasuredBytes || other || ++reads_ % kSampleInterval == 0;
   }
-  // Tells the writer in `told`, by class, what has changed.
+  // Reports costs that have changed to the writer: stores them into `told`, by class.
   void record(std::size_t message_bytes, bool streamed, std::size_t nbytes, std::int64_t ns, Flag* told) {
     const int kind = cost_class(message_bytes);
     costs_[kind].record(streamed, nbytes, ns);

@@ -351,7 +351,7 @@ void Group::check_abort(const Call& call) const {
 }
 
 void Group::raise_end(Op op) const {
-  set_abort_flags();  // the rank that told this one may have died before it told the others
+  set_abort_flags();  // the rank that set this rank's flag may have died before it set the others
   const std::string why = why_aborted();
   const ErrorCode code = aborted_as();
   const bool fewer = code == ErrorCode::kRankLost || code == ErrorCode::kTimeout;

@@ -46,7 +46,7 @@ struct alignas(kLineBytes) AbortState {
 };
 inline constexpr std::uint64_t kWritten = 1, kWriters = 2;
 
-// What a rank shows when the surviving ranks agree who goes on, see Group::agree_on_shrink. Rounds are numbered from 1.
+// A rank's entries when the surviving ranks agree who goes on, see Group::agree_on_shrink. Rounds are numbered from 1.
 // Odd and even rounds use different memory, so the data of round n is valid until its rank enters round n + 2, which
 // readers check.
 struct alignas(kLineBytes) ShrinkBoard {
@@ -81,7 +81,7 @@ struct alignas(kLineBytes) Control {
   AbortState abort_state;        // on rank 0: the one for all ranks
   FlagLine decider;              // on rank 0: round << 16 | rank + 1 of the rank whose `members` are valid
   ShrinkBoard shrink;
-  // What this rank's reads of rank p's slots cost, see SlotCosts: of collectives, and of messages.
+  // The costs of this rank's reads of rank p's slots (SlotCosts): of collectives, and of messages.
   alignas(kLineBytes) Flag read_costs[kMaxWorldSize][2], p2p_read_costs[kMaxWorldSize][2];
   FlagLine p2p_consumed[kMaxWorldSize];  // by source
   ArenaRecord arenas[kMaxArenas];

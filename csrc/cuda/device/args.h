@@ -1,8 +1,8 @@
-// What the host and the kernels of the CUDA engine agree on: the layout of a rank's segment, and the arguments of a
-// launch. Plain data, passed by value.
+// The interface between the host and the kernels of the CUDA engine: the layout of a rank's segment, and the arguments
+// of a launch. Plain data, passed by value.
 //
-// A launch has the grid (channels, ranks): block (c, y) is channel c of the rank in ranks[y]. A channel keeps what it
-// knows of earlier calls (their number, its tickets) in its ChannelState in device memory, never in an argument, so
+// A launch has the grid (channels, ranks): block (c, y) is channel c of the rank in ranks[y]. A channel keeps its state
+// from call to call (the number of calls, its tickets) in a ChannelState in device memory, never in an argument, so
 // that a captured graph can be replayed.
 #pragma once
 
@@ -39,12 +39,12 @@ struct alignas(kLineBytes) ChannelState {
   std::uint64_t packets;   // oneshot messages
 };
 
-// What the reader of a send/recv link tells the writer. It lies in the writer's segment.
+// Reports of a send/recv link's reader to its writer. They lie in the writer's segment.
 struct alignas(kLineBytes) LinkCredit {
   Flag consumed;        // tickets
   std::int32_t pulled;  // 1: the reader has copied all of the long message that began with the newest ticket
   std::int32_t unused;
-  Location target;  // if `pulled` is 0: where the writer shall copy that message
+  Location target;  // if `pulled` is 0: where the writer must copy that message
 };
 
 // Words of calls that copy without a kernel, one pair for each peer that writes them: numbers of calls, see
@@ -141,8 +141,8 @@ struct alignas(kLineBytes) HostPage {
 // more arguments it has, because they are copied.
 inline constexpr std::size_t kSmallArgs = 4096, kLargeArgs = 32764;
 
-// What a rank's kernels need of all ranks. It lies in the rank's device memory, because arguments are copied with every
-// launch. It is complete once the ranks are connected; after that, only regions change.
+// The addresses of all ranks' memory, for the kernels of one rank. The table lies in that rank's device memory, because
+// arguments are copied with every launch. It is complete once the ranks are connected; after that, only regions change.
 struct RankTable {
   HostPage* host;
   char* segments[kMaxRanks];              // of every rank, as mapped on this rank
@@ -216,7 +216,7 @@ struct CopyArgs {
 };
 static_assert(sizeof(CopyArgs) <= kSmallArgs, "the arguments are to fit for every driver");
 
-// What a rank gives to one peer, and where it puts what it gets from it, in bytes.
+// The bytes that a rank gives to one peer, and the memory for those that it takes from that peer.
 struct Exchange {
   const char* give;
   char* take;

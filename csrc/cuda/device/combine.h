@@ -43,7 +43,7 @@ RINGCOMM_DEVICE void put_element(u32* words, int i, T value) {
   }
 }
 
-// What a thread loads or stores at once, 4 to 16 bytes.
+// The 4 to 16 bytes that a thread loads or stores at once.
 template <int kBytes>
 struct Chunk {
   u32 word[kBytes < 4 ? 1 : kBytes / 4];
@@ -164,8 +164,7 @@ inline constexpr bool kIsBitwise = false;
 template <typename T, ReduceOp op>
 inline constexpr bool kIsBitwise<T, ReduceStep<op>> = std::is_integral_v<T> && is_bitwise(op);
 
-// What the kernel of (T, Combine) does with the values of kLeast to kRanks ranks. kScaled: each is multiplied by a
-// factor.
+// Combines the values of kLeast to kRanks ranks, for the kernel of (T, Combine). kScaled: multiplies each by a factor.
 template <typename T, typename Combine, int kRanks, int kLeast = 1, bool kScaled = false>
 class Combiner {
   using Acc = AccOf<T>;
@@ -173,7 +172,7 @@ class Combiner {
   static constexpr bool kBitwise = kIsBitwise<T, Combine>;
 
  public:
-  // What the ranks are combined in: accumulators of elements, or whole words where only their bits count.
+  // The partial results: accumulators of elements, or whole words where only their bits count.
   template <int kWords>
   struct Partials {
     static constexpr int kCount = kWords * 4 / static_cast<int>(kBitwise ? 4 : sizeof(T));

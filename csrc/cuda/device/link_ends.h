@@ -94,8 +94,8 @@ class LinkEnds {
 
   const Block& block_;
   const bool waits_for_slice_, waits_for_credit_;
-  bool ok_ = true;     // what this thread waited for has come
-  bool going_ = true;  // what any thread waited for has come, as far as this thread knows
+  bool ok_ = true;     // this thread's waits have succeeded
+  bool going_ = true;  // all threads' waits have succeeded, as far as this thread knows
   bool settled_ = true;
 };
 

@@ -77,7 +77,7 @@ class TransferBlock {
     ChannelState* const state = reinterpret_cast<ChannelState*>(mine_);
     return sends_ ? &state->sent : &state->received;
   }
-  // What both ends must agree on. The number of the first ticket takes the place of the number of the call.
+  // The properties that both ends must agree on. The number of the first ticket takes the place of the call's number.
   RINGCOMM_DEVICE Signature sign(const Transfer& transfer) const {
     return {ticket_, 0, transfer.count, static_cast<std::uint8_t>(Op::kSend), static_cast<std::uint8_t>(transfer.dtype),
             0,       0, transfer.tag};

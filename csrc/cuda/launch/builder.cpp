@@ -63,7 +63,7 @@ void list_copies(const std::vector<LaunchMember>& members, CopyArgs& args) {
   args.first[world_size] = next;
 }
 
-// What a rank gives to each peer and takes from it if the peers launch separately.
+// The bytes that a rank gives to each peer and takes from it, where the peers launch separately.
 void list_exchanges(const Call& call, int rank, int world_size, Exchange* with) {
   const Parts input = input_parts(call), output = output_parts(call);
   const std::size_t each = element_bytes(call.dtype);

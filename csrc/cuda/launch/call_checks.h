@@ -1,4 +1,4 @@
-// What the cuda engine checks in a call beyond what every engine checks.
+// The checks of a call that only the cuda engine needs, beside those of every engine.
 #pragma once
 
 #include "core/engine.h"

@@ -135,7 +135,7 @@ void Context::check(Op op) {
   }
 }
 
-// A failure that a kernel of this rank recorded comes first: the order to stop says less than the reason.
+// A failure that a kernel of this rank recorded comes first: it says more than the abort that followed.
 void Context::raise_end(Op op) const {
   const auto failure = static_cast<Failure>(peer_memory_ ? load_acquire(&peer_memory_->page()->status.code) : 0);
   const bool told = failure == Failure::kAborted && shared().abort_state.ended();

@@ -1,5 +1,5 @@
-// What the parts of one rank's engine share: its memory, its limits and its end. And what the ranks of one communicator
-// in this process share.
+// The state that the parts of one rank's engine share: its memory, its limits and its end. And the state that the ranks
+// of one communicator in this process share.
 #pragma once
 
 #include <atomic>
@@ -23,7 +23,7 @@ namespace ringcomm::cuda {
 class LocalGroup;
 class Matcher;
 
-// What the ranks of one communicator in this process share.
+// The state that the ranks of one communicator in this process share.
 class SharedState {
  public:
   static std::shared_ptr<SharedState> of(const std::string& identity);
@@ -74,7 +74,7 @@ class Context {
   bool ended() const;
   // Why it has ended.
   [[noreturn]] void raise_end(Op op) const;
-  // Ends the communicator for everybody. Waits until the other ranks can see it, so that the process may end; at most a
+  // Ends the communicator on all ranks. Waits until the other ranks can see it, so that the process may end; at most a
   // second.
   void abort(const std::string& reason, ErrorCode code) noexcept;
   // The same, and throws it.

@@ -78,7 +78,7 @@ Part CopyCall::taken(std::size_t member, int from) const {
   return {output.data(from), output.count(from)};
 }
 
-// What a member tells each peer.
+// The messages of a member to each peer.
 std::vector<CopyCall::CallInfo> CopyCall::write(std::size_t member) const {
   const Call& mine = call(member);
   Context& context = *members_[member].context;

@@ -37,11 +37,11 @@ class CopyCall {
   bool agree();
   void enqueue() const;
 
-  // For a call by kernels: throws if a peer has come to this call, or to an earlier one, as a call that copies.
+  // For a call by kernels: throws if a peer has made this call, or an earlier one, as a call that copies.
   static void check_no_copy_call(const std::vector<LaunchMember>& members, std::uint64_t number);
 
  private:
-  // What a rank tells one of its peers.
+  // The message from a rank to one of its peers.
   struct CallInfo {
     Signature signature{};
     Location part{};  // that it gives to this peer

@@ -18,7 +18,7 @@ namespace ringcomm::cuda {
 
 class Context;
 
-// What a rank calls at once: one call, or a list that one launch serves.
+// The calls of a rank that one launch serves: a single call, or a list.
 struct Batch {
   const Call* calls = nullptr;
   int num_calls = 0;

@@ -8,9 +8,9 @@ namespace ringcomm::cuda {
 
 namespace {
 
-constexpr std::uint64_t kUsefulBytes = 64;  // a block comes for so many of each thread
+constexpr std::uint64_t kUsefulBytes = 64;  // bytes of each thread that are worth a block
 
-// How many blocks of how many threads the kernel gets for `units`, of which a thread is worth `each`.
+// The grid of a kernel: blocks for a number of units, of which a thread handles `each`.
 struct Grid {
   int threads;
   int room;

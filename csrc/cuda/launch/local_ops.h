@@ -1,4 +1,4 @@
-// What a rank computes alone, on its own memory; these are no calls of the communicator.
+// Operations of one rank on its own memory, which are no calls of the communicator.
 #pragma once
 
 #include "cuda/launch/context.h"

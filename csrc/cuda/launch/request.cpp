@@ -43,7 +43,7 @@ bool DeviceRequest::done() const {
     const DeviceGuard guard(context_->device(), context_->rank());
     return reached(*pending_->end_event(), context_->rank());
   } catch (const Error&) {
-    return true;  // wait() says what
+    return true;  // wait() reports the error
   }
 }
 
@@ -154,7 +154,7 @@ void Watcher::run() {
     const DeviceGuard guard(device_, rank_);
     loop();
   } catch (const Error&) {
-    loop();  // the device is lost, as those who wait shall hear
+    loop();  // the device is lost; requests report it
   }
   id_.store(std::thread::id());
 }

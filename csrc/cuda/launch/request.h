@@ -49,7 +49,7 @@ class DeviceRequest final : public Request, public std::enable_shared_from_this<
   std::atomic<bool> ended_well_{false};  // seen once; a later failure is not this call's
 };
 
-// Watches the requests whose end somebody has asked to be told.
+// Watches the requests that have a callback.
 class Watcher {
  public:
   Watcher(int device, int rank) : device_(device), rank_(rank) {}

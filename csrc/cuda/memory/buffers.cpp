@@ -153,7 +153,7 @@ Buffers::OwnAllocations::iterator Buffers::find(const Allocation& allocation) {
   return own == end ? allocations_.end() : own;
 }
 
-// A free region, or that of the window.
+// Returns a free region, or the window's.
 int Buffers::take_region(const Allocation& allocation) {
   const std::uint64_t base = allocation.region_base();
   const bool window = allocation.chunk != nullptr;
@@ -171,7 +171,7 @@ void Buffers::forget(OwnAllocations::iterator own) {
   allocations_.erase(own);
 }
 
-// The peers are told at the next call.
+// The offers are sent at the next call.
 void Buffers::offer(const Allocation& allocation, const char* call) {
   withdraw_freed();
   for (auto own = allocations_.begin(); own != allocations_.end();) {  // not all virtual memory has been checked
@@ -336,7 +336,7 @@ bool Buffers::has_unused() const {
   return std::any_of(opened_.begin(), opened_.end(), [&](const PeerAllocation& o) { return calls_ >= o.until; });
 }
 
-// The owner is told after closing: until then the driver would refuse another mapping of the same address.
+// The owner gets its answer after closing: until then the driver would refuse another mapping of the same address.
 void Buffers::close_unused() {
   std::list<PeerAllocation> unused;
   {

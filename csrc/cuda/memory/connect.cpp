@@ -24,7 +24,7 @@ std::int64_t now_ms() {
 constexpr int kProbeWords = kLineBytes / sizeof(std::uint64_t);
 using Probe = std::array<std::uint64_t, kProbeWords>;
 
-// What `writer` writes into probe line `line` of somebody's segment.
+// The pattern that `writer` writes into probe line `line` of a segment.
 Probe probe_of(const Identity& writer, int line) {
   Probe probe;
   std::uint64_t x = writer[0] + 0x9e3779b97f4a7c15u * static_cast<std::uint64_t>(line + 1);
@@ -154,7 +154,7 @@ ControlMessage PeerMemory::await(ControlMessage::Kind kind, int peer, std::int64
   }
 }
 
-// Returns when every rank has come to this point.
+// Returns once every rank has reached this point.
 void PeerMemory::barrier(ControlMessage::Kind kind, std::int64_t deadline) {
   ControlMessage message;
   message.kind = kind;

@@ -16,7 +16,7 @@ Identity random_identity();
 std::string text_of(const Identity& identity);  // 32 hexadecimal digits
 Identity identity_of(const std::string& text);
 
-// A process of this host. It is told from a later process with the same number.
+// A process of this host, distinguished from a later process with the same number.
 struct Process {
   int pid = 0;
   std::uint64_t start = 0;  // in clock ticks since the boot

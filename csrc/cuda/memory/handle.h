@@ -1,4 +1,4 @@
-// What a rank sends to the others before they can access its memory: where it runs, which settings must be equal, and
+// The handle that a rank sends to the others before they can access its memory: where it runs, its settings, and
 // where its segment and its control socket are. It is one line of text, which stores of all kinds can carry.
 #pragma once
 

@@ -129,7 +129,7 @@ class PeerMemory {
   void await_stop(std::chrono::milliseconds limit) const noexcept;
 
  private:
-  // What the ranks of one process share. It lives as long as any of them.
+  // Memory of one rank that the other ranks of its process use too. It lives as long as any of them.
   struct ProcessMemory {
     std::shared_ptr<DeviceMemory> segment;
     HostPage* page = nullptr;

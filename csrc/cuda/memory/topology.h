@@ -19,7 +19,7 @@ struct Path {
 };
 const char* name(Path::Kind kind);
 
-// What CUDA reports about two devices that this process sees.
+// Returns CUDA's report about two devices that this process sees.
 Path path_between(int from, int to, int rank);
 
 // A ring through all ranks, as a list of ranks that begins with 0. paths[a][b] is the path from rank a to rank b; a

@@ -12,8 +12,8 @@
 
 namespace ringcomm::cuda {
 
-// Streams of the engine, of the highest priority. They wait for no other stream unless they are told to, and are never
-// destroyed: a returned stream is lent again.
+// Streams of the engine, of the highest priority. They wait for other streams only explicitly, and are never destroyed:
+// a returned stream is lent again.
 cudaStream_t lend_stream(int device, int rank);
 void take_back_stream(int device, cudaStream_t stream);
 
@@ -37,7 +37,7 @@ class StreamEvents : public std::enable_shared_from_this<StreamEvents> {
  public:
   explicit StreamEvents(int device) : device_(device) {}
   ~StreamEvents();
-  // The point where `stream` is now. The device is the current one.
+  // Records the present point of `stream`. The device must be the current one.
   StreamEventPtr record(cudaStream_t stream, unsigned long long capture, int rank);
   // Work that is enqueued on `stream` from now on runs after the event.
   static void follow(cudaStream_t stream, unsigned long long capture, const StreamEventPtr& event, int rank);

@@ -19,8 +19,8 @@ struct Piece {
 // The copies have no order among themselves. `captured`: the stream is being captured.
 void copy_pieces(const std::vector<Piece>& pieces, cudaStream_t stream, bool captured, int rank);
 
-// Whoever sees a written word also sees the work that was enqueued before the write. A wait ends once the word is
-// `value` or up to 2^31 more. It has no time limit: see StreamWaits.
+// A reader that sees a written word also sees the work that was enqueued before the write. A wait ends once the word is
+// `value` or up to 2^31 more. A wait has no time limit: see StreamWaits.
 struct WordOp {
   std::uint32_t* word;
   std::uint32_t value;

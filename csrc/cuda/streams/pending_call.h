@@ -17,7 +17,7 @@ namespace ringcomm::cuda {
 using Clock = std::chrono::steady_clock;
 // How long a waiting thread sleeps before it looks at the AbortState again, in case nobody has notified it.
 inline constexpr std::chrono::milliseconds kHeartbeat{20};
-// What is added to a limit for an enqueued call: its limit on the device begins when the stream reaches it.
+// Added to the time limit of an enqueued call, because its limit on the device begins when the stream reaches it.
 inline constexpr std::chrono::seconds kGrace{10};
 
 class PendingCall {
@@ -46,7 +46,7 @@ class PendingCall {
 
   // Of a call that may be open. Makes it fail, so that no rank reads its arguments any more. False: it was not open.
   virtual bool cancel() { return false; }
-  // The ranks that have not come, and what they call instead: "ranks 1 and 2 to come to call #5, got ...".
+  // Names the ranks that have not made the call, and their calls: "ranks 1 and 2 to come to call #5, got ...".
   virtual std::string missing() const { return ""; }
 
  private:

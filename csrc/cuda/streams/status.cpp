@@ -9,7 +9,7 @@ std::string seconds(std::int64_t timeout_ms) { return concat(static_cast<double>
 
 namespace {
 
-// What `rank` expected of its peer.
+// Describes what a rank expected of its peer.
 std::string expected(const Status& status) {
   switch (static_cast<WaitKind>(status.wait)) {
     case WaitKind::kSlice:

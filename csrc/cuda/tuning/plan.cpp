@@ -17,7 +17,7 @@ constexpr std::uint64_t oneshot_bytes(int world_size) { return world_size <= 4 ?
 constexpr std::uint64_t kWideBytes = 32u << 10;      // LL128 above, where lines arrive whole
 constexpr std::uint64_t kOneshotChannel = 1u << 10;  // bytes that are worth a further channel
 constexpr std::uint64_t kChannel = 16u << 10;
-// For an uneven all_to_all, of which no rank knows all parts: enough for every channel.
+// Assumed for an uneven all_to_all, whose size no rank knows: enough for every channel.
 constexpr std::uint64_t kUnknownBytes = 1u << 20;
 
 Algorithm choose(Op op, std::uint64_t nbytes, const Setting& setting) {
@@ -69,7 +69,7 @@ Plan make_plan(Op op, Algorithm requested, std::uint64_t nbytes, bool packets, b
                const Setting& setting, const Tuning& tuning) {
   const Tuning::Entry* entry =
       requested == Algorithm::kAuto ? tuning.find(op, setting.layout.world_size, nbytes) : nullptr;
-  if (entry && entry->algorithm == Algorithm::kOneshot && !packets) entry = nullptr;  // it says nothing of direct
+  if (entry && entry->algorithm == Algorithm::kOneshot && !packets) entry = nullptr;  // its numbers are not for direct
   Plan plan;
   plan.algorithm = requested != Algorithm::kAuto ? requested : entry ? entry->algorithm : choose(op, nbytes, setting);
   if (op == Op::kBarrier || (plan.algorithm == Algorithm::kOneshot && !packets)) plan.algorithm = Algorithm::kDirect;

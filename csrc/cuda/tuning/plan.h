@@ -35,7 +35,7 @@ inline constexpr int kBlockThreadsStep = 32;
 inline constexpr int kUsualBlockThreads = kMostBlockThreads;
 #endif
 
-// What all ranks of a communicator have in common.
+// The facts that all ranks of a communicator share.
 struct Setting {
   Layout layout;
   int usual_channels = kUsualChannels;  // of a plan for which the tuning names no number
@@ -57,7 +57,7 @@ struct Plan {
   Algorithm algorithm = Algorithm::kDirect;
   bool wide_packets = false;
   bool waits = true;   // blocks wait for each other: all must be on the device at once
-  bool known = false;  // what the kernel is told
+  bool known = false;  // the kernel gets all pointers
   int channels = 1;    // at most; of a plan that waits for nobody: blocks of one rank
   int threads = kUsualBlockThreads;
 };

@@ -84,7 +84,7 @@ class Line {
   const int number_;
 };
 
-// What follows `word` on a line that begins with it; empty: it does not.
+// Returns the rest of a line that begins with `word`; empty if it does not.
 std::string after(const std::string& word, const std::string& line) {
   std::istringstream in(line.substr(0, line.find('#')));
   std::string first, rest;

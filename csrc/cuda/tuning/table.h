@@ -47,7 +47,7 @@ class Tuning {
   int most_channels() const;
   // Whether an entry is for this many ranks, two or more.
   bool serves(int world_size) const;
-  // Of everything that the file says, so that ranks can compare their files.
+  // Covers the whole content of the file, so that ranks can compare their files.
   std::uint64_t checksum() const;
   // Throws if the entries were measured on another device or over other links than these. Ranks that do not see each
   // other's devices do not know their links, and check only the device.

@@ -25,7 +25,7 @@
 
 namespace ringcomm::cuda {
 
-// What a block does next, and its progress.
+// The next work of a block, and its progress.
 struct Progress : Reduction {
   std::int32_t in_place;
   ReduceOp combine;  // the combining step of the call

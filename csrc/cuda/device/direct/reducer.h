@@ -8,7 +8,7 @@
 
 namespace ringcomm::cuda {
 
-// What a block reduces. It lies in shared memory, so that the code that fills it in is compiled once for all types.
+// The work of a block. It lies in shared memory, so that the code that fills it in is compiled once for all types.
 struct Reduction {
   const char* source[kMaxRanks];  // by rank
   char* target[kMaxRanks];

@@ -108,7 +108,7 @@ RINGCOMM_DEVICE void combine_run(const RingRun& run, ReduceOp op, double factor,
   combine_units<T, T, kDepth>(any, run, done, run.count - done);
 }
 
-// What the ring needs to know of its elements.
+// The elements of the ring, as values that are reduced.
 template <typename T>
 class RingArithmetic {
  public:
@@ -133,7 +133,7 @@ class RingArithmetic {
   const CallArgs& args_;
 };
 
-// Used instead where bytes are only copied.
+// The same for bytes that are only copied.
 class ByteArithmetic {
  public:
   static constexpr bool kReduces = false;

@@ -13,7 +13,8 @@
 
 namespace ringcomm::cuda {
 
-// What all threads of a block know of the call. It lies in shared memory, because the registers are for the data.
+// The facts of the call that all threads of a block share. They lie in shared memory, to leave the registers to the
+// data.
 struct RingPlan {
   Signature signature;
   char* inbox;  // boards
