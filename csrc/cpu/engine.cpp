@@ -194,7 +194,7 @@ class CpuEngine final : public Engine {
   }
 
   void run_collective(const Call& call);
-  void end_badly(const Call& call, const char* what);
+  void fail_call(const Call& call, const char* what);
   void note_algorithm(const Call& call, AlgorithmUsed used) const;
   std::uint64_t run_connected(SlotStream& slots);
   std::uint64_t run_staged(SlotStream& slots, std::uint64_t first);
@@ -224,26 +224,26 @@ void CpuEngine::run_collective(const Call& call) {
   try {
     slots.finish(run_connected(slots));
   } catch (const std::exception& error) {  // a call must not stay half done: the ranks' tickets would differ
-    end_badly(call, error.what());
+    fail_call(call, error.what());
     throw;
   }
 }
 
 // Aborts the group, and returns once no peer can access the caller's buffers any more. The error may be a consequence
 // of a lost rank, whose memory cannot be opened any more; then the lost rank is reported as the cause.
-void CpuEngine::end_badly(const Call& call, const char* what) {
-  const auto let_go_of_buffers = [this] {
+void CpuEngine::fail_call(const Call& call, const char* what) {
+  const auto reclaim_buffers = [this] {
     if (!group_.wait_peers_idle()) heap_.detach();
   };
   try {
     if (!group_.aborted()) group_.check_lost(call);
   } catch (const Error&) {
-    let_go_of_buffers();
+    reclaim_buffers();
     throw;
   }
   if (!group_.aborted())
     group_.abort(concat(name(call.op), ": rank ", group_.rank(), " failed: ", what), ErrorCode::kAborted);
-  let_go_of_buffers();
+  reclaim_buffers();
 }
 
 void CpuEngine::note_algorithm(const Call& call, AlgorithmUsed used) const {

@@ -159,7 +159,7 @@ class HierarchicalEngine final : public Engine {
   void interrupt(const char* call);
   void run_now(const Call& call);
   [[noreturn]] void report(const Call& call, const TransportFailure& failure);
-  void hear_of(const std::exception_ptr& error);
+  void end_after(const std::exception_ptr& error);
   std::string explain(const std::string& what, const TransportFailure& failure) const;
   void fail_group(const std::string& reason, ErrorCode code) {
     if (aborted())
@@ -191,7 +191,7 @@ std::shared_ptr<Request> HierarchicalEngine::message(const Call& call) {
   if (!far) inside.root = topology().local_of(call.root);
   auto message = far ? transport_->message(call, limit_of(call)) : local_->submit(std::move(inside));
   if (!on_host_) return message;  // a device's transport reports errors itself
-  if (far) message->on_done([this](std::exception_ptr error) { hear_of(error); });
+  if (far) message->on_done([this](std::exception_ptr error) { end_after(error); });
   const auto check = [abort_state = abort_state_, op = call.op](const std::exception_ptr& error) {
     if (error) abort_state->explain(op, error);
   };
@@ -199,7 +199,7 @@ std::shared_ptr<Request> HierarchicalEngine::message(const Call& call) {
 }
 
 // A message that fails ends the communicator, as it does inside a host.
-void HierarchicalEngine::hear_of(const std::exception_ptr& error) {
+void HierarchicalEngine::end_after(const std::exception_ptr& error) {
   if (!error || closed_.load()) return;
   try {
     std::rethrow_exception(error);

@@ -17,72 +17,67 @@ namespace ringcomm::cuda {
 
 namespace {
 
-class Line {
- public:
-  Line(const std::string& text, const std::string& source, int number)
-      : text_(text), source_(source), number_(number) {}
+// `where`: the file and the line, for errors.
+[[noreturn]] void refuse(const std::string& where, const std::string& why) {
+  fail(ErrorCode::kInvalid, "tuning: ", where, ": ", why,
+       "; write the file with `ringcomm tune`, or unset RINGCOMM_TUNING");
+}
 
-  Tuning::Entry parse() const {
-    std::istringstream in(text_.substr(0, text_.find('#')));
-    std::string op, world_size, bytes, algorithm, channels, threads, more;
-    if (!(in >> op >> world_size >> bytes >> algorithm >> channels >> threads) || in >> more)
-      refuse("expected six columns (op, world_size, up_to_bytes, algorithm, channels, threads)");
-    Tuning::Entry entry{};
-    entry.op = op_of(op);
-    entry.world_size = static_cast<int>(number(world_size, "a world_size", 1, kMaxRanks));
-    constexpr auto kMost = std::numeric_limits<std::uint64_t>::max();
-    entry.up_to_bytes = bytes == "max" ? kMost : number(bytes, "up_to_bytes", 0, kMost);
-    entry.algorithm = algorithm_of(algorithm, entry.op);
-    if (entry.algorithm == Algorithm::kOneshot && entry.world_size > kMaxPacketRanks)
-      refuse(concat("expected a world_size of at most ", kMaxPacketRanks, " with oneshot, got ", entry.world_size));
-    entry.channels = static_cast<int>(number(channels, "channels", 0, 65535));
-    entry.threads = static_cast<int>(number(threads, "threads", 0, kMostBlockThreads));
-    if (entry.threads % kBlockThreadsStep != 0)
-      refuse("expected a multiple of " + std::to_string(kBlockThreadsStep) + " threads, got " + threads);
-    return entry;
-  }
+Op op_of(const std::string& text, const std::string& where) {
+  for (int i = 0; i < static_cast<int>(Op::kBarrier); ++i)
+    if (text == name(static_cast<Op>(i))) return static_cast<Op>(i);
+  refuse(where, "expected an op such as all_reduce, got " + quoted(text));
+}
 
- private:
-  Op op_of(const std::string& text) const {
-    for (int i = 0; i < static_cast<int>(Op::kBarrier); ++i)
-      if (text == name(static_cast<Op>(i))) return static_cast<Op>(i);
-    refuse("expected an op such as all_reduce, got " + quoted(text));
+Algorithm algorithm_of(const std::string& text, Op op, const std::string& where) {
+  for (int i = 1; i <= static_cast<int>(Algorithm::kCopyEngine); ++i) {
+    const auto algorithm = static_cast<Algorithm>(i);
+    if (text != name(algorithm)) continue;
+    const bool ring = algorithm == Algorithm::kRing;
+    if (ring && reduces(op)) refuse(where, "expected an algorithm that keeps the bits of a reduction, got ring");
+    if (ring && op != Op::kAllGather && op != Op::kBroadcast) refuse(where, std::string(name(op)) + " has no ring");
+    if (algorithm == Algorithm::kOneshot && op != Op::kAllReduce) refuse(where, "only all_reduce has oneshot");
+    if (algorithm == Algorithm::kCopyEngine && op != Op::kAllGather && op != Op::kAllToAll)
+      refuse(where, "only all_gather and all_to_all have copy_engine");
+    return algorithm;
   }
-  Algorithm algorithm_of(const std::string& text, Op op) const {
-    for (int i = 1; i <= static_cast<int>(Algorithm::kCopyEngine); ++i) {
-      const auto algorithm = static_cast<Algorithm>(i);
-      if (text != name(algorithm)) continue;
-      const bool ring = algorithm == Algorithm::kRing;
-      if (ring && reduces(op)) refuse("expected an algorithm that keeps the bits of a reduction, got ring");
-      if (ring && op != Op::kAllGather && op != Op::kBroadcast) refuse(std::string(name(op)) + " has no ring");
-      if (algorithm == Algorithm::kOneshot && op != Op::kAllReduce) refuse("only all_reduce has oneshot");
-      if (algorithm == Algorithm::kCopyEngine && op != Op::kAllGather && op != Op::kAllToAll)
-        refuse("only all_gather and all_to_all have copy_engine");
-      return algorithm;
-    }
-    refuse("expected direct, oneshot, ring or copy_engine, got " + quoted(text));
-  }
-  std::uint64_t number(const std::string& text, const char* what, std::uint64_t least, std::uint64_t most) const {
-    std::size_t used = 0;
-    std::uint64_t value = 0;
-    try {
-      value = std::stoull(text, &used);
-    } catch (const std::exception&) {
-      used = 0;
-    }
-    if (used != text.size() || text[0] == '-' || value < least || value > most)
-      refuse(concat("expected ", what, " from ", least, " to ", most, ", got ", quoted(text)));
-    return value;
-  }
-  [[noreturn]] void refuse(const std::string& why) const {
-    fail(ErrorCode::kInvalid, "tuning: ", source_, " line ", number_, ": ", why,
-         "; write the file with `ringcomm tune`, or unset RINGCOMM_TUNING");
-  }
+  refuse(where, "expected direct, oneshot, ring or copy_engine, got " + quoted(text));
+}
 
-  const std::string& text_;
-  const std::string& source_;
-  const int number_;
-};
+std::uint64_t number_of(const std::string& text, const char* what, std::uint64_t least, std::uint64_t most,
+                        const std::string& where) {
+  std::size_t used = 0;
+  std::uint64_t value = 0;
+  try {
+    value = std::stoull(text, &used);
+  } catch (const std::exception&) {
+    used = 0;
+  }
+  if (used != text.size() || text[0] == '-' || value < least || value > most)
+    refuse(where, concat("expected ", what, " from ", least, " to ", most, ", got ", quoted(text)));
+  return value;
+}
+
+Tuning::Entry entry_of(const std::string& line, const std::string& where) {
+  std::istringstream in(line.substr(0, line.find('#')));
+  std::string op, world_size, bytes, algorithm, channels, threads, more;
+  if (!(in >> op >> world_size >> bytes >> algorithm >> channels >> threads) || in >> more)
+    refuse(where, "expected six columns (op, world_size, up_to_bytes, algorithm, channels, threads)");
+  Tuning::Entry entry{};
+  entry.op = op_of(op, where);
+  entry.world_size = static_cast<int>(number_of(world_size, "a world_size", 1, kMaxRanks, where));
+  constexpr auto kMost = std::numeric_limits<std::uint64_t>::max();
+  entry.up_to_bytes = bytes == "max" ? kMost : number_of(bytes, "up_to_bytes", 0, kMost, where);
+  entry.algorithm = algorithm_of(algorithm, entry.op, where);
+  if (entry.algorithm == Algorithm::kOneshot && entry.world_size > kMaxPacketRanks)
+    refuse(where,
+           concat("expected a world_size of at most ", kMaxPacketRanks, " with oneshot, got ", entry.world_size));
+  entry.channels = static_cast<int>(number_of(channels, "channels", 0, 65535, where));
+  entry.threads = static_cast<int>(number_of(threads, "threads", 0, kMostBlockThreads, where));
+  if (entry.threads % kBlockThreadsStep != 0)
+    refuse(where, "expected a multiple of " + std::to_string(kBlockThreadsStep) + " threads, got " + threads);
+  return entry;
+}
 
 // Returns the rest of a line that begins with `word`; empty if it does not.
 std::string after(const std::string& word, const std::string& line) {
@@ -110,7 +105,7 @@ Tuning Tuning::parse(const std::string& text, const std::string& source) {
     else if (const std::string links = after("links", line); !links.empty())
       tuning.links_ = links;
     else
-      tuning.entries_.push_back(Line(line, source, number).parse());
+      tuning.entries_.push_back(entry_of(line, concat(source, " line ", number)));
   }
   std::stable_sort(tuning.entries_.begin(), tuning.entries_.end(),
                    [](const Entry& a, const Entry& b) { return key(a) < key(b); });

@@ -27,7 +27,7 @@ CallState state_of(const std::exception_ptr& error) {
 }
 
 // Returns the error; if it ends the communicator, with the communicator's number.
-std::exception_ptr about(const std::exception_ptr& error, std::uint64_t group) {
+std::exception_ptr with_group(const std::exception_ptr& error, std::uint64_t group) {
   try {
     std::rethrow_exception(error);
   } catch (const Error& each) {
@@ -44,28 +44,28 @@ class RecordingRequest final : public Request {
 
   bool done() const override { return request_->done(); }
   void wait(std::int64_t timeout_ms) override {
-    told([&] { request_->wait(timeout_ms); });
+    annotated([&] { request_->wait(timeout_ms); });
   }
   void on_done(std::function<void(std::exception_ptr)> callback) override {
     request_->on_done([group = group_, callback = std::move(callback)](std::exception_ptr error) {
-      callback(error ? about(error, group) : nullptr);
+      callback(error ? with_group(error, group) : nullptr);
     });
   }
   int source() const override { return request_->source(); }
   void start_now() override { request_->start_now(); }
   void join(std::uintptr_t stream) override {
-    told([&] { request_->join(stream); });
+    annotated([&] { request_->join(stream); });
   }
 
  private:
   template <typename Act>
-  void told(const Act& act) const {
+  void annotated(const Act& act) const {
     const std::shared_ptr<Engine> kept = engine_.lock();  // also if a signal's handler drops the engine
     try {
       act();
     } catch (...) {
       if (!done()) throw;  // only this wait has timed out
-      std::rethrow_exception(about(std::current_exception(), group_));
+      std::rethrow_exception(with_group(std::current_exception(), group_));
     }
   }
 
@@ -111,7 +111,7 @@ class RecordingEngine final : public Engine {
     try {
       return engine_->probe(call, false);  // not recorded: the caller asks again and again
     } catch (...) {
-      std::rethrow_exception(about(std::current_exception(), silent() ? 0 : recorder_->group()));
+      std::rethrow_exception(with_group(std::current_exception(), silent() ? 0 : recorder_->group()));
     }
   }
   std::shared_ptr<Request> submit(Call call) override {
@@ -144,7 +144,7 @@ class RecordingEngine final : public Engine {
     } catch (...) {
       failed(begun);
     }
-    for (const BegunCall& call : begun) recorder_->end(call, ended());
+    for (const BegunCall& call : begun) recorder_->end(call, end_state());
   }
 
   void pack(const PackCall& packing) override { engine_->pack(packing); }
@@ -174,7 +174,7 @@ class RecordingEngine final : public Engine {
     try {
       engine_->synchronize(stream);
     } catch (...) {
-      std::rethrow_exception(about(std::current_exception(), recorder_ ? recorder_->group() : 0));
+      std::rethrow_exception(with_group(std::current_exception(), recorder_ ? recorder_->group() : 0));
     }
   }
 
@@ -190,13 +190,13 @@ class RecordingEngine final : public Engine {
     const UnlocatedCalls late(call.site ? nullptr : recorder_.get(), &begun, 1);
     try {
       const auto result = act();
-      recorder_->end(begun, ended());
+      recorder_->end(begun, end_state());
       return result;
     } catch (...) {
       failed({begun});
     }
   }
-  CallState ended() const { return on_host_ ? CallState::kDone : CallState::kEnqueued; }
+  CallState end_state() const { return on_host_ ? CallState::kDone : CallState::kEnqueued; }
   // Ends calls with the current exception and rethrows it. The last call comes first, so that refused calls give their
   // numbers back.
   [[noreturn]] void failed(const std::vector<BegunCall>& begun) const {
@@ -204,7 +204,7 @@ class RecordingEngine final : public Engine {
     UnlocatedCalls::place();
     const CallState state = state_of(error);
     for (auto call = begun.rbegin(); call != begun.rend(); ++call) recorder_->end(*call, state);
-    std::rethrow_exception(about(error, recorder_->group()));
+    std::rethrow_exception(with_group(error, recorder_->group()));
   }
 
   const int forks_;

@@ -112,7 +112,7 @@ bool WorkQueue::executes_in_this_thread() const {
   return runner_.load(std::memory_order_relaxed) == std::this_thread::get_id();
 }
 
-bool WorkQueue::may_execute() const { return looks_ || !interruptible(); }
+bool WorkQueue::may_execute() const { return polls_signals_ || !interruptible(); }
 
 void WorkQueue::run(const Call& call) {
   if (busy_.load(std::memory_order_relaxed) || waiting_.load() != 0) refuse_from_inside(call);

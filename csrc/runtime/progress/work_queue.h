@@ -48,15 +48,15 @@ using Watch = std::function<void(const std::function<bool()>& has_come)>;
 
 class WorkQueue {
  public:
-  // `stop` makes the executing call end soon, because a signal handler wants a waiting caller to go on. `looks`:
-  // executions poll for signals themselves; where they do not, a thread that handles signals leaves them to another
-  // one. `small_bytes`: up to this size of one rank's part a call is small. `watch`: makes a Watch for each wait
-  // without a time limit of its own; may be null.
-  WorkQueue(std::function<void(const Call&)> execute, std::function<void(const char*)> stop, bool looks,
+  // `stop` makes the executing call end soon, because a signal handler wants a waiting caller to go on.
+  // `polls_signals`: executions poll for signals themselves; where they do not, a thread that handles signals leaves
+  // them to another one. `small_bytes`: up to this size of one rank's part a call is small. `watch`: makes a Watch for
+  // each wait without a time limit of its own; may be null.
+  WorkQueue(std::function<void(const Call&)> execute, std::function<void(const char*)> stop, bool polls_signals,
             std::size_t small_bytes = 0, std::function<Watch()> watch = nullptr)
       : execute_(std::move(execute)),
         stop_(std::move(stop)),
-        looks_(looks),
+        polls_signals_(polls_signals),
         small_bytes_(small_bytes),
         watch_(std::move(watch)) {}
   ~WorkQueue() { stop(); }
@@ -98,7 +98,7 @@ class WorkQueue {
 
   const std::function<void(const Call&)> execute_;
   const std::function<void(const char*)> stop_;
-  const bool looks_;
+  const bool polls_signals_;
   const std::size_t small_bytes_;
   const std::function<Watch()> watch_;
   std::atomic<bool> busy_{false};          // a thread is executing
