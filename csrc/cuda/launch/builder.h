@@ -14,12 +14,12 @@ namespace ringcomm::cuda {
 
 class LaunchBuilder {
  public:
-  // `members[lead]` launches, on its stream; `number` is that of the call. Checks what can be checked before anything
-  // is enqueued.
+  // `members[lead]` launches the calls, on its stream; `number`: of the call. Makes all checks that are possible before
+  // anything is enqueued.
   LaunchBuilder(const std::vector<LaunchMember>& members, std::size_t lead, std::uint64_t number);
-  // The agreement of the ranks on the host that some calls need before anything is enqueued; see CopyCall.
+  // Lets the ranks agree on the host, as some calls need before anything is enqueued; see CopyCall.
   void agree();
-  // Enqueues the calls. True: their kernels wait for other ranks.
+  // Enqueues the calls. Returns whether their kernels wait for other ranks.
   bool enqueue() const;
   // The algorithm that serves the calls, once the ranks have agreed.
   Algorithm algorithm() const { return plan_.algorithm; }
@@ -59,7 +59,7 @@ class LaunchBuilder {
   const std::uint64_t number_;
   const Setting setting_;
   Plan plan_;
-  std::optional<CopyCall> copies_;  // set: it serves the call
+  std::optional<CopyCall> copies_;  // set if it serves the call
 };
 
 // Whether an all_to_all writes where it reads.

@@ -33,7 +33,7 @@ class SharedState {
   // The ranks in `memory.local_ranks()`, which share a device.
   std::shared_ptr<LocalGroup> local_group(const PeerMemory& memory);
   Matcher& matcher() { return *matcher_; }
-  // The communicator has ended: wakes all threads that wait on the host.
+  // Wakes all threads that wait on the host, because the communicator has ended.
   void end_all();
 
  private:
@@ -72,12 +72,12 @@ class Context {
   // Throws if the communicator has ended, or a kernel of this rank has given up.
   void check(Op op);
   bool ended() const;
-  // Why it has ended.
+  // Throws the reason for which it has ended.
   [[noreturn]] void raise_end(Op op) const;
   // Ends the communicator on all ranks. Waits until the other ranks can see it, so that the process may end; at most a
   // second.
   void abort(const std::string& reason, ErrorCode code) noexcept;
-  // The same, and throws it.
+  // Does the same, and throws the error.
   [[noreturn]] void abort_and_throw(ErrorCode code, const std::string& message);
 
   // Blocks the host until the call is no longer open, at most until `end`; then the communicator ends. Throws the error

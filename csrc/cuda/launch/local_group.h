@@ -43,7 +43,7 @@ class LocalGroup {
   LocalGroup(AbortState& abort_state, std::vector<int> ranks);
 
   void join(Context& context);
-  // The rank makes no more calls, and none of its calls is open.
+  // Removes a rank that makes no more calls and has no open call.
   void leave(int rank);
 
   // Posts the next call of this rank. The thread of the last rank that posts it launches it. The ranks may share the
@@ -52,7 +52,7 @@ class LocalGroup {
 
   // Throws if ranks were found to differ in this rank's next call, or in a later one.
   void check_mismatch(int rank);
-  // The communicator has ended: open calls fail.
+  // Fails the open calls, because the communicator has ended.
   void end_all();
   // The end of the last launch.
   StreamEventPtr last() const;

@@ -14,7 +14,7 @@
 
 namespace ringcomm::cuda {
 
-// Blocks the host until the event is reached. False: it was not reached by `end`.
+// Blocks the host until the event is reached. Returns false if it was not reached by `end`.
 bool await_event(const StreamEvent& event, int rank, Clock::time_point end);
 
 class Watcher;
@@ -31,7 +31,7 @@ class DeviceRequest final : public Request, public std::enable_shared_from_this<
   int source() const override { return pending_->source(); }
   void join(std::uintptr_t stream) override;
 
-  // For the watcher: whether the request is over, which it is also when the limit has passed.
+  // For the watcher: whether the request is over; it is also over once the limit has passed.
   bool poll();
   // Valid once the request is over.
   std::exception_ptr result();
@@ -64,7 +64,7 @@ class Watcher {
   using Item = std::pair<std::shared_ptr<DeviceRequest>, std::function<void(std::exception_ptr)>>;
   void run();
   void loop();
-  // Makes the callbacks of requests that are over, without the lock. True: there were some.
+  // Calls the callbacks of requests that are over, without the lock. Returns whether there were any.
   bool sweep(std::unique_lock<std::mutex>& lock);
 
   const int device_, rank_;

@@ -22,13 +22,13 @@ class Matcher {
  public:
   explicit Matcher(AbortState& abort_state) : abort_state_(abort_state) {}
 
-  // A send or receive whose other side is in this process. Enqueues the copy if the other side has come.
+  // Posts a send or receive whose other side is in this process. Enqueues the copy if the other side has been posted.
   std::shared_ptr<PendingCall> post(Context& context, Call call, cudaStream_t stream, unsigned long long capture);
 
-  // The rank posts nothing more, and its receives fail. Returns its sends that are still open.
+  // Ends the messages of a rank: its receives fail. Returns its sends that are still open.
   std::vector<std::shared_ptr<PendingCall>> close(int rank);
   bool has_open(int rank);
-  // The communicator has ended: open messages fail.
+  // Fails the open messages, because the communicator has ended.
   void end_all();
 
  private:

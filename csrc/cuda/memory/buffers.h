@@ -81,11 +81,11 @@ class Buffers {
 
   // Called before each call, with its name: receives and sends messages.
   void attend(ControlSocket& control, const char* call);
-  // The call of the last attend() has been launched.
+  // Notes that the call of the last attend() has been launched.
   void called();
   // Where a buffer of the next call lies for the peers. The first use of an allocation offers it.
   Location locate(const void* data, std::size_t nbytes, bool captured, const char* call);
-  // Whether there are mappings of peers' memory that no call of this rank uses any more; and closing them.
+  // Finds, and closes, mappings of peers' memory that no call of this rank uses any more.
   bool has_unused() const;
   void close_unused();
   // How many allocations of this rank the peers have opened.

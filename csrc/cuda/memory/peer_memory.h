@@ -91,7 +91,7 @@ class PeerMemory {
   // How this rank accesses a peer, for display: "itself", "pointer", "ipc", "vmm".
   std::string reach(int peer) const;
 
-  // Before each call, and after its launch; see Buffers.
+  // To be called before each call, and after its launch; see Buffers.
   void attend(const char* call);
   void called();
   bool has_unused_mappings() const { return buffers_ && buffers_->has_unused(); }

@@ -39,7 +39,7 @@ class StreamEvents : public std::enable_shared_from_this<StreamEvents> {
   ~StreamEvents();
   // Records the present point of `stream`. The device must be the current one.
   StreamEventPtr record(cudaStream_t stream, unsigned long long capture, int rank);
-  // Work that is enqueued on `stream` from now on runs after the event.
+  // Makes work that is enqueued on `stream` from now on run after the event.
   static void follow(cudaStream_t stream, unsigned long long capture, const StreamEventPtr& event, int rank);
   // Whether a stream of the event's device is the event's own, so that no wait is needed. An equal handle proves that
   // only if streams with that handle are never destroyed, or if the stream `has_stayed` alive since the event was made.
@@ -60,7 +60,7 @@ class StreamEvents : public std::enable_shared_from_this<StreamEvents> {
 // order between these.
 class LatestEvents {
  public:
-  // Work that is enqueued on `stream` from now on runs after the latest event of its own kind.
+  // Makes work that is enqueued on `stream` from now on run after the latest event of its own kind.
   void follow(cudaStream_t stream, unsigned long long capture, int rank) const;
   void put(const StreamEventPtr& event);
   StreamEventPtr eager() const;  // null: none

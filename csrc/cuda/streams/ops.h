@@ -27,7 +27,7 @@ struct WordOp {
   bool waits;
 };
 
-// Enqueues them in this order. cudaErrorNotSupported: the device or its driver has no such operations.
+// Enqueues the operations in this order. Returns cudaErrorNotSupported if the device or its driver lacks them.
 cudaError_t try_word_ops(const std::vector<WordOp>& ops, cudaStream_t stream);
 void enqueue_word_ops(const std::vector<WordOp>& ops, cudaStream_t stream, int rank);
 

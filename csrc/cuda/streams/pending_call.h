@@ -36,7 +36,7 @@ class PendingCall {
   // Why the call has failed; null: the communicator has ended, and its AbortState says why.
   const std::exception_ptr& error() const { return error_; }
 
-  // False: still open at `end`.
+  // Returns false if the call is still open at `end`.
   bool await(Clock::time_point end) const;
 
   void enqueued(StreamEventPtr end, bool waits_for_ranks);
@@ -44,7 +44,7 @@ class PendingCall {
 
   void came_from(int rank) { source_ = rank; }
 
-  // Of a call that may be open. Makes it fail, so that no rank reads its arguments any more. False: it was not open.
+  // Makes an open call fail, so that no rank reads its arguments any more. Returns false if it was not open.
   virtual bool cancel() { return false; }
   // Names the ranks that have not made the call, and their calls: "ranks 1 and 2 to come to call #5, got ...".
   virtual std::string missing() const { return ""; }

@@ -23,7 +23,7 @@ Error explain(const Status& status, int rank, const std::string& calls, std::int
 class AbortState {
  public:
   bool ended() const { return ended_.load(std::memory_order_acquire); }
-  // False: there was a reason already.
+  // Returns false if there was a reason already.
   bool record(const std::string& reason, ErrorCode code);
   std::string why() const;
   ErrorCode code() const;

@@ -44,13 +44,13 @@ struct Setting {
   int ranks_of_a_device = 1;  // the most that share one
   int threads = 0;            // of a block; 0: the plan's choice. RINGCOMM_CUDA_THREADS
 };
-// RINGCOMM_CUDA_THREADS, checked; 0 without it.
+// Returns RINGCOMM_CUDA_THREADS, checked; 0 without it.
 int threads_from_environment();
 // For tests on one device. kApart: ranks in one launch still wait for each other's flags, as ranks in separate launches
 // do. kPrivate: in addition user memory counts as not visible to the other ranks, so that it takes the staged path of
 // ranks on several devices.
 enum class Separation { kNo, kApart, kPrivate };
-// RINGCOMM_CUDA_APART=0, 1 or 2, checked.
+// Returns RINGCOMM_CUDA_APART, which is 0, 1 or 2, checked.
 Separation apart_from_environment();
 
 struct Plan {

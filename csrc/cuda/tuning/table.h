@@ -40,7 +40,7 @@ class Tuning {
   // The file that RINGCOMM_TUNING names, if any.
   static Tuning from_environment();
 
-  // Null: the engine's choice.
+  // Returns null where the choice is the engine's.
   const Entry* find(Op op, int world_size, std::uint64_t nbytes) const;
   const std::string& source() const { return source_; }
   // The largest number of channels that an entry asks for, if it is above the engine's usual one; else 0.
