@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 from ringcomm import _C
@@ -210,7 +211,10 @@ def _from_cuda_interface(x: Any, call: str, rank: int, served: Device | None) ->
     if EMULATED:
         import numpy as np
 
-        array = _from_numpy(x, np.asarray(_HostMemory(x)), call, rank, served)
+        # The memory of an emulated device is host memory, and the entries of both interfaces are equal.
+        interface = {key: value for key, value in described.items() if key not in ("stream", "mask")}
+        view = SimpleNamespace(__array_interface__=interface, keeps_alive=x)
+        array = _from_numpy(x, np.asarray(view), call, rank, served)
     elif torch is not None:
         data = torch.as_tensor(x, device="cuda" if served is None else str(served))
         if data.numel() and data.data_ptr() != address:  # torch made a copy, because the memory is on another device
@@ -225,17 +229,6 @@ def _from_cuda_interface(x: Any, call: str, rank: int, served: Device | None) ->
     array.writable = not read_only
     array.made_on = described.get("stream")
     return array
-
-
-class _HostMemory:
-    """Presents an emulated device's memory through NumPy's array interface, whose entries equal those of CUDA's
-    interface."""
-
-    def __init__(self, x: Any) -> None:
-        self.source = x
-        self.__array_interface__ = {
-            key: value for key, value in x.__cuda_array_interface__.items() if key not in ("stream", "mask")
-        }
 
 
 def _cupy_for(x: Any, call: str, rank: int) -> Any:

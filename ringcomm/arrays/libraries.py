@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from ringcomm import _C
@@ -144,7 +145,7 @@ class Array:
             "strides": self._byte_strides,
             "version": 3,
         }
-        return np.asarray(type("Outline", (), {"__array_interface__": interface})())
+        return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 # ---- the libraries -----------------------------------------------------------------------------------------------

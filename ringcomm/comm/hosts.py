@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -126,7 +126,7 @@ class Hosts:
         return str(_C.order_over(self.ranks)[0]) if self.several else "canonical"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Network:
     """The settings with which the ranks of a communicator reach each other between hosts.
 
@@ -135,30 +135,31 @@ class Network:
         prefix: prefix of this communicator's keys in the store.
         kind: "gloo", "nccl", or a process group of torch.distributed over the same ranks.
         wire_dtype: type in which floats of reductions are sent; None: their own type.
+        children: number of communicators made from this one, which is a part of their prefixes.
+        rounds: number of the last round of `agree_on_shrink`.
+        left_out: why this rank must not continue, once the others have continued without it.
     """
 
     store: Any
     prefix: str
     kind: Any = None
     wire_dtype: str | None = None
-    children: list[int] = field(default_factory=lambda: [0])
-    rounds: list[int] = field(default_factory=lambda: [0])  # counts the rounds of `agree_on_shrink`
-    left_out: list[str] = field(default_factory=list)  # the reason, after other ranks continued without this one
+    children: int = field(default=0, init=False)
+    rounds: int = field(default=0, init=False)
+    left_out: str = field(default="", init=False)
 
     def child(self, members: Sequence[int], shrunk: bool = False) -> Network:
         """Returns the settings of a communicator of some ranks. Every rank must call it equally often, whether it is
         a member or not. With ``shrunk`` only survivors call it, and the round in which they met replaces the count."""
-        self.children[0] += not shrunk
-        number = f"shrunk{self.rounds[0]}" if shrunk else self.children[0]
+        self.children += not shrunk
+        number = f"shrunk{self.rounds}" if shrunk else self.children
         kind = self.kind if isinstance(self.kind, str) or self.kind is None else None
         name = f"{self.prefix}/{number}.{members[0] if members else ''}"
-        return replace(self, prefix=name, kind=kind, children=[0], rounds=[0], left_out=[])
+        return Network(self.store, name, kind, self.wire_dtype)
 
     def beside(self) -> Network:
         """Returns the settings of the cpu engine beside a device engine."""
-        return replace(
-            self, prefix=f"{self.prefix}/beside", kind="gloo", wire_dtype=None, children=[0], rounds=[0], left_out=[]
-        )
+        return Network(self.store, f"{self.prefix}/beside", "gloo")
 
     def agree_on_shrink(self, rank: int, world_size: int) -> Callable[[bytes, Sequence[int], int], list[bytes]]:
         """Returns a function that does through the store what `_C.Engine.agree_on_shrink` does on one host: the first
@@ -168,11 +169,11 @@ class Network:
 
         def agree(payload: bytes, members: Sequence[int], limit_ms: int) -> list[bytes]:
             if self.left_out:  # it must not continue alone
-                raise RankLostError(self.left_out[0])
+                raise RankLostError(self.left_out)
             # Odd rounds collect who is there, even rounds their payloads. An attempt that failed half-way thus ends for
             # all ranks.
-            self.rounds[0] += 1 if (self.rounds[0] % 2 == 0) == (not members) else 2
-            prefix, later = (f"{self.prefix}/shrink/{self.rounds[0] + ahead}" for ahead in (0, 1))
+            self.rounds += 1 if (self.rounds % 2 == 0) == (not members) else 2
+            prefix, later = (f"{self.prefix}/shrink/{self.rounds + ahead}" for ahead in (0, 1))
             limit, awaited = limit_ms / 1e3, list(members) or list(range(world_size))
             try:
                 self.store.set(f"{prefix}/{rank}", payload)
@@ -193,11 +194,11 @@ class Network:
                         f"{call} expected ranks {missing} within {limit:g} s, got none; call shrink again"
                     )
                 if rank not in came:
-                    self.left_out.append(
+                    self.left_out = (
                         f"{call} expected to be among the ranks that go on, but came after they had decided without "
                         "it; start it anew"
                     )
-                    raise RankLostError(self.left_out[0])
+                    raise RankLostError(self.left_out)
                 return [bytes(self.store.get(keys[each])) if each in came else b"" for each in range(world_size)]
             except RuntimeError as error:
                 if isinstance(error, RankLostError):
@@ -351,7 +352,7 @@ class Span:
         here = self._hosts.ranks[self._hosts.host_of(rank)] if self._hosts else tuple(range(world_size))
         self._inside = _C.Engine(kind, here.index(rank), len(here), limit_ms, device=device.index)
         self.engine = self._inside
-        self._watch: Watch | None = None
+        self._stop_watch: Callable[[], None] | None = None
 
     def handle(self) -> bytes:
         """Returns the bytes that ranks on the same host need to connect to this one."""
@@ -371,7 +372,7 @@ class Span:
         engine.connect(handles)
         self.engine = engine
         self._warn_of_time_slices()
-        self._watch = Watch(self, self._network.prefixed(), hosts)
+        self._stop_watch = _start_watch(self, self._network.prefixed())
 
     def _warn_of_time_slices(self) -> None:
         """Warns once per process that processes sharing a device without MPS run one at a time."""
@@ -392,8 +393,8 @@ class Span:
     def close(self) -> None:
         """Finishes the calls in flight and disconnects from the peers."""
         self.engine.close()
-        if self._watch is not None:
-            self._watch.stop()
+        if self._stop_watch is not None:
+            self._stop_watch()
         self._report_end()
 
     def __del__(self) -> None:
@@ -408,31 +409,33 @@ class Span:
                 call()
 
 
-class Watch:
-    """Carries an abort from host to host, through the store; inside a host shared memory carries it."""
+def _start_watch(span: Span, store: Any) -> Callable[[], None]:
+    """Starts a thread that carries an abort from host to host through the store; inside a host shared memory does.
 
-    def __init__(self, span: Span, store: Any, hosts: Hosts) -> None:
-        with suppress(Exception):  # a separate client, because a waiting client blocks every thread that shares it
-            store = store.clone()
-        self._end = threading.Event()
-        every = max(_LOOK_EVERY_S, hosts.world_size / 2000)
-        arguments = (weakref.ref(span), store, self._end, every)  # weak, so that the thread does not keep it alive
-        self._thread = threading.Thread(target=_watch, args=arguments, name="ringcomm watch", daemon=True)
-        self._thread.start()
-        atexit.register(self.stop)  # a thread inside native code while Python exits would crash the process
+    Returns: a function that stops the thread, after a last check whether an abort must be published.
+    """
+    with suppress(Exception):  # a separate client, because a waiting client blocks every thread that shares it
+        store = store.clone()
+    end = threading.Event()
+    every_s = max(_LOOK_EVERY_S, span.world_size / 2000)
+    arguments = (weakref.ref(span), store, end, every_s)  # weak, so that the thread does not keep the span alive
+    thread = threading.Thread(target=_watch, args=arguments, name="ringcomm watch", daemon=True)
 
-    def stop(self) -> None:
-        """Stops the thread, after a last check whether an abort must be published."""
-        atexit.unregister(self.stop)
-        self._end.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(_LAST_LOOK_S)
+    def stop() -> None:
+        atexit.unregister(stop)
+        end.set()
+        if thread is not threading.current_thread():
+            thread.join(_LAST_LOOK_S)
+
+    thread.start()
+    atexit.register(stop)  # a thread inside native code while Python exits would crash the process
+    return stop
 
 
-def _watch(owner: weakref.ref[Span], store: Any, end: threading.Event, every: float) -> None:
+def _watch(owner: weakref.ref[Span], store: Any, end: threading.Event, every_s: float) -> None:
     last, reached = False, True
     while not last:
-        last = end.wait(every)
+        last = end.wait(every_s)
         span = owner()
         if span is None:
             return

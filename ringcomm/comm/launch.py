@@ -127,25 +127,22 @@ def run_ranks(
 # ---- threads -----------------------------------------------------------------------------------------------------
 
 
-class _Outcome:
-    """The outcome of the ranks: results, and exceptions in order of arrival."""
+Failures = list[tuple[int, BaseException]]
+"""(rank, exception), in order of arrival."""
 
-    def __init__(self, world_size: int) -> None:
-        self.results: list[Any] = [None] * world_size
-        self.failures: list[tuple[int, BaseException]] = []
 
-    def end(self, returns_errors: bool) -> list[Any]:
-        """Returns the results, with the exceptions in their places if they are wanted; else raises the first exception
-        that was not caused by another rank."""
-        failures = [(rank, _instead_of_exit(rank, error)) for rank, error in self.failures]
-        if returns_errors:
-            for rank, error in failures:
-                self.results[rank] = error
-            return self.results
-        own = [error for _, error in failures if not isinstance(error, AbortedError)]
-        for error in own or [error for _, error in failures]:
-            raise error
-        return self.results
+def _finished(results: list[Any], failures: Failures, returns_errors: bool) -> list[Any]:
+    """Returns the results, with the exceptions in their places if they are wanted; else raises the first exception that
+    was not caused by another rank."""
+    failures = [(rank, _instead_of_exit(rank, error)) for rank, error in failures]
+    if returns_errors:
+        for rank, error in failures:
+            results[rank] = error
+        return results
+    own = [error for _, error in failures if not isinstance(error, AbortedError)]
+    for error in own or [error for _, error in failures]:
+        raise error
+    return results
 
 
 def _instead_of_exit(rank: int, error: BaseException) -> BaseException:
@@ -174,7 +171,8 @@ def _run_threads(job: _Job) -> list[Any]:
     store = None if job.hosts is None else memory_store()
     engines = [job.engine(rank, store) for rank in range(world_size)]
     handles = [engine.handle() for engine in engines]
-    outcome = _Outcome(world_size)
+    results: list[Any] = [None] * world_size
+    failures: Failures = []
     comms: list[Communicator] = []
 
     def rank_main(rank: int) -> None:
@@ -184,14 +182,14 @@ def _run_threads(job: _Job) -> list[Any]:
             engine.connect(handles)
             comm = Communicator(engine)
             comms.append(comm)
-            outcome.results[rank] = job.fn(comm, *job.args)
+            results[rank] = job.fn(comm, *job.args)
             comm.close()
             # So that ranks that still wait for this one, in any communicator, are told at once.
             engine.close_descendants()
         except BaseException as error:
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(f"in rank {rank} of run_ranks")
-            outcome.failures.append((rank, error))
+            failures.append((rank, error))
             reason = f"rank {rank} raised {type(error).__name__}: {error}"
             if job.returns_errors:
                 engine.abort(reason)
@@ -199,11 +197,11 @@ def _run_threads(job: _Job) -> list[Any]:
                 return
             for each in engines:  # other ranks may wait in communicators that this rank is not in
                 each.abort(reason)
-            if outcome.failures[0][0] == rank:
+            if failures[0][0] == rank:
                 telling.start()
 
     threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank {r}", daemon=True) for r in range(world_size)]
-    telling = threading.Timer(_GRACE_S, _tell_running, [threads, outcome])
+    telling = threading.Timer(_GRACE_S, _tell_running, [threads, failures])
     telling.daemon = True
     for thread in threads:
         thread.start()
@@ -223,14 +221,14 @@ def _run_threads(job: _Job) -> list[Any]:
             telling.join()
     for comm in comms:
         comm.close()
-    return outcome.end(job.returns_errors)
+    return _finished(results, failures, job.returns_errors)
 
 
-def _tell_running(threads: list[threading.Thread], outcome: _Outcome) -> None:
+def _tell_running(threads: list[threading.Thread], failures: Failures) -> None:
     """Says which ranks still run after another one has failed, because nothing can end a thread."""
     running = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     if running:
-        rank, error = outcome.failures[0]
+        rank, error = failures[0]
         write_stderr(
             f"run_ranks: rank {rank} failed with {type(error).__name__}: {one_line(error)}; waiting for "
             f"{rank_list(running)}, because threads cannot be ended; pass ranks='processes' to end them\n"
@@ -310,7 +308,8 @@ class _Processes:
     """The parent's side: one pipe and one process per rank."""
 
     def __init__(self, world_size: int, returns_errors: bool) -> None:
-        self.outcome = _Outcome(world_size)
+        self.results: list[Any] = [None] * world_size
+        self.failures: Failures = []
         self.returns_errors = returns_errors
         self.handles: dict[int, bytes] = {}
         self.pipes: dict[Connection, int] = {}
@@ -329,7 +328,7 @@ class _Processes:
         self.store = None if job.hosts is None else server_store()  # lives as long as the ranks
         port = self.store.port if self.store is not None else 0
         context = multiprocessing.get_context("spawn")
-        world_size = len(self.outcome.results)
+        world_size = len(self.results)
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             arguments = (theirs, job, rank, port)
@@ -349,8 +348,8 @@ class _Processes:
             self.look_for_deaths()
             self.tell()
         if self.returns_errors:
-            self.outcome.failures += [(rank, _killed(rank)) for rank in self.open.values()]
-        return self.outcome.end(self.returns_errors)
+            self.failures += [(rank, _killed(rank)) for rank in self.open.values()]
+        return _finished(self.results, self.failures, self.returns_errors)
 
     def receive(self, pipe: Any) -> None:
         """Handles one message of a rank, or its death."""
@@ -382,7 +381,7 @@ class _Processes:
                 for each in self.open:
                     each.send([self.handles[r] for r in range(len(self.processes))])
         elif kind == "result":
-            self.outcome.results[rank] = value
+            self.results[rank] = value
             del self.open[pipe]
         else:
             self.fail(pipe, rank, error)
@@ -412,7 +411,7 @@ class _Processes:
         self.starting.end()
         self.open.pop(pipe, None)
         self.ending.pop(pipe, None)
-        self.outcome.failures.append((rank, error))
+        self.failures.append((rank, error))
         connected = len(self.handles) == len(self.processes)
         if self.returns_errors and connected:
             return  # the engines tell the other ranks

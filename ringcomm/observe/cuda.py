@@ -109,12 +109,12 @@ def _device(found: Driver, index: int) -> Fact:
 
 def _paths(found: Driver, present: int) -> Iterator[Fact]:
     """Yields, for every two devices, whether one can read the other's memory, and over which link."""
-    wires = _Wires.load() if present > 1 else None
+    nvml = _nvml() if present > 1 else None
     for device in range(present):
         for peer in range(device + 1, present):
             there, back = found.peer_access(device, peer), found.peer_access(peer, device)
             name = f"cuda:{device} - cuda:{peer}"
-            over = wires.between(found.device(device).bus_id, found.device(peer).bus_id) if wires else ""
+            over = _link(nvml, found.device(device).bus_id, found.device(peer).bus_id) if nvml else ""
             if there[0] and back[0]:
                 atomics = "with" if there[1] and back[1] else "without"
                 yield Fact("paths", name, True, f"peer access, {atomics} atomics, rank {there[2]}{over}")
@@ -122,38 +122,31 @@ def _paths(found: Driver, present: int) -> Iterator[Fact]:
                 yield Fact(
                     "paths", name, False, f"no peer access{over}; in a virtual machine or behind an IOMMU it may be off"
                 )
-    if wires is None and present > 1:
+    if nvml is None and present > 1:
         yield Fact("paths", "topology", None, "pip install nvidia-ml-py to see NVLink and PCIe")
 
 
-class _Wires:
-    """NVML, if nvidia-ml-py is installed."""
+def _nvml() -> Any:
+    """Returns NVML's module, initialised; None if nvidia-ml-py is not installed or NVML does not start."""
+    try:
+        import pynvml
 
-    def __init__(self, nvml: Any) -> None:
-        self._nvml = nvml
+        pynvml.nvmlInit()
+    except Exception:  # not installed, or an error of its own
+        return None
+    return pynvml
 
-    @staticmethod
-    def load() -> _Wires | None:
-        try:
-            import pynvml
 
-            pynvml.nvmlInit()
-        except Exception:  # not installed, or an error of its own
-            return None
-        return _Wires(pynvml)
-
-    def between(self, bus_id: str, peer_bus_id: str) -> str:
-        """Returns ", over NVLink" or the PCIe level at which the paths of two devices meet; empty if NVML does not
-        tell."""
-        nvml = self._nvml
-        try:
-            ends = [nvml.nvmlDeviceGetHandleByPciBusId(each.encode()) for each in (bus_id, peer_bus_id)]
-            if nvml.nvmlDeviceGetP2PStatus(*ends, _NVLINK) == nvml.NVML_P2P_STATUS_OK:
-                return ", over NVLink"
-            level = nvml.nvmlDeviceGetTopologyCommonAncestor(*ends)
-        except nvml.NVMLError:
-            return ""
-        return f", over PCIe, {_LEVELS.get(level, level)}"
+def _link(nvml: Any, bus_id: str, peer_bus_id: str) -> str:
+    """Returns ", over NVLink" or the PCIe level at which the paths of two devices meet; empty if NVML does not know."""
+    try:
+        ends = [nvml.nvmlDeviceGetHandleByPciBusId(each.encode()) for each in (bus_id, peer_bus_id)]
+        if nvml.nvmlDeviceGetP2PStatus(*ends, _NVLINK) == nvml.NVML_P2P_STATUS_OK:
+            return ", over NVLink"
+        level = nvml.nvmlDeviceGetTopologyCommonAncestor(*ends)
+    except nvml.NVMLError:
+        return ""
+    return f", over PCIe, {_LEVELS.get(level, level)}"
 
 
 def libraries() -> list[Fact]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,26 +17,18 @@ if TYPE_CHECKING:
     from ringcomm.tools.bench.cases import Call
 
 
-class Clock(Protocol):
-    """Runs calls and measures their time."""
+class HostClock:
+    """Runs and times calls that have ended when they return."""
 
     def total(self, calls: Iterable[Call]) -> float:
         """Returns the seconds from the first call's begin to the last one's end."""
-
-    def each(self, calls: Iterable[Call]) -> torch.Tensor:
-        """Returns the seconds of every call."""
-
-
-class HostClock:
-    """A clock for calls that have ended when they return."""
-
-    def total(self, calls: Iterable[Call]) -> float:
         start = time.perf_counter()
         for call in calls:
             call()
         return time.perf_counter() - start
 
     def each(self, calls: Iterable[Call]) -> torch.Tensor:
+        """Returns the seconds of every call."""
         clock = time.perf_counter
         stamps = [clock()]
         append = stamps.append
@@ -46,8 +38,8 @@ class HostClock:
         return torch.tensor(stamps, dtype=torch.float64).diff()
 
 
-class DeviceClock:
-    """A clock for calls that are enqueued on torch's current stream of a device."""
+class DeviceClock(HostClock):
+    """Runs and times calls that are enqueued on torch's current stream of a device."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -75,7 +67,7 @@ class DeviceClock:
         return torch.tensor(times, dtype=torch.float64)
 
 
-def clock_of(comm: Communicator) -> Clock:
+def clock_of(comm: Communicator) -> HostClock:
     """Returns the clock for calls of a communicator. Calls on emulated devices wait for their end, so they use the
     host's."""
     return HostClock() if place_of(comm) == "cpu" else DeviceClock(comm.device)

@@ -29,7 +29,7 @@ from ringcomm.tools.bench.options import DTYPES, REDUCTIONS, Options
 
 if TYPE_CHECKING:
     from ringcomm.comm.communicator import Communicator
-    from ringcomm.tools.bench.clock import Clock
+    from ringcomm.tools.bench.clock import HostClock
 
 HALVES = ("out_of_place", "in_place")
 MAX_ITERS = 10_000
@@ -44,7 +44,7 @@ class Runner:
     target: Any
     half: str
     calls: list[Call]
-    clock: Clock
+    clock: HostClock
     iters: int = 0
     rounds: list[torch.Tensor] = field(default_factory=list)  # seconds per call on this rank
 

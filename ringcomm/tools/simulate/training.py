@@ -53,12 +53,6 @@ def forward_us(parameters: int, tokens: int, tflops: float) -> float:
     return 2.0 * parameters * tokens / (tflops * 1e6)
 
 
-class _Layer(nn.Module):
-    def __init__(self, numel: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(numel, device="meta"))
-
-
 def wire(
     parameters: int,
     layers: int,
@@ -79,7 +73,8 @@ def wire(
             "least one layer, a parameter in each, and a micro-batch; pass these"
         )
     each, rest = divmod(parameters, layers)
-    model = nn.Sequential(*(_Layer(each + (i < rest)) for i in range(layers)))
+    numels = [each + (i < rest) for i in range(layers)]
+    model = nn.Sequential(*(nn.Linear(numel, 1, bias=False, device="meta") for numel in numels))
     precision = MixedPrecision(getattr(torch, param_dtype), getattr(torch, reduce_dtype))
     return traffic(model, stage, world_size, mixed_precision=precision, accumulation=microbatches)
 
