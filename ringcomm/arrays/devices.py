@@ -88,10 +88,9 @@ def count() -> int:
     """Returns the number of devices that CUDA shows this process; 0 without a driver."""
     if EMULATED:
         return int(os.environ.get("RINGCOMM_EMULATED_DEVICES", "1"))
-    from ringcomm.arrays.driver import Driver
+    from ringcomm.arrays import driver
 
-    driver = Driver.load()
-    return 0 if isinstance(driver, str) else driver.device_count()
+    return 0 if driver.why_none() else driver.device_count()
 
 
 def local_rank(rank: int) -> int:

@@ -1,4 +1,7 @@
-"""Queries the NVIDIA driver and its devices through the few functions of libcuda that need no context."""
+"""Queries the NVIDIA driver and its devices through the few functions of libcuda that need no context.
+
+Where `why_none` has a reason, the other functions must not be called.
+"""
 
 from __future__ import annotations
 
@@ -24,77 +27,77 @@ class DriverDevice:
     bus_id: str
 
 
-class Driver:
-    """A loaded libcuda."""
+@cache
+def _library() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
 
-    def __init__(self, library: Any) -> None:
-        self._library = library
 
-    @staticmethod
-    @cache
-    def load() -> Driver | str:
-        """Loads the driver; returns one sentence with the reason if there is none."""
-        try:
-            library = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            return f"no NVIDIA driver: libcuda.so.1 does not load ({error}); install the driver"
-        driver = Driver(library)
-        status = library.cuInit(0)
-        if status != 0:
-            return f"the NVIDIA driver does not start: {driver.explain(status)}; nvidia-smi may say more"
-        return driver
+@cache
+def why_none() -> str:
+    """Loads the driver. Returns one sentence with the reason if there is none, else an empty one."""
+    try:
+        status = _library().cuInit(0)
+    except OSError as error:
+        return f"no NVIDIA driver: libcuda.so.1 does not load ({error}); install the driver"
+    return "" if status == 0 else f"the NVIDIA driver does not start: {_explained(status)}; nvidia-smi may say more"
 
-    def explain(self, status: int) -> str:
-        """Returns the name and description of an error."""
-        texts = []
-        for function in (self._library.cuGetErrorName, self._library.cuGetErrorString):
-            text = ctypes.c_char_p()
-            function(status, ctypes.byref(text))
-            texts.append((text.value or b"?").decode())
-        return f"{texts[0]} ({status}), {texts[1]}"
 
-    def version(self) -> tuple[int, int]:
-        """Returns the newest CUDA version that the driver supports."""
-        number = self._number(self._library.cuDriverGetVersion)
-        return number // 1000, number % 1000 // 10
+def _explained(status: int) -> str:
+    """Returns the name and description of an error."""
+    texts = []
+    for function in (_library().cuGetErrorName, _library().cuGetErrorString):
+        text = ctypes.c_char_p()
+        function(status, ctypes.byref(text))
+        texts.append((text.value or b"?").decode())
+    return f"{texts[0]} ({status}), {texts[1]}"
 
-    def device_count(self) -> int:
-        """Returns the number of devices that this process may use (CUDA_VISIBLE_DEVICES)."""
-        return self._number(self._library.cuDeviceGetCount)
 
-    def device(self, index: int) -> DriverDevice:
-        """Returns the properties of one device."""
-        handle = ctypes.c_int()
-        self._library.cuDeviceGet(ctypes.byref(handle), index)
-        name = ctypes.create_string_buffer(256)
-        self._library.cuDeviceGetName(name, len(name), handle)
-        bus_id = ctypes.create_string_buffer(32)
-        self._library.cuDeviceGetPCIBusId(bus_id, len(bus_id), handle)
-        memory = ctypes.c_size_t()
-        self._library.cuDeviceTotalMem_v2(ctypes.byref(memory), handle)
+def version() -> tuple[int, int]:
+    """Returns the newest CUDA version that the driver supports."""
+    number = _number(_library().cuDriverGetVersion)
+    return number // 1000, number % 1000 // 10
 
-        def attribute(which: int) -> int:
-            return self._number(self._library.cuDeviceGetAttribute, which, handle)
 
-        return DriverDevice(
-            index,
-            name.value.decode(errors="replace"),
-            memory.value,
-            attribute(_MULTIPROCESSORS),
-            (attribute(_MAJOR), attribute(_MINOR)),
-            attribute(_L2_BYTES),
-            bus_id.value.decode(),
-        )
+def device_count() -> int:
+    """Returns the number of devices that this process may use (CUDA_VISIBLE_DEVICES)."""
+    return _number(_library().cuDeviceGetCount)
 
-    def peer_access(self, device: int, peer: int) -> tuple[bool, bool, int]:
-        """Returns (access, native atomics, rank) of the path from one device to another; rank 0 is the fastest path."""
-        access, atomics, rank = (
-            self._number(self._library.cuDeviceGetP2PAttribute, which, device, peer)
-            for which in (_P2P_ACCESS, _P2P_ATOMICS, _P2P_RANK)
-        )
-        return bool(access), bool(atomics), rank
 
-    @staticmethod
-    def _number(function: Any, *arguments: Any) -> int:
-        value = ctypes.c_int()
-        return value.value if function(ctypes.byref(value), *arguments) == 0 else 0
+def device(index: int) -> DriverDevice:
+    """Returns the properties of one device."""
+    library = _library()
+    handle = ctypes.c_int()
+    library.cuDeviceGet(ctypes.byref(handle), index)
+    name = ctypes.create_string_buffer(256)
+    library.cuDeviceGetName(name, len(name), handle)
+    bus_id = ctypes.create_string_buffer(32)
+    library.cuDeviceGetPCIBusId(bus_id, len(bus_id), handle)
+    memory = ctypes.c_size_t()
+    library.cuDeviceTotalMem_v2(ctypes.byref(memory), handle)
+
+    def attribute(which: int) -> int:
+        return _number(library.cuDeviceGetAttribute, which, handle)
+
+    return DriverDevice(
+        index,
+        name.value.decode(errors="replace"),
+        memory.value,
+        attribute(_MULTIPROCESSORS),
+        (attribute(_MAJOR), attribute(_MINOR)),
+        attribute(_L2_BYTES),
+        bus_id.value.decode(),
+    )
+
+
+def peer_access(device: int, peer: int) -> tuple[bool, bool, int]:
+    """Returns (access, native atomics, rank) of the path from one device to another; rank 0 is the fastest path."""
+    access, atomics, rank = (
+        _number(_library().cuDeviceGetP2PAttribute, which, device, peer)
+        for which in (_P2P_ACCESS, _P2P_ATOMICS, _P2P_RANK)
+    )
+    return bool(access), bool(atomics), rank
+
+
+def _number(function: Any, *arguments: Any) -> int:
+    value = ctypes.c_int()
+    return value.value if function(ctypes.byref(value), *arguments) == 0 else 0

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ringcomm.arrays import driver
 from ringcomm.arrays.devices import EMULATED
-from ringcomm.arrays.driver import Driver
 
 _LEVELS = {  # NVML's and nvidia-smi's words for the place where the paths of two devices meet
     0: "one board", 10: "PIX (one PCIe switch)", 20: "PXB (several PCIe switches)", 30: "PHB (the host bridge)",
@@ -59,24 +59,23 @@ def engine() -> Fact:
 
 def _advice(why: str) -> str:
     """Returns advice that the build's or the driver's message omits."""
-    if "no CUDA engine" in why and isinstance(Driver.load(), Driver):
+    if "no CUDA engine" in why and not driver.why_none():
         return " (there is a driver: this machine could run it)"
     return ""
 
 
-def driver() -> list[Fact]:
+def devices() -> list[Fact]:
     """Returns facts about the driver and its devices."""
     if EMULATED:
         return [Fact("devices", "driver", None, "not asked: this build emulates its devices")]
-    found = Driver.load()
-    if isinstance(found, str):
-        return [Fact("devices", "driver", False, found)]
-    major, minor = found.version()
+    if driver.why_none():
+        return [Fact("devices", "driver", False, driver.why_none())]
+    major, minor = driver.version()
     facts = [Fact("devices", "driver", True, f"runs CUDA up to {major}.{minor}{_release()}")]
-    present = found.device_count()
+    present = driver.device_count()
     if present == 0:
         return [*facts, Fact("devices", "cuda:0", False, "no device; look at CUDA_VISIBLE_DEVICES and nvidia-smi")]
-    return [*facts, _connections(), *(_device(found, index) for index in range(present)), *_paths(found, present)]
+    return [*facts, _connections(), *map(_device, range(present)), *_paths(present)]
 
 
 def _connections() -> Fact:
@@ -96,8 +95,8 @@ def _release() -> str:
         return ""
 
 
-def _device(found: Driver, index: int) -> Fact:
-    what = found.device(index)
+def _device(index: int) -> Fact:
+    what = driver.device(index)
     text = (
         f"{what.name}, {what.memory_bytes / (1 << 30):.1f} GiB, {what.multiprocessors} SMs, sm_"
         f"{what.capability[0]}{what.capability[1]}, L2 {what.l2_bytes / (1 << 20):.0f} MiB, {what.bus_id}"
@@ -107,14 +106,14 @@ def _device(found: Driver, index: int) -> Fact:
     return Fact("devices", f"cuda:{index}", True, text)
 
 
-def _paths(found: Driver, present: int) -> Iterator[Fact]:
+def _paths(present: int) -> Iterator[Fact]:
     """Yields, for every two devices, whether one can read the other's memory, and over which link."""
     nvml = _nvml() if present > 1 else None
     for device in range(present):
         for peer in range(device + 1, present):
-            there, back = found.peer_access(device, peer), found.peer_access(peer, device)
+            there, back = driver.peer_access(device, peer), driver.peer_access(peer, device)
             name = f"cuda:{device} - cuda:{peer}"
-            over = _link(nvml, found.device(device).bus_id, found.device(peer).bus_id) if nvml else ""
+            over = _link(nvml, driver.device(device).bus_id, driver.device(peer).bus_id) if nvml else ""
             if there[0] and back[0]:
                 atomics = "with" if there[1] and back[1] else "without"
                 yield Fact("paths", name, True, f"peer access, {atomics} atomics, rank {there[2]}{over}")

@@ -187,8 +187,7 @@ def facts() -> list[Fact]:
 
     Returns: facts in the order of their sections. Creates no communicator and leaves nothing behind.
     """
-    devices = cuda.driver()
-    return [*_build(), *_engines(), *devices, _backend(), *_gloo(), *cuda.libraries(), *_machine(), *_extras()]
+    return [*_build(), *_engines(), *cuda.devices(), _backend(), *_gloo(), *cuda.libraries(), *_machine(), *_extras()]
 
 
 def text(found: list[Fact]) -> str:

@@ -307,7 +307,7 @@ def pretended(codes: tuple[int | None, int | None]) -> tuple[launch._Processes, 
     """Two ranks that hand back errors, and their ends of the pipes."""
     ranks = launch._Processes(2, returns_errors=True)
     pipes = [multiprocessing.Pipe() for _ in codes]
-    ranks.processes = [FakeProcess(ranks.outcome.results, code) for code in codes]
+    ranks.processes = [FakeProcess(ranks.results, code) for code in codes]
     for rank, (ours, _) in enumerate(pipes):
         ranks.pipes[ours] = ranks.open[ours] = rank
     return ranks, [theirs for _, theirs in pipes]

@@ -52,28 +52,29 @@ class Stats:
 
 
 @dataclass
-class Timing:
-    """Times of one target on one half: the median over the rounds of nccl-tests' mean over the calls, every round's
-    median call, and more if stamped."""
+class Half:
+    """The out-of-place or the in-place half of a line, as one target ran it.
+
+    Attributes:
+        mean_us: the median over the rounds of nccl-tests' mean over the calls.
+        iterations: number of calls in all rounds.
+        round_us: the median call of every round.
+        stats: statistics of single calls, if each call has its own time stamp.
+        algbw, busbw: bandwidths in GB/s, by mean_us.
+        wrong: number of wrong elements; None: not checked.
+    """
 
     mean_us: float
     iterations: int
     round_us: list[float]
-    stats: Stats | None = None
-
-    def over(self, other: Timing) -> list[float]:
-        """Returns, per round, this target's median call / the other's."""
-        return [mine / theirs for mine, theirs in zip(self.round_us, other.round_us, strict=True)]
-
-
-@dataclass
-class Half:
-    """The out-of-place or the in-place half of a line."""
-
-    timing: Timing
-    wrong: int | None
+    stats: Stats | None
     algbw: float
     busbw: float
+    wrong: int | None = None
+
+    def over(self, other: Half) -> list[float]:
+        """Returns, for each round, this target's median call / the other's."""
+        return [mine / theirs for mine, theirs in zip(self.round_us, other.round_us, strict=True)]
 
 
 @dataclass
@@ -82,8 +83,7 @@ class Peer:
 
     name: str
     half: str
-    timing: Timing
-    busbw: float
+    figures: Half
     ratios: list[float] = field(default_factory=list)
 
 
@@ -208,7 +208,7 @@ def _short_line(row: Row, options: Options) -> str:
     cells = ("N/A",) * 3
     if half is not None:
         wrong = "N/A" if half.wrong is None else f"{half.wrong:g}"
-        cells = (number(half.timing.mean_us, 7), number(half.busbw, 6), wrong)
+        cells = (number(half.mean_us, 7), number(half.busbw, 6), wrong)
     text = _SHORT.format(str(row.nbytes), row.type_name, row.reduction, *cells)
     if options.peer:
         text += f" {statistics.median(row.peer.ratios):6.2f}" if row.peer and row.peer.ratios else f" {'N/A':>6s}"
@@ -245,8 +245,8 @@ def _half_text(half: Half | None, options: Options) -> str:
             "  {:>7s}".format("N/A") * 4 if options.per_iter else ""
         )
     wrong = "   N/A" if half.wrong is None else f"{half.wrong:6g}"
-    text = f"  {number(half.timing.mean_us, 7)}  {number(half.algbw, 6)}  {number(half.busbw, 6)}  {wrong}"
-    stats = half.timing.stats
+    text = f"  {number(half.mean_us, 7)}  {number(half.algbw, 6)}  {number(half.busbw, 6)}  {wrong}"
+    stats = half.stats
     if options.per_iter and stats:
         text += "".join("  " + number(v, 7) for v in (stats.min_us, stats.max_us, stats.p99_us, stats.cv_pct))
     return text
@@ -263,7 +263,8 @@ def line(row: Row, options: Options) -> str:
     elif row.peer:
         ratios = row.peer.ratios or [0.0]
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-        text += f"  {number(row.peer.timing.mean_us, 7)}  {number(row.peer.busbw, 6)}  {spread:>22s}"
+        figures = row.peer.figures
+        text += f"  {number(figures.mean_us, 7)}  {number(figures.busbw, 6)}  {spread:>22s}"
     if options.limit:
         share = row.of_limit
         text += f"  {number(row.copy_gbps or 0.0, 6)}  " + (f"{100 * share:6.0f}" if share is not None else "   N/A")
@@ -298,21 +299,27 @@ def footer(table: Table, options: Options) -> str:
 def _half_json(half: Half | None) -> dict[str, Any] | None:
     if half is None:
         return None
-    return {"time": half.timing.mean_us, "alg_bw": half.algbw, "bus_bw": half.busbw, "nwrong": half.wrong}
+    return {"time": half.mean_us, "alg_bw": half.algbw, "bus_bw": half.busbw, "nwrong": half.wrong}
 
 
 def _row_json(row: Row) -> dict[str, Any]:
     found = {
         "size": row.nbytes, "count": row.count, "type": row.type_name, "redop": row.reduction, "root": str(row.root),
         "out_of_place": _half_json(row.halves.get("out_of_place")), "in_place": _half_json(row.halves.get("in_place")),
-        "actual_iterations": max((h.timing.iterations for h in row.halves.values()), default=0),
+        "actual_iterations": max((h.iterations for h in row.halves.values()), default=0),
         "experiment_name": row.collective,
     }  # fmt: skip
     for name, half in row.halves.items():
-        if half.timing.stats:
-            found[f"{name}_per_iter"] = {**asdict(half.timing.stats), "round_us": half.timing.round_us}
+        if half.stats:
+            found[f"{name}_per_iter"] = {**asdict(half.stats), "round_us": half.round_us}
     if row.peer:
-        found["peer"] = {**asdict(row.peer), "ratio": statistics.median(row.peer.ratios) if row.peer.ratios else None}
+        figures = asdict(row.peer.figures)
+        found["peer"] = {
+            "name": row.peer.name, "half": row.peer.half,
+            "timing": {key: figures[key] for key in ("mean_us", "iterations", "round_us", "stats")},
+            "busbw": figures["busbw"], "ratios": row.peer.ratios,
+            "ratio": statistics.median(row.peer.ratios) if row.peer.ratios else None,
+        }  # fmt: skip
     if row.copy_gbps is not None:
         found["limit"] = {"copy_bw": row.copy_gbps, "fraction": row.of_limit}
     if row.canonical:
@@ -383,7 +390,7 @@ def _series(rows: Sequence[Row], value: str) -> dict[str, _Curve]:
     """Returns curves by label."""
     curves: dict[str, _Curve] = {}
 
-    def add(label: str, row: Row, us: float, gbps: float, rounds: Sequence[float]) -> None:
+    def add(label: str, row: Row, us: float, gbps: float, rounds: Sequence[float] = ()) -> None:
         y = us if value == "time" else gbps
         if row.nbytes and y:
             curve = curves.setdefault(label, _Curve())
@@ -398,12 +405,12 @@ def _series(rows: Sequence[Row], value: str) -> dict[str, _Curve]:
     for row in rows:
         kind = "".join(f" {each}" for each in _differing(rows, row))
         for name, half in row.halves.items():
-            label = f"ringcomm {name.replace('_', '-')}{kind}"
-            add(label, row, half.timing.mean_us, half.busbw, half.timing.round_us)
+            add(f"ringcomm {name.replace('_', '-')}{kind}", row, half.mean_us, half.busbw, half.round_us)
         if row.peer:
-            add(row.peer.name + kind, row, row.peer.timing.mean_us, row.peer.busbw, row.peer.timing.round_us)
+            theirs = row.peer.figures
+            add(row.peer.name + kind, row, theirs.mean_us, theirs.busbw, theirs.round_us)
         if row.copy_gbps:
-            add("plain copy" + kind, row, row.nbytes / row.copy_gbps / 1e3, row.copy_gbps, ())
+            add("plain copy" + kind, row, row.nbytes / row.copy_gbps / 1e3, row.copy_gbps)
     return curves
 
 

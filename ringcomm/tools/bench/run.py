@@ -193,24 +193,20 @@ class Bench:
         self.measure(runners)
         row = report.Row(case.collective.name, case.nbytes, case.count, case.type_name, case.reduction, case.root)
         for runner in runners:
-            timing = self._timing(runner)
+            half = self._figures(case, runner)
             if runner.target is self.main:
-                wrong = self.wrong(case, runner.half == "in_place")
-                row.halves[runner.half] = report.Half(timing, wrong, *self._bandwidths(case, timing))
+                half.wrong = self.wrong(case, runner.half == "in_place")
+                row.halves[runner.half] = half
             elif runner.target.name == "copy":
-                row.copy_gbps = case.nbytes / timing.mean_us / 1e3
+                row.copy_gbps = half.algbw
             else:
-                row.peer = report.Peer(runner.target.name, runner.half, timing, self._bandwidths(case, timing)[1])
+                row.peer = report.Peer(runner.target.name, runner.half, half)
         if row.peer and row.peer.half in row.halves:
-            row.peer.ratios = row.peer.timing.over(row.halves[row.peer.half].timing)
+            row.peer.ratios = row.peer.figures.over(row.halves[row.peer.half])
         row.canonical = self.canonical(case)
         return row
 
-    def _bandwidths(self, case: Case, timing: report.Timing) -> tuple[float, float]:
-        algbw = case.nbytes / timing.mean_us / 1e3
-        return algbw, algbw * case.collective.factor(self.world_size)
-
-    def _timing(self, runner: Runner) -> report.Timing:
+    def _figures(self, case: Case, runner: Runner) -> report.Half:
         agg = self.options.agg if runner.target is self.main else 1
         local = torch.stack(runner.rounds) / agg * 1e6
         ranks = self.everyone(local.flatten()).view(self.world_size, *local.shape)
@@ -218,8 +214,10 @@ class Bench:
         turns = (means[0], means.mean(0), means.amin(0), means.amax(0))[self.options.average]
         slowest = ranks.max(0).values  # a call has ended when its slowest rank has
         stats = report.Stats.of(slowest.flatten()[self.options.skip :].tolist()) if self.options.stamped else None
-        calls = runner.iters * len(runner.rounds)
-        return report.Timing(statistics.median(turns.tolist()), calls, slowest.median(1).values.tolist(), stats)
+        mean_us, calls = statistics.median(turns.tolist()), runner.iters * len(runner.rounds)
+        algbw = case.nbytes / mean_us / 1e3
+        busbw = algbw * case.collective.factor(self.world_size)
+        return report.Half(mean_us, calls, slowest.median(1).values.tolist(), stats, algbw, busbw)
 
     def cases(self, name: str) -> Iterator[Case]:
         """Yields the cases in nccl-tests' order: type, operator, root, size."""
