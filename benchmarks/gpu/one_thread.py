@@ -11,7 +11,7 @@ import torch
 
 from ringcomm.arrays.devices import EMULATED, Device
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.engine import NativeEngine
+from ringcomm.comm.native import NativeEngine
 from ringcomm.errors import CollectiveTimeoutError
 
 PLACE = "cpu" if EMULATED else "cuda:0"

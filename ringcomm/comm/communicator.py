@@ -33,8 +33,17 @@ from typing import Any
 from ringcomm import _C
 from ringcomm.arrays.interop import DTYPE_NAMES, Array, dtype_in, identity
 from ringcomm.comm import profiling
-from ringcomm.comm.args import CollectiveArgs, Pairs, Piece, Timeout, milliseconds, named_reduction, rows
-from ringcomm.comm.engine import MOST_BYTES, Engine
+from ringcomm.comm.engine import (
+    MOST_BYTES,
+    CollectiveArgs,
+    Engine,
+    Pairs,
+    Piece,
+    Timeout,
+    milliseconds,
+    named_reduction,
+    rows,
+)
 from ringcomm.comm.work import Group, Work
 from ringcomm.errors import (
     ClosedError,

@@ -1,58 +1,491 @@
-"""Engines, which move a communicator's bytes: our own, or (process_group.py) a process group of torch.distributed."""
+"""One call of a collective, and the interface of the engines that run calls: our own (native.py), or a process group of
+torch.distributed (process_group.py).
+
+A call's arguments are checked and its arrays made contiguous before anything is sent, so a rejected call leaves the
+communicator unchanged. Arrays that were copied are written back after the call.
+"""
 
 from __future__ import annotations
 
-import ctypes
+import difflib
 import math
-import struct
 import sys
-import time
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from datetime import timedelta
+from typing import Any, NoReturn, Protocol, TypeVar
 
-from ringcomm import _C, errors
-from ringcomm.arrays import libraries
+from ringcomm import _C
 from ringcomm.arrays.devices import CPU, EMULATED, Device
-from ringcomm.arrays.interop import Array, library_of, wire_type
-from ringcomm.comm import profiling
-from ringcomm.comm.args import CollectiveArgs, Pairs, Rank
-from ringcomm.comm.hosts import Hosts, Network, Span
-from ringcomm.comm.work import Request
-from ringcomm.errors import (
-    AbortedError,
-    CollectiveTimeoutError,
-    EngineError,
-    InvalidArgumentError,
-    MismatchError,
-    RankLostError,
-    RingcommError,
-    ShapeError,
-    UnsupportedError,
-    carry_notes,
-    rank_list,
-)
+from ringcomm.arrays.interop import Array, Dtype, as_array, library_of, wire_type
+from ringcomm.arrays.libraries import stream_number, usual_stream
+from ringcomm.comm.hosts import Hosts
+from ringcomm.errors import DtypeError, InvalidArgumentError, RingcommError, ShapeError, UnsupportedError, shown
+from ringcomm.validation import as_int, as_number
 
-# The length of a device engine's handle, before that handle; the cpu engine's handle follows.
-_LENGTH = struct.Struct("<I")
-
-_ENDINGS = (AbortedError, CollectiveTimeoutError, MismatchError)  # errors that end a communicator
-# Causes that keep their class when a rank aborts other communicators because of them.
-_PASSED_ON = (RankLostError, CollectiveTimeoutError, MismatchError)
-_ADVICE = "; the communicator is aborted, create a new one"
-_CAUSE_S = 1.0  # time for the rank that found the cause to publish it
-_Result = TypeVar("_Result")
-_PLACE = struct.Struct("<?qq")  # (has a color, color, key)
 MOST_BYTES = 1 << 62  # largest array: far above real sizes, and small enough to prevent overflow
+_OTHER_NAMES = {"mean": "avg", "average": "avg", "add": "sum", "product": "prod", "minimum": "min", "maximum": "max"}
+_LONGEST_NAME = 20  # of an operation or algorithm, for a search by likeness
+_Key = TypeVar("_Key", bound=str)
 
 
-class Engine(Rank, ABC):
+class Piece:
+    """A contiguous run of an array's elements: one rank's part of a message."""
+
+    __slots__ = ("array", "count", "offset")
+
+    def __init__(self, array: Array, offset: int, count: int) -> None:
+        self.array = array
+        self.offset = offset
+        self.count = count
+
+    @classmethod
+    def of(cls, array: Array) -> Piece:
+        """Returns a piece that covers a whole array."""
+        return cls(array, 0, array.count)
+
+    @property
+    def address(self) -> int:
+        """The address of the first element."""
+        return self.array.address + self.offset * self.array.dtype.nbytes
+
+
+Pairs = list[tuple[Piece, Piece]]
+"""(source, target) for every tensor of a bucket, with equal counts."""
+Timeout = float | timedelta | None
+
+
+def rows(array: Array, counts: Sequence[int]) -> list[Piece]:
+    """Splits an array into consecutive pieces of ``counts`` rows along dimension 0."""
+    row = math.prod(array.shape[1:])
+    pieces, offset = [], 0
+    for count in counts:
+        pieces.append(Piece(array, offset, count * row))
+        offset += count * row
+    return pieces
+
+
+def milliseconds(timeout: float | timedelta | None, call: str, rank: int) -> int:
+    """Converts a time limit to the engine's form; 0 for None, which means the communicator's own limit."""
+    if timeout is None:
+        return 0
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else as_number(timeout)
+    if seconds is None or not 0 < seconds < 1e9:
+        raise InvalidArgumentError(
+            f"{call}: rank {rank} got timeout {shown(timeout)}, expected seconds above 0 or a timedelta; pass None for "
+            "the communicator's own limit"
+        )
+    return max(1, math.ceil(seconds * 1e3))
+
+
+def named_reduction(op: Any, factor: Any) -> tuple[Any, Any]:
+    """Returns the name of a ReduceOp of torch.distributed, and the factor that it may hold; anything else as it is."""
+    kind = getattr(sys.modules.get("torch.distributed"), "ReduceOp", None)
+    if kind is None or not isinstance(op, kind):
+        return op, factor
+    name = getattr(op, "op", op).name.lower()
+    if name == "premul_sum" and factor is None:
+        factor = getattr(op, "factor", None)
+    return {"product": "prod"}.get(name, name), factor
+
+
+def _meant(word: str, known: Iterable[str]) -> str | None:
+    """Returns the known name that is most like a wrong one, or that other libraries call so; None: no name is."""
+    close = difflib.get_close_matches(word[:_LONGEST_NAME].lower(), [*known, *_OTHER_NAMES], 1)
+    return next((name for name in known if close and name == _OTHER_NAMES.get(close[0], close[0])), None)
+
+
+class CollectiveArgs:
+    """One rank's arguments of one collective; they are ready for an engine once all arrays are set.
+
+    ``input`` and ``output`` are an array or, where the message has a part for each rank, its pieces. ``writes`` has
+    (the caller's array, the contiguous memory that the engine writes) for each array that the call writes. ``first`` is
+    the first array of a call without a stream of its own: the call runs on the stream of its library. ``root`` is a
+    rank, or the mark of an all_gather or all_to_all.
+    """
+
+    __slots__ = (
+        *("algorithm", "count", "engine", "first", "input", "op", "output", "reduction", "root", "stream", "tag"),
+        *("timeout_ms", "wire", "writes"),
+    )
+
+    def __init__(self, op: str, engine: Engine, timeout: Timeout = None, stream: Any = None) -> None:
+        self.op = op
+        self.engine = engine
+        self.first: Array | None = None
+        self.stream = None if stream is None else self._given(stream)
+        self.timeout_ms = milliseconds(timeout, op, engine.rank)
+        self.reduction: tuple[str, float] | None = None
+        self.algorithm = "auto"
+        self.root = 0
+        self.tag = 0
+        self.input: Array | list[Piece] | None = None
+        self.output: Array | list[Piece] | None = None
+        self.count = 0
+        self.wire = (_C.DTYPES["uint8"], 1)
+        self.writes: list[tuple[Array, Array]] = []
+
+    @property
+    def rank(self) -> int:
+        """The rank that makes the call."""
+        return self.engine.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.engine.world_size
+
+    @property
+    def written(self) -> list[Array]:
+        """The caller's arrays that the call writes."""
+        return [array for array, _ in self.writes]
+
+    # ---- options -------------------------------------------------------------------------------------------------
+
+    def reduces(self, op: str, factor: float | None) -> None:
+        """Sets the reduction operation: a name, or a ReduceOp of torch.distributed."""
+        op, factor = named_reduction(op, factor)
+        op = self.one_of("op", op, _C.REDUCE_OPS)
+        if (factor is not None) != (op == "premul_sum"):
+            raise InvalidArgumentError(
+                f"{self.op}: rank {self.rank} got op {shown(op)} with factor {shown(factor)}; pass a factor with "
+                "premul_sum, and with it alone"
+            )
+        self.reduction = op, 1.0 if factor is None else self.number("factor", factor)
+
+    def one_of(self, what: str, value: _Key, known: dict[str, int]) -> _Key:
+        """Returns ``value`` after checking that it is one of the names in ``known``."""
+        if not isinstance(value, str) or value not in known:
+            meant = _meant(value, known) if isinstance(value, str) else None
+            raise InvalidArgumentError(
+                f"{self.op}: rank {self.rank} got {what} {shown(value)}, expected one of {', '.join(known)}; "
+                + (f"did you mean {meant!r}?" if meant else "pass one of these")
+            )
+        return value
+
+    def flag(self, what: str, value: bool) -> bool:
+        """Returns ``value`` after checking that it is True or False."""
+        if value is not True and value is not False:
+            raise InvalidArgumentError(
+                f"{self.op}: rank {self.rank} got {what}={shown(value)}, expected True or False; pass one of these"
+            )
+        return value
+
+    def list_of(self, what: str, arrays: Sequence[Any] | None, length: int | None = None) -> list[Any]:
+        """Returns ``arrays`` as a list, after checking that it is a list or tuple, and its ``length`` if given."""
+        found = list(arrays) if isinstance(arrays, (list, tuple)) else None
+        if found is None or length not in (None, len(found)):
+            got = type(arrays).__name__ if found is None else f"{len(found)} array{'s' * (len(found) != 1)}"
+            expected, remedy = (
+                ("a list", "a list of arrays") if length is None else (f"a list of {length}", "one array for each rank")
+            )
+            raise ShapeError(f"{self.op}: rank {self.rank} got {got} as {what}, expected {expected}; pass {remedy}")
+        return found
+
+    def integer(self, what: str, value: int, bits: int) -> int:
+        """Returns ``value`` as Python's int after checking that it fits in ``bits`` bits, sign included."""
+        number = as_int(value)
+        if number is None or not -1 << bits - 1 <= number < 1 << bits - 1:
+            raise InvalidArgumentError(
+                f"{self.op}: rank {self.rank} got {what}={shown(value)}, expected a whole number of {bits} bits; "
+                "pass one"
+            )
+        return number
+
+    def number(self, what: str, value: float) -> float:
+        """Returns ``value`` after checking that it is a number."""
+        number = as_number(value)
+        if number is None or abs(number) > sys.float_info.max:
+            raise InvalidArgumentError(
+                f"{self.op}: rank {self.rank} got {what}={shown(value)}, expected a number; pass one"
+            )
+        return float(number)
+
+    def peer(self, what: str, value: int) -> int:
+        """Returns ``value`` as Python's int after checking that it is a rank of this communicator."""
+        number = as_int(value)
+        if number is None or not 0 <= number < self.world_size:
+            raise InvalidArgumentError(
+                f"{self.op}: rank {self.rank} got {what}={shown(value)}, expected 0 to {self.world_size - 1}; pass a "
+                "rank of this communicator"
+            )
+        return number
+
+    # ---- streams -------------------------------------------------------------------------------------------------
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the call runs on a stream of a device."""
+        device = self.engine.device
+        return device is not None and device.kind == "cuda"
+
+    @property
+    def on_host(self) -> bool:
+        """Whether all arrays that the call writes lie in the memory of the host."""
+        return all(array.device.kind == "cpu" for array in self.written)
+
+    @property
+    def has_own_stream(self) -> bool:
+        """Whether the caller named the stream."""
+        return self.stream is not None and self.first is None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the host waits for the call: host code that uses emulated devices' memory is not ordered by
+        streams."""
+        if not EMULATED or not self.on_device:
+            return False
+        return not self.has_own_stream or any(array is not memory for array, memory in self.writes)
+
+    def _given(self, stream: Any) -> int:
+        if not self.on_device:
+            raise self.engine.has_no_stream(self.op, stream)
+        return stream_number(stream, self.op, self.rank)
+
+    def _enqueue(self, array: Array) -> None:
+        """Orders the call after the work on an array that it uses. Unless a stream was given, the call runs on the
+        stream on which the first array's library works."""
+        if self.stream is None:
+            self.first = array
+            self.stream = array.library.stream(array.data)
+        if self.has_own_stream:
+            array.library.keep(array.data, self.stream)
+        if array.made_on is not None and array.made_on != self.stream:
+            with self.on_stream(array):
+                array.library.follow(array.made_on, array.data)
+
+    def on_stream(self, array: Array) -> AbstractContextManager[Any]:
+        """Inside the block, the array's library works on the call's stream."""
+        return array.library.on(self.stream or 0, array.data) if self.has_own_stream else nullcontext()
+
+    def waiting_stream(self, stream: Any) -> int:
+        """Returns the stream that waits for the call: ``stream``, or the one on which the call would run if it were
+        made now."""
+        if stream is not None:
+            return self._given(stream)
+        if self.first is not None:
+            return self.first.library.stream(self.first.data)
+        if self.stream is not None:
+            return self.stream
+        return 0 if EMULATED else usual_stream(self.engine.device or CPU)
+
+    # ---- arrays --------------------------------------------------------------------------------------------------
+
+    def array(self, x: Any) -> Array:
+        """Returns ``x`` as an Array, without a copy."""
+        engine = self.engine
+        array = as_array(x, self.op, engine.rank, engine.device)
+        if self.on_device:
+            self._enqueue(array)
+        return array
+
+    def copy(self, array: Array) -> Array:
+        """Returns a copy in new contiguous memory."""
+        with self.on_stream(array):
+            return array.copy()
+
+    def fresh(self, like: Array, shape: Sequence[int], dtype: str | None = None) -> Array:
+        """Returns new contiguous memory of the element type of ``like``, or of another one."""
+        with self.on_stream(like):
+            return like.empty(shape, dtype)
+
+    def read(self, x: Any) -> Array:
+        """Returns ``x`` as contiguous memory to read."""
+        array = self.array(x)
+        return array if array.contiguous else self.copy(array)
+
+    def write(self, x: Any) -> Array:
+        """Returns ``x`` as contiguous memory of which every element is written."""
+        array = self._writable(x)
+        return self._writing(array, array if array.contiguous else self.fresh(array, array.shape))
+
+    def update(self, x: Any) -> Array:
+        """Returns ``x`` as contiguous memory to read and write."""
+        array = self._writable(x)
+        return self._writing(array, array if array.contiguous else self.copy(array))
+
+    def _writable(self, x: Any) -> Array:
+        array = self.array(x)
+        if not array.writable:
+            numpy = sys.modules.get("numpy")
+            if numpy is not None and isinstance(x, numpy.generic):
+                raise InvalidArgumentError(
+                    f"{self.op}: rank {self.rank} got a NumPy scalar of dtype {x.dtype}, expected an array to write "
+                    "to; pass numpy.array(x), an array without dimensions"
+                )
+            raise InvalidArgumentError(
+                f"{self.op}: rank {self.rank} got a read-only array to write to; pass a copy, or out="
+            )
+        if not array.contiguous and array.may_overlap_itself():
+            raise ShapeError(
+                f"{self.op}: rank {self.rank} got an output of shape {array.shape} with strides {array.strides}, whose "
+                "elements share memory; pass a contiguous copy"
+            )
+        return array
+
+    def _writing(self, array: Array, memory: Array) -> Array:
+        self.writes.append((array, memory))
+        return memory
+
+    def output_like(self, x: Array, out: Any, *shapes: tuple[int, ...]) -> Array:
+        """Returns ``out`` after checking that it has one of ``shapes`` and the type of ``x``; if it is None, new
+        memory of the first shape."""
+        if out is None:
+            return self.fresh(x, shapes[0])
+        array = self.write(out)
+        self.same_dtype(x.dtype, array)
+        if array.shape not in shapes:
+            expected = " or ".join(map(str, dict.fromkeys(shapes)))
+            raise ShapeError(
+                f"{self.op}: rank {self.rank} got out of shape {array.shape}, expected {expected}; pass out of that "
+                "shape, or none"
+            )
+        return array
+
+    def same_dtype(self, dtype: Dtype, *arrays: Array) -> None:
+        """Raises unless all arrays of the call have the same element type."""
+        for array in arrays:
+            if array.dtype != dtype:
+                raise DtypeError(
+                    f"{self.op}: rank {self.rank} got {dtype.name} and {array.dtype.name}; every array of a call must "
+                    "have the same dtype"
+                )
+
+    def same_count(self, what: str, expected: int, got: int) -> None:
+        """Raises if the number of elements of ``what`` is not the expected one."""
+        if expected != got:
+            raise ShapeError(
+                f"{self.op}: rank {self.rank} got {got} elements as {what}, expected {expected}; pass arrays that match"
+            )
+
+    def divisible(self, x: Array) -> tuple[int, ...]:
+        """Returns the shape of one rank's part of ``x``, split along dimension 0."""
+        if not x.shape or x.shape[0] % self.world_size:
+            raise ShapeError(
+                f"{self.op}: rank {self.rank} got shape {x.shape}, expected a first dimension divisible by the world "
+                f"size {self.world_size}; pad it, or use the list form for uneven parts"
+            )
+        return (x.shape[0] // self.world_size, *x.shape[1:])
+
+    def gathered(self, x: Array) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the two shapes that can hold every rank's ``x``: concatenated along dimension 0, and stacked."""
+        first = x.shape[0] if x.shape else 1
+        return (self.world_size * first, *x.shape[1:]), (self.world_size, *x.shape)
+
+    def separate(self, source: Array, target: Array, in_place_at: int | None = 0) -> Array:
+        """Returns ``source``, or a copy if it overlaps ``target``. An in-place call needs no copy: there the shorter
+        array begins ``in_place_at`` elements into the longer one. None: the call has no in-place form."""
+        if not source.overlaps(target):
+            return source
+        outer, inner = (target, source) if source.count < target.count else (source, target)
+        in_place = in_place_at is not None and inner.address == outer.address + in_place_at * source.dtype.nbytes
+        return source if in_place else self.copy(source)
+
+    def separate_pieces(self, source: Array, pieces: Sequence[Piece]) -> Array:
+        """Returns ``source``, or a copy if it overlaps a piece other than this rank's own."""
+        clash = any(
+            source.overlaps(piece.array) and (r != self.rank or source.address != piece.address)
+            for r, piece in enumerate(pieces)
+        )
+        return self.copy(source) if clash else source
+
+    def separate_outputs(self) -> None:
+        """Raises if two of the arrays to write to so far share an element."""
+        arrays = sorted((array for array in self.written if array.count), key=lambda array: array.extent[0])
+        open_: list[Array] = []  # those that reach into the next one's extent
+        for array in arrays:
+            open_ = [other for other in open_ if other.extent[1] > array.extent[0]]
+            if any(array.shares_elements(other) for other in open_):
+                raise InvalidArgumentError(
+                    f"{self.op}: rank {self.rank} got two outputs that share memory, expected memory of its own for "
+                    "each; pass other arrays"
+                )
+            open_.append(array)
+
+    # ---- ready ---------------------------------------------------------------------------------------------------
+
+    def note_writes(self) -> None:
+        """Tells the libraries of the outputs, just before the call begins, that it writes to them."""
+        for array, _ in self.writes:
+            array.library.note_write(array.data)
+
+    def validate(self, count: int, dtype: Dtype) -> CollectiveArgs:
+        """Makes the last check: whether the operation supports the element type. ``count`` is in the caller's
+        elements."""
+        self.wire = wire_type(dtype, None if self.reduction is None else self.reduction[0], self.op, self.engine.rank)
+        self.count = count
+        return self
+
+    @property
+    def engine_op(self) -> str:
+        """The op that runs this call. Uneven parts from or to one rank run as an all_to_all in which the other parts
+        are empty, because only all_to_all exchanges counts between the ranks."""
+        uneven = self.op in ("gather_list", "scatter_list", "scan", "exscan")
+        return "all_to_all" if uneven else self.op.removesuffix("_list")
+
+    def to_native(self) -> tuple[Any, ...]:
+        """Returns the call in the form that the native engine takes."""
+        code, each = self.wire
+        reduce_op, factor = self.reduction or ("sum", 1.0)
+        source, target = self.input, self.output
+        return (
+            _C.OPS[self.engine_op],
+            code,
+            _C.REDUCE_OPS[reduce_op],
+            _C.ALGORITHMS[self.algorithm],
+            self.root,
+            self.tag,
+            source.address if isinstance(source, Array) else 0,
+            target.address if isinstance(target, Array) else 0,
+            self.count * each,
+            factor,
+            self.timeout_ms,
+            [(part.address, part.count * each) for part in source] if isinstance(source, list) else None,
+            [(part.address, part.count * each) for part in target] if isinstance(target, list) else None,
+            self.waiting_stream(None) if self.stream is None and self.on_device else self.stream or 0,
+        )
+
+    def finish(self, source: int, result: Any) -> Any:
+        """Writes temporaries back; returns the source of a recv, else ``result``."""
+        for array, memory in self.writes:
+            if memory is not array:
+                with self.on_stream(array):
+                    array.library.assign(array.data, memory.data)
+        return source if self.op == "recv" else result
+
+    def finish_on(self, stream: int, source: int, result: Any) -> Any:
+        """Runs ``finish`` on ``stream``, which already waits for the call."""
+        for array, memory in self.writes:
+            if memory is not array:
+                array.library.keep(memory.data, stream)
+                with array.library.on(stream, array.data):
+                    array.library.assign(array.data, memory.data)
+        return source if self.op == "recv" else result
+
+
+# ---- engines ------------------------------------------------------------------------------------------------------
+
+
+class Request(Protocol):
+    """An engine's handle of a call in flight."""
+
+    @property
+    def done(self) -> bool: ...
+    @property
+    def source(self) -> int: ...
+    def start_now(self) -> None: ...
+    def wait(self, timeout_ms: int = 0) -> None: ...
+
+
+class Engine(ABC):
     """One rank's end of a communicator's transport. An operation that an engine does not support raises
     UnsupportedError."""
 
+    rank: int
+    world_size: int
+    device: Device | None = None
+    """The device on which arrays must lie; None: any device that a process group accepts."""
     name: str
     """"cpu", "cuda", or a process group, such as "torch.distributed:gloo"."""
     lends_memory = False
@@ -111,7 +544,7 @@ class Engine(Rank, ABC):
     def probe(self, call: CollectiveArgs, waits: bool) -> tuple[int, int, int, int] | None:
         """Returns (source, number of the element type, elements, bytes) of the message that a recv would take, without
         taking it; None: there is none yet."""
-        raise _no_probe(call, self.name)
+        raise no_probe(call, self.name)
 
     def run_plain(self, op: str, reduce_op: str, root: int | None, tag: int, x: Any, out: Any, /) -> int | None:
         """Runs a call on plain arrays with default options; returns None, with nothing done, if the call needs
@@ -184,6 +617,17 @@ class Engine(Rank, ABC):
         """Returns a description for people."""
         return {}
 
+    def explained(self, error: RingcommError) -> RingcommError:
+        """Returns the error of a call with its cause."""
+        return error
+
+    def has_no_stream(self, op: str, stream: Any) -> InvalidArgumentError:
+        """Returns the error for a stream where there are none."""
+        return InvalidArgumentError(
+            f"{op}: rank {self.rank} got stream={shown(stream)}, this communicator serves {self.device or 'any'}, "
+            "where calls have no stream; leave it out"
+        )
+
     def _refuse(self) -> NoReturn:
         raise UnsupportedError(
             f"communicator: rank {self.rank} expected an engine of its own, got {self.name}; use the functions of "
@@ -191,350 +635,8 @@ class Engine(Rank, ABC):
         )
 
 
-def _no_probe(call: CollectiveArgs, got: str) -> UnsupportedError:
+def no_probe(call: CollectiveArgs, got: str) -> UnsupportedError:
     return UnsupportedError(
         f"{call.op}: rank {call.rank} expected the cpu engine with all ranks on one host, got {got}; send the size in "
         "a message of its own"
     )
-
-
-class NativeEngine(Engine):
-    """Our own engine. Beside a device engine it has a second engine on the cpu for small messages between ranks."""
-
-    lends_memory = True
-
-    def __init__(
-        self,
-        kind: str,
-        rank: int,
-        world_size: int,
-        limit_ms: int,
-        device: Device,
-        hosts: Hosts | None = None,
-        network: Network | None = None,
-    ) -> None:
-        self.name, self.rank, self.world_size = kind, rank, world_size
-        self.device: Device = device
-        self._on_host = device == CPU or EMULATED
-        self.libraries = ("torch", "numpy") if self._on_host else ("torch", "cupy")
-        self._hosts = hosts or Hosts((tuple(range(world_size)),), ("this host",))
-        self.network = network
-        self._main = Span(kind, rank, world_size, limit_ms, device, hosts, network)
-        self._span_beside = self._main
-        # An abort also aborts the engines that `split` has made from this one, those made from them, and so on.
-        self._descendants: weakref.WeakSet[NativeEngine] = weakref.WeakSet()
-        self._lineage = [self._descendants]  # the sets to which engines made from this one are added
-        if device.kind != "cpu":
-            apart = None if network is None else network.beside()
-            self._span_beside = Span("cpu", rank, world_size, limit_ms, CPU, hosts, apart)
-        self._unused: list[int] = []  # device memory to be freed
-
-    @property
-    def receives_from_any(self) -> bool:  # type: ignore[override]
-        """`Engine.receives_from_any`: several hosts have no place where the first message of all would be seen."""
-        return not self.hosts.several
-
-    @property
-    def native(self) -> _C.Engine:
-        """The engine that runs calls; before `connect` the engine of this host alone."""
-        return self._main.engine
-
-    @property
-    def _beside(self) -> _C.Engine:
-        return self._span_beside.engine
-
-    @property
-    def hosts(self) -> Hosts:
-        """The ranks of each host."""
-        return self._hosts
-
-    def handle(self) -> bytes:
-        """Returns the bytes that every rank needs to connect to this one."""
-        first = self._main.handle()
-        if self._span_beside is self._main:
-            return first
-        return _LENGTH.pack(len(first)) + first + self._span_beside.handle()
-
-    def connect(self, handles: Sequence[bytes]) -> None:
-        """Connects to every rank; a collective."""
-        if self._span_beside is not self._main:
-            ends = [self._end_of_first(peer, each) for peer, each in enumerate(handles)]
-            self._span_beside.connect([each[end:] for each, end in zip(handles, ends, strict=True)])
-            handles = [each[_LENGTH.size : end] for each, end in zip(handles, ends, strict=True)]
-        self._main.connect(handles)
-
-    def _end_of_first(self, peer: int, handle: bytes) -> int:
-        end = _LENGTH.size + _LENGTH.unpack_from(handle)[0] if len(handle) >= _LENGTH.size else _LENGTH.size
-        if end > len(handle):
-            raise InvalidArgumentError(
-                f"connect: rank {self.rank} expected a handle for each of two engines of rank {peer}, got "
-                f"{len(handle)} bytes; install one version of ringcomm everywhere"
-            )
-        return end
-
-    def split(self, color: int | None, key: int) -> NativeEngine | None:
-        """Returns a connected engine among the ranks of this color; None if this rank has no color. A collective."""
-        everybody = self.exchange(_PLACE.pack(color is not None, color or 0, key))
-        strangers = [r for r, each in enumerate(everybody) if len(each) != _PLACE.size]
-        if strangers:
-            raise MismatchError(
-                f"split: {rank_list(strangers)} made another call, expected split on every rank; make the same calls "
-                "in the same order"
-            )
-        places = [_PLACE.unpack(each) for each in everybody]
-        members = [r for r, (colored, its, _) in enumerate(places) if colored and its == color and color is not None]
-        members.sort(key=lambda r: places[r][2])  # a stable sort, so equal keys keep their order
-        part = self._part(members)
-        handles = self.exchange(b"" if part is None else part.handle())
-        if part is not None:
-            part.connect([handles[r] for r in members])
-        return part
-
-    def _part(self, members: Sequence[int], shrunk: bool = False) -> NativeEngine | None:
-        """Returns a new engine among some of the ranks, not connected; None if this rank is not one of them. Every
-        rank of this engine must call it equally often, unless ``shrunk``."""
-        network = None if self.network is None else self.network.child(members, shrunk)
-        if self.rank not in members:
-            return None
-        hosts = self.hosts.among(members)
-        rank, world_size = members.index(self.rank), len(members)
-        made = NativeEngine(self.name, rank, world_size, self.timeout_ms, self.device, hosts, network)
-        if not shrunk:  # a shrunk engine outlives this one
-            made._lineage += self._lineage
-            for descendants in self._lineage:
-                descendants.add(made)
-        return made
-
-    def shrink(self, limit_ms: int) -> NativeEngine:
-        """Returns a connected engine among the surviving ranks that also call this; see `Communicator.shrink`."""
-        if not self.aborted:
-            handled = sys.exc_info()[1]  # for example the error of a group that ended because of the same loss
-            after = "" if handled is None else f" after {type(handled).__name__}: {handled}"
-            self.abort(f"rank {self.rank} called shrink(){after}", handled)
-        agree: Callable[[bytes, Sequence[int], int], list[bytes]] = self._beside.agree_on_shrink
-        if self.network is not None and self.hosts.several:
-            agree = self.network.agree_on_shrink(self.rank, self.world_size)
-        came = agree(b"here", [], limit_ms)
-        members = [rank for rank, said in enumerate(came) if said]
-        part = self._part(members, shrunk=True)
-        assert part is not None  # this rank is among those that came
-
-        def swapped(mine: bytes) -> list[bytes]:
-            theirs = agree(mine, members, limit_ms)
-            return [theirs[rank] for rank in members]
-
-        usual = part.timeout_ms
-        part.timeout_ms = part._main.limit_ms = part._span_beside.limit_ms = limit_ms
-        try:
-            # Handles of devices may be long, so they are sent over the new cpu engine.
-            part._span_beside.connect(swapped(part._span_beside.handle()))
-            if part._main is not part._span_beside:
-                part._main.connect(part.exchange(part._main.handle()))
-        except BaseException as error:
-            with suppress(Exception):
-                part.close()  # at once, because the exception may keep it alive while the other ranks wait for it
-            if not isinstance(error, (AbortedError, EngineError)):
-                raise
-            raise RankLostError(
-                f"shrink: rank {self.rank} lost another one meanwhile: {error}; call it again"
-            ) from error
-        part.timeout_ms = usual
-        return part
-
-    # ---- calls ---------------------------------------------------------------------------------------------------
-
-    @property
-    def run_plain(self) -> Any:
-        """`Engine.run_plain`; on the cpu the native method itself, to save a Python call."""
-        run = self.native.run_plain
-        return run if self._beside is self.native else partial(self.explaining, run)
-
-    @property
-    def submit_plain(self) -> Any:  # type: ignore[override]
-        """`Engine.submit_plain`; on the cpu the native method itself."""
-        submit = self.native.submit_plain
-        return submit if self._beside is self.native else partial(self.explaining, submit)
-
-    @property
-    def pack_plain(self) -> Any:  # type: ignore[override]
-        """`Engine.pack_plain`: the native method itself, because `pack` explains no errors either."""
-        return self.native.pack_plain
-
-    def run(self, call: CollectiveArgs) -> int:
-        """Runs a call, or enqueues it on its stream; returns the source of a recv, else -1."""
-        with profiling.named(call.op):
-            source = self.explaining(self.native.run, *call.to_native())
-            self._wait_for(call)
-        return source
-
-    def submit(self, call: CollectiveArgs) -> Request:
-        """Starts a call."""
-        with profiling.named(call.op):
-            return self.explaining(self.native.submit, *call.to_native())
-
-    def run_list(self, calls: Sequence[CollectiveArgs]) -> None:
-        """Runs calls that differ only in their arrays; a device engine runs many of them in one launch."""
-        with profiling.named(calls[0].op):
-            self.explaining(self.native.run_list, [call.to_native() for call in calls])
-            self._wait_for(next((call for call in calls if call.waits), calls[0]))
-
-    def run_pair(self, sending: CollectiveArgs, receiving: CollectiveArgs) -> int:
-        """Runs a send and a receive, of which neither waits for the other; returns the source of the receive."""
-        if self._beside is self.native or receiving.root < 0:
-            return self.explaining(super().run_pair, sending, receiving)
-        self.run_list([sending, receiving])  # one launch: on one stream the second would wait for the first
-        return receiving.root
-
-    def probe(self, call: CollectiveArgs, waits: bool) -> tuple[int, int, int, int] | None:
-        if self.name != "cpu" or self.hosts.several:
-            raise _no_probe(call, f"{self.name} over several hosts" if self.hosts.several else self.name)
-        with profiling.named(call.op):
-            return self.explaining(self.native.probe, call.root, call.tag, call.timeout_ms, waits)
-
-    def pack(self, call: CollectiveArgs, pairs: Pairs, scale: float) -> None:
-        """Copies pairs of pieces that were already checked."""
-        (before, each), (after, _) = (self._wire(pairs[0][end].array, call) for end in (0, 1))
-        pieces = [(source.address, target.address, source.count * each) for source, target in pairs]
-        self.native.pack(pieces, before, after, scale, call.stream or 0)
-        self._wait_for(call)
-
-    def combine(self, call: CollectiveArgs, first: Array, second: Array) -> None:
-        """Writes ``first`` combined with ``second``, by the call's reduction, to ``second``."""
-        op, _ = call.reduction or ("sum", 1.0)
-        code, each = wire_type(second.dtype, op, call.op, self.rank)
-        count, reduce_op = second.count * each, _C.REDUCE_OPS[op]
-        self.native.combine(first.address, second.address, second.address, count, code, reduce_op, 1, call.stream or 0)
-        self._wait_for(call)
-
-    def _wire(self, array: Array, call: CollectiveArgs) -> tuple[int, int]:
-        # The halves of a complex number are converted each.
-        halves = "sum" if array.dtype.name in ("complex32", "complex64") else None
-        return wire_type(array.dtype, halves, call.op, self.rank)
-
-    def _wait_for(self, call: CollectiveArgs) -> None:
-        if call.waits:
-            self.synchronize(call.stream or 0)
-
-    def synchronize(self, stream: int) -> None:
-        """Waits for the work enqueued on a stream."""
-        self.explaining(self.native.synchronize, stream)
-
-    def explaining(self, function: Callable[..., _Result], *args: Any) -> _Result:
-        """Calls a function of the engine; its error is raised with the cause."""
-        try:
-            return function(*args)
-        except RingcommError as error:
-            raise self.explained(error) from None
-
-    def explained(self, error: RingcommError) -> RingcommError:
-        """Returns the error with its cause. Between processes a device engine carries no text, so the cpu engine
-        beside it carries the reason from the rank that found the problem to the ranks that only see an abort."""
-        if self._beside is self.native or not isinstance(error, _ENDINGS):
-            return error
-        if type(error) is not AbortedError:
-            self._beside.abort(str(error), type(error).__name__)
-            return error
-        deadline = time.monotonic() + _CAUSE_S
-        while not self._beside.aborted and time.monotonic() < deadline:
-            time.sleep(_CAUSE_S / 100)
-        why, kind = self._beside.why_aborted, getattr(errors, self._beside.aborted_as)
-        if not why or why in str(error):
-            return error
-        cause: RingcommError
-        cause = AbortedError(f"{error}; {why}") if kind is AbortedError else kind(f"{why}{_ADVICE}")
-        carry_notes(error, cause)
-        return cause
-
-    def exchange(self, payload: bytes) -> list[bytes]:
-        """Returns every rank's bytes, by rank; a collective."""
-        return self._beside.exchange(payload)
-
-    # ---- memory --------------------------------------------------------------------------------------------------
-
-    def usual_library(self, dtype: Any) -> str:
-        """Returns the library for `empty`'s array if none was named."""
-        return library_of(dtype) if self._on_host else libraries.device_library()
-
-    def empty(self, shape: tuple[int, ...], dtype: Any, library: str) -> Any:
-        """Returns a new array of a library, with that library's dtype, in memory of this engine."""
-        nbytes = math.prod(shape) * dtype.itemsize
-        if nbytes > MOST_BYTES:
-            raise ShapeError(
-                f"empty: rank {self.rank} got a shape of {nbytes} bytes, expected at most {MOST_BYTES}; pass a "
-                "smaller one"
-            )
-        if nbytes == 0:
-            return libraries.wrap_nothing(library, dtype, shape, CPU if self._on_host else self.device)
-        native = self.native
-        if not self._on_host:
-            _C.give_back_pools()
-        if self._unused:
-            libraries.settle(library, self.device)  # the device may still use the memory
-            while self._unused:
-                native.release(self._unused.pop())
-        address = native.allocate(nbytes)
-        if self._on_host:
-            memory = (ctypes.c_char * nbytes).from_address(address)
-            weakref.finalize(memory, native.release, address).atexit = False
-            return libraries.wrap_memory(memory, library, dtype, shape)
-        there = libraries.DeviceMemory(address, nbytes, self.device)
-        weakref.finalize(there, _retire, native, self._unused, address).atexit = False
-        return libraries.wrap_device_memory(there, library, dtype, shape)
-
-    def mem_pool(self, nbytes: int) -> Any:
-        """A torch.cuda.MemPool over so many bytes of memory that the peers see."""
-        if self.device == CPU:
-            return super().mem_pool(nbytes)
-        libraries.check_mem_pool(self.rank)
-        return libraries.mem_pool(_C.open_pool(self.native, nbytes, self.device.index))
-
-    # ---- life ----------------------------------------------------------------------------------------------------
-
-    @property
-    def timeout_ms(self) -> int:
-        """The time limit of every call without its own."""
-        return self.native.timeout_ms
-
-    @timeout_ms.setter
-    def timeout_ms(self, limit_ms: int) -> None:
-        self.native.timeout_ms = self._beside.timeout_ms = limit_ms
-
-    @property
-    def aborted(self) -> bool:  # type: ignore[override]
-        """Whether the engine has ended: every call raises the cause."""
-        return self.native.aborted
-
-    def abort(self, reason: str, cause: BaseException | None = None) -> None:
-        """Ends every wait on every rank, here and in the engines that this rank has made from this one. ``cause`` is
-        the exception that made this rank abort; if it is the end of another communicator, this one ends with the
-        same kind of error."""
-        kind = next((each.__name__ for each in _PASSED_ON if isinstance(cause, each)), "AbortedError")
-        for each in (self, *self._descendants):
-            # First, so that a rank that finds the device engine aborted finds the reason here.
-            each._beside.abort(reason, kind)
-            each.native.abort(reason, kind)
-
-    def leave(self, reason: str, error: BaseException | None) -> None:
-        """Aborts, because this rank leaves with an error, so that the other ranks are told."""
-        self.abort(reason, error)
-
-    def describe(self) -> dict[str, str]:
-        """Returns a description for people: instruction set, memory, limits."""
-        return self.native.describe()
-
-    def close(self) -> None:
-        """Finishes the calls in flight and disconnects from the peers."""
-        self._main.close()
-        self._span_beside.close()
-
-    def close_descendants(self) -> None:
-        """Closes the engines made from this one. The rank makes no more calls, so ranks that wait for it in those
-        engines are told at once."""
-        for each in self._descendants:
-            each.close()
-
-
-def _retire(native: _C.Engine, unused: list[int], address: int) -> None:
-    """Records unreferenced device memory. It must not wait for the device, because it runs where the last reference
-    is dropped, possibly during a graph capture. ``native`` is kept alive until now."""
-    unused.append(address)

@@ -19,10 +19,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from ringcomm.arrays.devices import Device, choose
-from ringcomm.comm.args import Timeout, milliseconds
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.engine import NativeEngine
+from ringcomm.comm.engine import Timeout, milliseconds
 from ringcomm.comm.hosts import Hosts, Network, check_network, client_store, memory_store, server_store
+from ringcomm.comm.native import NativeEngine
 from ringcomm.comm.rendezvous import launched
 from ringcomm.errors import (
     AbortedError,

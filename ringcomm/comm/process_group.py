@@ -11,8 +11,7 @@ from typing import Any
 from ringcomm.arrays.devices import CPU
 from ringcomm.arrays.interop import Array
 from ringcomm.arrays.libraries import usual_stream
-from ringcomm.comm.args import CollectiveArgs, Pairs, Piece
-from ringcomm.comm.engine import Engine
+from ringcomm.comm.engine import CollectiveArgs, Engine, Pairs, Piece
 from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, RingcommError, UnsupportedError
 
 _COMBINES = {

@@ -14,10 +14,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ringcomm.arrays.devices import choose, local_rank
-from ringcomm.comm.args import Timeout, milliseconds
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.engine import NativeEngine
+from ringcomm.comm.engine import Timeout, milliseconds
 from ringcomm.comm.hosts import Hosts, Network, check_network, identity
+from ringcomm.comm.native import NativeEngine
 from ringcomm.comm.store import exchange
 from ringcomm.errors import CollectiveTimeoutError, EngineError, InvalidArgumentError, shown
 from ringcomm.terminal import Progress

@@ -87,9 +87,8 @@ def exchange(
         with Progress(f"{call}: waiting", shows=rank == 0, limit_s=limit.total_seconds()) as waiting:
             # In order: with different world sizes, some wait for ranks that were never started.
             for peer, key in enumerate(keys):
-                if rank == 0:
-                    _look_for(store, keys, key, deadline, waiting, call)
-                late = _wait_for(store, key, deadline)
+                there = rank == 0 and _look_for(store, keys, key, deadline, waiting, call)
+                late = None if there else _wait_for(store, key, deadline)
                 if late is not None:
                     missing = [other for other, each in enumerate(keys) if not store.check([each])]
                     raise CollectiveTimeoutError(
@@ -114,11 +113,13 @@ def exchange(
     return name, payloads
 
 
-def _look_for(store: Any, keys: list[str], wanted: str, deadline: float, waiting: Progress, call: str) -> None:
-    """Returns once the wanted key is there, or the deadline has passed; says of which ranks the keys are missing. Looks
-    again and again, because torch logs two warnings for every wait that ends without the key."""
+def _look_for(store: Any, keys: list[str], wanted: str, deadline: float, waiting: Progress, call: str) -> bool:
+    """Returns True once the wanted key is there, False once the deadline has passed. Meanwhile shows which ranks' keys
+    are missing. It polls, because torch logs two warnings for every wait that ends without the key."""
     pause, noted = 0.001, time.monotonic()
-    while not store.check([wanted]) and time.monotonic() < deadline:
+    while not store.check([wanted]):
+        if time.monotonic() >= deadline:
+            return False
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
         if time.monotonic() - noted > _LOOK_S:
@@ -126,6 +127,7 @@ def _look_for(store: Any, keys: list[str], wanted: str, deadline: float, waiting
             if missing:
                 waiting.note(f"{call}: waiting for {rank_list(missing)}")
             noted = time.monotonic()
+    return True
 
 
 def _wait_for(store: Any, key: str, deadline: float) -> RuntimeError | None:

@@ -8,24 +8,12 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from ringcomm import _C
 from ringcomm.arrays.libraries import stream_number, usual_stream
-from ringcomm.comm.args import CollectiveArgs, Rank, milliseconds
+from ringcomm.comm.engine import CollectiveArgs, Engine, milliseconds
 from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, RingcommError, shown
-
-
-class Request(Protocol):
-    """An engine's handle of a call in flight."""
-
-    @property
-    def done(self) -> bool: ...
-    @property
-    def source(self) -> int: ...
-    def start_now(self) -> None: ...
-    def wait(self, timeout_ms: int = 0) -> None: ...
-
 
 _ending = threading.RLock()  # so that of threads that ask for one call, the first writes to the caller's arrays
 
@@ -40,7 +28,7 @@ class Work:
     __slots__ = ("_call", "_engine", "_joined", "_op", "_request", "_result", "_x")
 
     def __init__(
-        self, request: Any, engine: Rank, op: str, result: Any, call: CollectiveArgs | None = None, x: Any = None
+        self, request: Any, engine: Engine, op: str, result: Any, call: CollectiveArgs | None = None, x: Any = None
     ) -> None:
         """A call on plain arrays has no ``call``, because nothing is left to do when the engine is done; ``x`` is an
         array of it, whose library tells the current stream."""

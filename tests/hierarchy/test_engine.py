@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 import ringcomm
 from ringcomm import Communicator, run_ranks
 from ringcomm.arrays.devices import CPU
-from ringcomm.comm.engine import NativeEngine
 from ringcomm.comm.hosts import Hosts, Network, identity, memory_store
+from ringcomm.comm.native import NativeEngine
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from tests.support.choice import choose
 from tests.support.reference import (
