@@ -32,6 +32,7 @@ NAME = "ringcomm"
 DEVICES = ["cpu", "cuda"]
 _INIT = "init_process_group"
 _NEW_GROUP = "new_group"
+_SPLIT_GROUP = "split_group"
 
 
 # An error between the ranks of a process group is both ringcomm's error and torch.distributed's.
@@ -97,7 +98,7 @@ def create_in(store: dist.Store, prefix: str, rank: int, options: _c10d.Backend.
     Raises:  CollectiveTimeoutError: a rank did not come within the timeout.
     """
     world_size = len(options.global_ranks_in_group)
-    return _backend(extension(_NEW_GROUP), store, f"{NAME}/{prefix}", rank, world_size, options, _NEW_GROUP)
+    return _backend(extension(_SPLIT_GROUP), store, f"{NAME}/{prefix}", rank, world_size, options, _SPLIT_GROUP)
 
 
 def _backend(
@@ -195,8 +196,8 @@ def _exchange(
             "check that those ranks started, reach the store and ask for the same backend (or set the same "
             "RINGCOMM_REPLACE), then start all ranks again"
         )
-    elif call == _NEW_GROUP:
-        advice = "let every rank call new_group or split_group, with the same ranks, in the same order"
+    elif call in (_NEW_GROUP, _SPLIT_GROUP):
+        advice = f"let every rank call {call}, with the same ranks, in the same order"
     else:
         advice = "let every rank make the group's first call on its GPU, or pass device_id to init_process_group"
     try:

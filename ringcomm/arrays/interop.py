@@ -30,6 +30,11 @@ _FIRST_PAGE = 4096  # bytes, to which no program has access
 _REAL_OF = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 # Operations that may be applied to the two halves of a complex number separately.
 _LINEAR = ("sum", "avg", "premul_sum")
+_OF_LISTS = {
+    "all_reduce": "all_reduce_coalesced",
+    **{call: f"{call}_list" for call in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")},
+}
+"""The form for a list of arrays, by call."""
 DTYPE_NAMES = {code: name for name, code in _C.DTYPES.items()}
 
 
@@ -110,20 +115,19 @@ def _as_array(x: Any, call: str, rank: int, served: Device | None) -> Array:
     except TypeError:
         raise InvalidArgumentError(
             f"{call}: rank {rank} got {type(x).__name__}, expected a torch tensor, a NumPy or CuPy array, a buffer or "
-            "anything with __dlpack__, __cuda_array_interface__ or __array_interface__; "
-            f"{_instead(x)}"
+            f"anything with __dlpack__, __cuda_array_interface__ or __array_interface__; {_instead(x, call)}"
         ) from None
     import numpy as np
 
     return _from_numpy(x, np.asarray(view), call, rank, served)
 
 
-def _instead(x: Any) -> str:
+def _instead(x: Any, call: str) -> str:
     """Returns what to pass in the place of a value that is no array."""
     if _are_numbers(x):
         return "pass torch.tensor(x) or numpy.array(x)"
     if isinstance(x, (list, tuple)) and all(hasattr(each, "dtype") for each in x):
-        return "pass its arrays one by one, or the list to all_reduce_coalesced"
+        return "pass its arrays one by one" + (f", or the list to {_OF_LISTS[call]}" if call in _OF_LISTS else "")
     return "convert it first"
 
 

@@ -541,7 +541,8 @@ class View:
                 alike_at.setdefault((call.op, call.passed, call.place), []).append(rank)
             for alike in alike_at.values():
                 call = ranks[alike[0]]
-                what = f"passed {call.passed}" if same_op else f"called {call.op}({call.passed})"
+                verb = "gathered" if call.op == "all_gather" else "passed"  # the count is that of the output
+                what = f"{verb} {call.passed}" if same_op else f"called {call.op}({call.passed})"
                 parts.append(f"{rank_list(alike)} {what}{_in_brackets(call.place)}")
             name = f"{ranks[min(ranks)].op} #{number}" if same_op else f"call #{number}"
             found.append(f"{name} differs: {', '.join(parts)}")

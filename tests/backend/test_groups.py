@@ -289,18 +289,19 @@ def test_a_missing_rank_times_out_and_a_new_group_works() -> None:
         assert missing or seen.startswith(("CollectiveTimeoutError", "AbortedError")), seen
 
 
-def _missing_in_new_group() -> str:
-    if dist.get_rank() != 0:
-        dist.barrier()
-        return ""
-    said = raised(dist.DistBackendError, dist.new_group, [0, 1], timeout=timedelta(seconds=1))
+def _missing_in_a_new_group() -> list[str]:
+    said, limit = [], timedelta(seconds=1)
+    if dist.get_rank() == 0:
+        said.append(raised(dist.DistBackendError, dist.new_group, [0, 1], timeout=limit))
+        said.append(raised(dist.DistBackendError, dist.group.WORLD.split_group, [0, 1], limit, group_name="half"))
     dist.barrier()
     return said
 
 
-def test_a_rank_that_misses_new_group_is_named() -> None:
-    said = run(_missing_in_new_group)[0]
-    assert said.startswith("new_group: rank 0 expected all 2 ranks within 1 s, got none of rank 1; let every rank call")
+def test_a_rank_that_misses_a_new_group_is_named() -> None:
+    for call, said in zip(("new_group", "split_group"), run(_missing_in_a_new_group)[0], strict=True):
+        start = f"{call}: rank 0 expected all 2 ranks within 1 s, got none of rank 1; let every rank call {call}"
+        assert said.startswith(start), said
 
 
 def _impatient_wait() -> None:

@@ -77,7 +77,9 @@ REFUSALS: list[tuple[type[Exception], str, Refused]] = [
     (errors.InvalidArgumentError, "read-only", lambda c: c.all_reduce(b"bytes")),
     (errors.InvalidArgumentError, "got no out", lambda c: c.scatter(None, 1 - c.rank)),
     # ops, ranks, options
-    (errors.InvalidArgumentError, "op 'mean', expected one of", lambda c: c.all_reduce(ONES, "mean")),
+    (errors.InvalidArgumentError, "sum; did you mean 'avg'", lambda c: c.all_reduce(ONES, "mean")),
+    (errors.InvalidArgumentError, "sum; did you mean 'premul_sum'", lambda c: c.all_reduce(ONES, "PREMUL-SUM")),
+    (errors.InvalidArgumentError, "op 'xyz', expected one of", lambda c: c.all_reduce(ONES, "xyz")),
     (errors.InvalidArgumentError, "pass a factor with premul_sum", lambda c: c.all_reduce(ONES, "premul_sum")),
     (errors.InvalidArgumentError, "with it alone", lambda c: c.all_reduce(ONES, factor=2.0)),
     (errors.InvalidArgumentError, "algorithm 'star'", lambda c: c.all_reduce(ONES, algorithm="star")),

@@ -110,6 +110,12 @@ def test_calls_that_differ_are_pointed_out(more: dict[str, Any], words: str) -> 
     assert not view(*irrelevant).differences()
 
 
+def test_the_count_of_an_all_gather_is_that_of_its_output() -> None:
+    ranks = [made(rank, made_call(2, op="all_gather", count=6 + 2 * rank)) for rank in range(2)]
+    (told,) = view(*ranks).differences()
+    assert "rank 0 gathered 6 x float32 (train.py:82), rank 1 gathered 8 x float32 (train.py:82)" in told
+
+
 def test_lines_put_ranks_together_and_messages_apart() -> None:
     ranks = [made(r, made_call(1), made_call(2), made_call(3, op="send", root=2)) for r in range(2)]
     lines = view(*ranks, made(2, made_call(1))).lines(2)
