@@ -40,7 +40,7 @@ API = {
     "tensor_parallel": ("Tensor parallelism", ("tensor_parallel",)),
     "pipeline_parallel": ("Pipeline parallelism", ("pipeline_parallel",)),
     "context_parallel": ("Context parallelism", ("context",)),
-    "mesh": ("Meshes", ("mesh",)),
+    "mesh": ("Meshes", ("comm.mesh",)),
     "checkpoint": ("Checkpoints", ("checkpoint",)),
     "observe": ("Metrics, records, traces", ("observe",)),
     "simulate": ("Simulator", ("tools",)),
@@ -93,9 +93,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def _api_page(title: str, floors: tuple[str, ...]) -> str:
-    names = [name for name, path in public_names().items() if path.split(".")[1] in floors]
-    names.sort(key=lambda name: (_is_module(public_names()[name]), floors.index(public_names()[name].split(".")[1])))
+    names = [name for name, path in public_names().items() if _floor(path) in floors]
+    names.sort(key=lambda name: (_is_module(public_names()[name]), floors.index(_floor(public_names()[name]))))
     return f"# {title}\n\n" + "\n\n".join(map(_api_entry, names))
+
+
+def _floor(path: str) -> str:
+    """Returns the innermost folder or module of API that has a public name."""
+    below = f"{path.removeprefix('ringcomm.')}."
+    known = (floor for _, floors in API.values() for floor in floors)
+    return max((floor for floor in known if below.startswith(f"{floor}.")), key=len, default="")
 
 
 def _api_entry(name: str) -> str:

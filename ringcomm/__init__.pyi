@@ -10,6 +10,8 @@ from ringcomm.comm import schedule as schedule
 from ringcomm.comm.communicator import Communicator as Communicator
 from ringcomm.comm.communicator import Status as Status
 from ringcomm.comm.launch import run_ranks as run_ranks
+from ringcomm.comm.mesh import Mesh as Mesh
+from ringcomm.comm.mesh import init_mesh as init_mesh
 from ringcomm.comm.rendezvous import init as init
 from ringcomm.comm.work import Work as Work
 from ringcomm.comm.work import wait_all as wait_all
@@ -47,8 +49,6 @@ from ringcomm.errors import RankLostError as RankLostError
 from ringcomm.errors import RingcommError as RingcommError
 from ringcomm.errors import ShapeError as ShapeError
 from ringcomm.errors import UnsupportedError as UnsupportedError
-from ringcomm.mesh import Mesh as Mesh
-from ringcomm.mesh import init_mesh as init_mesh
 from ringcomm.modules import random as random
 from ringcomm.modules.precision import MixedPrecision as MixedPrecision
 from ringcomm.observe import record as record

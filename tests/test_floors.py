@@ -76,22 +76,22 @@ FORBIDDEN_INCLUDES = {
     "tests/support/emulator": r"cuda\.h|nccl|pybind11|torch|c10|ATen|Python\.h|(core|runtime|cpu|cuda|hierarchy|bind)/",
 }
 FLOORS = (
-    *("_c10d", "errors", "validation", "terminal", "arrays", "comm", "backend", "replace", "observe", "mesh"),
+    *("_c10d", "errors", "validation", "terminal", "arrays", "comm", "backend", "replace", "observe"),
     *("modules", "data_parallel/buckets", "data_parallel/model", "data_parallel/optim", "data_parallel"),
     *("tensor_parallel", "pipeline_parallel", "context", "checkpoint"),
     *("tools/bench", "tools/simulate", "tools", "__main__"),
 )
 """Folders of ringcomm/ and files beside them, bottom first; of a folder that holds folders, the files beside them."""
 APART = {"tensor_parallel", "pipeline_parallel", "context"}
-"""Folders that do not know one another: what they share is in mesh.py, modules/ and data_parallel/."""
-PRIMITIVES = FLOORS[: FLOORS.index("mesh")]
+"""Folders that do not know one another: what they share is in comm/mesh.py, modules/ and data_parallel/."""
+PRIMITIVES = FLOORS[: FLOORS.index("modules")]
 ROOT_NAMES = {"_C", "_c10d", "__version__"}
 """What any floor may import from `ringcomm` itself; the tools use its public names as users do."""
 # The only primitives beside arrays/ that import torch or NumPy at all, and then inside functions, or for type checkers,
 # unless named in TORCH_AT_IMPORT.
 KNOWS_ARRAYS = {
-    *("_c10d", "backend", "replace", "comm.communicator", "comm.hosts", "comm.process_group", "comm.rendezvous"),
-    *("observe.cuda", "observe.info"),
+    *("_c10d", "backend", "replace", "comm.communicator", "comm.hosts", "comm.mesh", "comm.process_group"),
+    *("comm.rendezvous", "observe.cuda", "observe.info"),
 }
 TORCH_AT_IMPORT = {"_c10d", "backend"}
 

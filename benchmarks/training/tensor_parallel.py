@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import ringcomm  # noqa: F401  registers the backend
-from ringcomm.mesh import init_mesh
+from ringcomm.comm.mesh import init_mesh
 from ringcomm.tensor_parallel.plan import parallelize
 
 WORLD = 2

@@ -15,12 +15,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.mesh import refuse_mesh
 from ringcomm.context import huggingface
 from ringcomm.context.attention import cached_attention, num_calls, ring_attention
 from ringcomm.context.huggingface import CURRENT, Rule, rule_of
 from ringcomm.context.sequence import check_layout, places
 from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError
-from ringcomm.mesh import refuse_mesh
 from ringcomm.modules.dynamo import eager
 from ringcomm.validation import FLAG, expects
 

@@ -25,6 +25,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 from torch.utils._pytree import tree_map
 
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.mesh import refuse_no_mesh
 from ringcomm.comm.rendezvous import communicator_of
 from ringcomm.data_parallel.buckets.bucket import Bucket
 from ringcomm.data_parallel.buckets.group import DataParallelGroup, ranks_of_mesh, refuse_several
@@ -40,7 +41,6 @@ from ringcomm.data_parallel.model.sharded_model import Config, ShardedModel, sha
 from ringcomm.data_parallel.model.unit_module import is_asked_to_wrap
 from ringcomm.data_parallel.optim.optimizer import unwrap_model
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
-from ringcomm.mesh import refuse_no_mesh
 from ringcomm.modules.arguments import DEVICE, DEVICES, MODULE
 from ringcomm.modules.dynamo import skipped
 from ringcomm.modules.meta import real_device

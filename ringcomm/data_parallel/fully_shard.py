@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.mesh import Mesh, refuse_no_mesh
 from ringcomm.comm.rendezvous import shared_communicator
 from ringcomm.data_parallel.buckets.group import DataParallelGroup, ranks_of_mesh, refuse_several
 from ringcomm.data_parallel.buckets.layout import Atom
@@ -33,7 +34,6 @@ from ringcomm.data_parallel.model.partition import facts_of, named_parameters
 from ringcomm.data_parallel.model.sharded_model import Config, ShardedModel, Unit
 from ringcomm.data_parallel.model.unit_module import UnitModule
 from ringcomm.errors import InvalidArgumentError, UnsupportedError, shown
-from ringcomm.mesh import Mesh, refuse_no_mesh
 from ringcomm.modules.arguments import ATOM, INIT, LAST_STAGE, MODULE, RANKS
 from ringcomm.modules.meta import real_device
 from ringcomm.modules.notes import ModuleNotes, notes_of

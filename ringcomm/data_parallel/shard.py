@@ -59,7 +59,7 @@ from ringcomm.validation import FLAG, POSITIVE, expects, one_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ringcomm.mesh import Mesh
+    from ringcomm.comm.mesh import Mesh
 
 CUT = "of a model that is cut over tp or pp pass mesh=, or the communicator of ranks that have the same part"
 _Module = TypeVar("_Module", bound=nn.Module)

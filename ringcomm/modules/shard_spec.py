@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ringcomm.comm.mesh import Mesh
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.mesh import Mesh
 from ringcomm.modules.notes import notes_of, notes_on
 
 

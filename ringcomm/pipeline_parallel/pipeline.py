@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.mesh import refuse_mesh
 from ringcomm.data_parallel.model.partition import facts_of
 from ringcomm.data_parallel.model.sharded_model import ShardedModel, sharded_model_of
 from ringcomm.errors import AbortedError, InvalidArgumentError, MismatchError, ShapeError, UnsupportedError
-from ringcomm.mesh import refuse_mesh
 from ringcomm.modules.meta import device_of
 from ringcomm.modules.notes import notes_on
 from ringcomm.pipeline_parallel.check import check

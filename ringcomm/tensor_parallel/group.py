@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.mesh import refuse_mesh
 from ringcomm.errors import ShapeError, UnsupportedError
-from ringcomm.mesh import refuse_mesh
 from ringcomm.modules.arguments import TENSOR
 from ringcomm.validation import expects, validate_int
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import ringcomm
+from ringcomm.comm.mesh import Mesh, init_mesh
 from ringcomm.errors import InvalidArgumentError, MismatchError
-from ringcomm.mesh import Mesh, init_mesh
 from ringcomm.modules.shard_spec import part_of
 from ringcomm.tensor_parallel.plan import parallelize
 from tests.support import torch_ranks

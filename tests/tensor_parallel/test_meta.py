@@ -13,8 +13,8 @@ from torch import nn
 
 import ringcomm
 from ringcomm import checkpoint
+from ringcomm.comm.mesh import init_mesh
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
-from ringcomm.mesh import init_mesh
 from ringcomm.tensor_parallel.plan import parallelize
 from tests.support import torch_ranks
 from tests.support.choice import slow

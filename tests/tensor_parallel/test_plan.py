@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ringcomm
 from examples.gpt import GPT
+from ringcomm.comm.mesh import init_mesh
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.mesh import init_mesh
 from ringcomm.modules.shard_spec import part_of
 from ringcomm.tensor_parallel.layers import RowParallelLinear
 from ringcomm.tensor_parallel.plan import parallelize

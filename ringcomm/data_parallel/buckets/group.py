@@ -20,9 +20,9 @@ from torch import nn
 
 from ringcomm.arrays.devices import EMULATED
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.mesh import Mesh, refuse_no_mesh
 from ringcomm.comm.rendezvous import communicator_of, shared_communicator
 from ringcomm.errors import DeviceError, InvalidArgumentError, MismatchError, RankLostError, RingcommError
-from ringcomm.mesh import Mesh, refuse_no_mesh
 
 if TYPE_CHECKING:
     import torch.distributed as dist
