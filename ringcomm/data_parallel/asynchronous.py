@@ -140,21 +140,20 @@ class AsynchronousDataParallel(nn.Module):
         facts += [f"the parameter {name} of {tuple(p.shape)} {p.dtype}" for name, p in named]
         DataParallelGroup(comm).agree(CALL, facts)
         _send_values(module, comm)
-        self._flat_buffers = FlatBuffers(flat)
-        self._flat_buffers.pack_values()
+        flat.pack_values()
+        self._flat = flat
         self._own_version = 0  # of the values in the module, of the shard that this rank serves
         self._steps, self._step_s = 0, 0.0
         self._server: ParameterServer | None = None
         if self.rank in self.servers:
             mine = self.servers.index(self.rank)
-            shard = Shard(flat, mine, [x.clone() for x in self._flat_buffers.value_shard(mine)], made, staleness_scale)
+            shard = Shard(flat, mine, [x.clone() for x in self._flat.value_shard(mine)], made, staleness_scale)
             order, workers = ArrivalOrder(record, replay), range(comm.world_size)
             self._server = ParameterServer(shard, order, self.rank, self.servers, workers, max_staleness, comm.timeout)
         choose_kernels()  # before threads use them at once
         asked, served = _connect(comm, self.servers)
         self._connections = {
-            rank: ServerConnection(channel, self._flat_buffers, self.servers.index(rank))
-            for rank, channel in asked.items()
+            rank: ServerConnection(channel, self._flat, self.servers.index(rank)) for rank, channel in asked.items()
         }
         if self._server is not None:
             self._server.start(served.values())
@@ -214,14 +213,14 @@ class AsynchronousDataParallel(nn.Module):
                  object is closed. ClosedError: it was closed before.
         """
         self._check_open("step")
-        for p in self._flat_buffers.params:
+        for p in self._flat.all_params:
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise UnsupportedError(
                     f"step: rank {self.rank} got a gradient of layout {p.grad.layout}, expected a dense one; use "
                     "sparse=False"
                 )
         began = time.perf_counter()
-        self._flat_buffers.pack_gradients()
+        self._flat.pack_gradients()
         self._ask(STEP)
         self._steps += 1
         self._step_s += time.perf_counter() - began
@@ -241,16 +240,16 @@ class AsynchronousDataParallel(nn.Module):
             if self._server is not None:
                 mine = self.servers.index(self.rank)
                 if kind == STEP:
-                    gradient = self._flat_buffers.gradient_shard(mine)
+                    gradient = self._flat.gradient_shard(mine)
                     self._server.push(self.rank, self._own_version, gradient, self.optimizer.options())
-                self._own_version = self._server.pull(self.rank, self._flat_buffers.value_shard(mine))
+                self._own_version = self._server.pull(self.rank, self._flat.value_shard(mine))
             for connection in self._connections.values():
                 # The server waits for other workers as long as the limit is, and answers then.
                 connection.receive_values(call, 2 * self.comm.timeout)
         except BaseException as error:  # a message may be sent or received in part
             self._end(error)
             raise
-        self._flat_buffers.unpack_values()
+        self._flat.unpack_values()
 
     # ---- what it has done ------------------------------------------------------------------------------------------
 
@@ -298,9 +297,9 @@ class AsynchronousDataParallel(nn.Module):
                     "leave it out"
                 )
             found = super().load_state_dict(state_dict, strict)
-            self._flat_buffers.pack_values()
+            self._flat.pack_values()
             if self._server is not None:
-                self._server.set_values(self._flat_buffers.value_shard(self.servers.index(self.rank)))
+                self._server.set_values(self._flat.value_shard(self.servers.index(self.rank)))
         return found
 
     @contextmanager
@@ -343,7 +342,7 @@ class AsynchronousDataParallel(nn.Module):
         except BaseException as error:
             self._end(error)
             raise
-        return unsharded_state(self._flat_buffers.flat, states)
+        return unsharded_state(self._flat, states)
 
     def load_optimizer_state(self, load: Callable[[], Mapping[nn.Parameter, dict[str, Any]]]) -> None:
         """Gives this rank's server its part of an optimizer's state; a collective.
@@ -353,7 +352,7 @@ class AsynchronousDataParallel(nn.Module):
         """
         with self._alone("load_state_dict"):
             state = load()
-            self._flat_buffers.flat.separate(lambda p: state.get(p, {}), self.rank)
+            self._flat.separate(lambda p: state.get(p, {}), self.rank)
             if self._server is not None:
                 self._server.set_state(lambda p: state.get(p, {}))
 
@@ -438,53 +437,18 @@ class AsynchronousDataParallel(nn.Module):
             )
 
 
-class FlatBuffers:
-    """A worker's trained parameters, and the flat buffers in which their gradients and values travel.
-
-    Attributes:
-        flat: the layouts of the buffers.
-        params: the module's, in the order of the layouts.
-    """
-
-    def __init__(self, flat: FlatParameters) -> None:
-        self.flat, self.params = flat, [p for params in flat.params for p in params]
-        self._gradients, self._values = flat.empty(), flat.empty()
-        self._gradient_of, self._value_of = flat.parts(self._gradients), flat.parts(self._values)  # views, by parameter
-
-    def gradient_shard(self, server: int) -> list[torch.Tensor]:
-        """Returns a server's part of the buffers of gradients."""
-        return self.flat.shard(self._gradients, server)
-
-    def value_shard(self, server: int) -> list[torch.Tensor]:
-        """Returns a server's part of the buffers of values."""
-        return self.flat.shard(self._values, server)
-
-    def pack_gradients(self) -> None:
-        """Copies the parameters' gradients to the buffers: zeros, where there is none."""
-        _fill(self._gradient_of, [p.grad for p in self.params])
-
-    def pack_values(self) -> None:
-        """Copies the parameters to the buffers."""
-        _fill(self._value_of, [p.detach() for p in self.params])
-
-    def unpack_values(self) -> None:
-        """Copies the buffers to the parameters."""
-        with torch.no_grad():
-            torch._foreach_copy_(self.params, self._value_of)
-
-
 class ServerConnection:
     """A worker's connection to a server.
 
     Args:
         channel: belongs to this object.
-        buffers: of the worker's gradients and values.
+        flat: has the worker's gradients and values.
         server: the server's index among the servers.
     """
 
-    def __init__(self, channel: Channel, buffers: FlatBuffers, server: int) -> None:
+    def __init__(self, channel: Channel, flat: FlatParameters, server: int) -> None:
         self.channel = channel
-        self._gradient, self._values = buffers.gradient_shard(server), buffers.value_shard(server)
+        self._gradient, self._values = flat.gradient_shard(server), flat.value_shard(server)
         self._version = 0  # of the values in the module
         self._options = b""  # those that the server was sent last
 
@@ -588,17 +552,6 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
             return {order[int(i)]: its for i, its in state_dict["state"].items()}
 
         self.model.load_optimizer_state(load)
-
-
-def _fill(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor | None]) -> None:
-    """Copies each source to its target; None: zeros."""
-    pairs = [(target, source) for target, source in zip(targets, sources, strict=True) if source is not None]
-    with torch.no_grad():
-        if pairs:
-            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
-        for target, source in zip(targets, sources, strict=True):
-            if source is None:
-                target.zero_()
 
 
 def _refuse_engine(comm: Communicator) -> None:

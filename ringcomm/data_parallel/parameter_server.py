@@ -59,12 +59,18 @@ class Entry(NamedTuple):
 
 
 class FlatParameters:
-    """The layouts of a module's parameters, one for each element type, with a shard for each server.
+    """A module's trained parameters, one layout for each element type with a shard for each server, and the flat
+    buffers in which a worker sends gradients and receives values.
 
     Args:
         named: the parameters that are trained.
-        group_of: the optimizer's group of each, by id.
+        group_of: the index of each parameter's optimizer group, by id.
+        servers: the number of servers.
         atom: "tensor": the optimizer needs whole tensors; "element": it does not.
+
+    Attributes:
+        params: the module's parameters, by layout, in the order of its segments; ``all_params``: those of all layouts.
+        joins: whether an entry may be several neighbouring parameters.
     """
 
     def __init__(
@@ -77,7 +83,41 @@ class FlatParameters:
         self.joins = atom == "element"
         self.layouts = [FlatLayout.build(specs, dtype, servers, atom) for dtype, specs in kinds.items()]
         self.params = [[by_name[segment.name] for segment in layout.segments] for layout in self.layouts]
+        self.all_params = [p for params in self.params for p in params]
         self._kinds = [[segment.group for segment in layout.segments] for layout in self.layouts]
+        self._gradients, self._values = self._zeros(), self._zeros()
+        # Views of these buffers, in the order of `all_params`.
+        self._gradient_parts, self._value_parts = self._parts(self._gradients), self._parts(self._values)
+
+    def _zeros(self) -> list[torch.Tensor]:
+        return [torch.zeros(layout.numel, dtype=layout.dtype) for layout in self.layouts]
+
+    def _parts(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [x for layout, buffer in zip(self.layouts, buffers, strict=True) for x in layout.parts(buffer)]
+
+    def pack_gradients(self) -> None:
+        """Copies the parameters' gradients to the buffers; a parameter without a gradient gives zeros."""
+        _fill(self._gradient_parts, [p.grad for p in self.all_params])
+
+    def pack_values(self) -> None:
+        """Copies the parameters to the buffers."""
+        _fill(self._value_parts, [p.detach() for p in self.all_params])
+
+    def unpack_values(self) -> None:
+        """Copies the buffers to the parameters."""
+        with torch.no_grad():
+            torch._foreach_copy_(self.all_params, self._value_parts)
+
+    def gradient_shard(self, server: int) -> list[torch.Tensor]:
+        """Returns a server's shard of the gradients' buffers."""
+        return self._shard(self._gradients, server)
+
+    def value_shard(self, server: int) -> list[torch.Tensor]:
+        """Returns a server's shard of the values' buffers."""
+        return self._shard(self._values, server)
+
+    def _shard(self, buffers: Sequence[torch.Tensor], server: int) -> list[torch.Tensor]:
+        return [x[slice(*layout.shard_range(server))] for layout, x in zip(self.layouts, buffers, strict=True)]
 
     def separate(self, state_of: Callable[[nn.Parameter], dict[str, Any]], rank: int) -> None:
         """Joins only parameters that can have their state in one entry from now on: of one group, with the same
@@ -95,18 +135,6 @@ class FlatParameters:
             ]
             for layout, params in zip(self.layouts, self.params, strict=True)
         ]
-
-    def empty(self) -> list[torch.Tensor]:
-        """Returns new buffers for all shards, filled with zeros."""
-        return [torch.zeros(layout.numel, dtype=layout.dtype) for layout in self.layouts]
-
-    def parts(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the part of each of ``params`` in whole buffers, in their order."""
-        return [x for layout, buffer in zip(self.layouts, buffers, strict=True) for x in layout.parts(buffer)]
-
-    def shard(self, buffers: Sequence[torch.Tensor], server: int) -> list[torch.Tensor]:
-        """Returns a server's shard of whole buffers."""
-        return [x[slice(*layout.shard_range(server))] for layout, x in zip(self.layouts, buffers, strict=True)]
 
     def entries(self, server: int) -> Iterator[Entry]:
         """Yields the parameters of a server's optimizer."""
@@ -298,6 +326,17 @@ class Shard:
                     mine[key].view(-1)[place] = part
             if mine:
                 self._optimizer.state[p] = mine
+
+
+def _fill(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor | None]) -> None:
+    """Copies each source to its target; None: zeros."""
+    pairs = [(target, source) for target, source in zip(targets, sources, strict=True) if source is not None]
+    with torch.no_grad():
+        if pairs:
+            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+        for target, source in zip(targets, sources, strict=True):
+            if source is None:
+                target.zero_()
 
 
 def _kind_of(segment: Segment, state: dict[str, Any], rank: int) -> str:
