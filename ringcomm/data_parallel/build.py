@@ -10,7 +10,7 @@ from torch import nn
 from ringcomm.data_parallel.buckets.group import DataParallelGroup
 from ringcomm.data_parallel.buckets.layout import Atom
 from ringcomm.data_parallel.model.deferred_init import InitFn, MetaModules
-from ringcomm.data_parallel.model.partition import BucketBuilder, UnitParts, kept_in_their_type
+from ringcomm.data_parallel.model.partition import UnitParts, kept_in_their_type, make_units
 from ringcomm.data_parallel.model.sharded_model import Config, ShardedModel, Unit
 from ringcomm.data_parallel.model.state import keep_state_of
 from ringcomm.data_parallel.model.unit_module import UnitModule, mix_in
@@ -45,9 +45,17 @@ def build(
     device = device_of(ranks.comm, module)
     params = {id(p) for _, _, named, _ in parts for _, p in named}
     on_meta = MetaModules(module, params, device, init_fn, call, ranks.rank)
-    kept = kept_in_their_type(module)
-    builder = BucketBuilder(config, ranks, bucket_bytes, atom, optimizer_group or {}, kept, send, device)
-    units = [builder.unit(*each) for each in parts]
+    units = make_units(
+        parts,
+        config,
+        ranks,
+        most_bytes=bucket_bytes,
+        atom=atom,
+        optimizer_group=optimizer_group or {},
+        kept=kept_in_their_type(module),
+        send=send,
+        device=device,
+    )
     on_meta.initialise([unit.buckets for unit in units])
     uninitialized = [each.flat.contents.uninitialized for each in below]
     _take_over(module, below)

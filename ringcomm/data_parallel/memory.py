@@ -19,7 +19,7 @@ from torch import nn
 from ringcomm.data_parallel.buckets.bucket import Bucket
 from ringcomm.data_parallel.buckets.group import DataParallelGroup
 from ringcomm.data_parallel.buckets.layout import Atom, FlatLayout
-from ringcomm.data_parallel.model.partition import BucketBuilder, blocks_of, bucket_bytes, kept_in_their_type, units_of
+from ringcomm.data_parallel.model.partition import blocks_of, bucket_bytes, kept_in_their_type, make_units, units_of
 from ringcomm.data_parallel.model.sharded_model import (
     IN_FLIGHT,
     Config,
@@ -248,23 +248,24 @@ class Plan:
         memo: dict[int, Any] = {id(b): torch.empty_like(b, device=_META) for b in model.buffers()}
         twin = copy.deepcopy(model, memo | twins)
         numbers = {} if optimizer is None else _group_numbers(optimizer)
-        builder = BucketBuilder(
-            Config(
-                stage=self.stage,
-                mixed_precision=mixed_precision or MixedPrecision(),
-                accumulation=accumulation_order,
-                offload=_META if offload else None,
-            ),
+        config = Config(
+            stage=self.stage,
+            mixed_precision=mixed_precision or MixedPrecision(),
+            accumulation=accumulation_order,
+            offload=_META if offload else None,
+        )
+        cap = bucket_bytes(bucket_cap_mb, self.ranks)
+        params = list(twin.named_parameters())
+        units = make_units(
+            units_of(twin, params, blocks_of(twin), reshard_after_forward, cap),
+            config,
             self.ranks,
-            bucket_bytes(bucket_cap_mb, self.ranks),
-            atom or ("element" if optimizer is None or is_elementwise(optimizer) else "tensor"),
+            most_bytes=cap,
+            atom=atom or ("element" if optimizer is None or is_elementwise(optimizer) else "tensor"),
             optimizer_group={id(twins[key]): number for key, number in numbers.items()},
             kept=kept_in_their_type(twin),
             send=False,
         )
-        params = list(twin.named_parameters())
-        parts = units_of(twin, params, blocks_of(twin), reshard_after_forward, builder.bucket_bytes)
-        units = [builder.unit(*each) for each in parts]
         places = {id(p): (bucket, i) for unit in units for bucket in unit.buckets for i, p in enumerate(bucket.params)}
         self._home |= {key: places[id(p)] for key, p in twins.items()}
         return units

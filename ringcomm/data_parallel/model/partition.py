@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -32,65 +31,80 @@ UnitParts = tuple[str, Sequence[nn.Module], Sequence[tuple[str, nn.Parameter]], 
 """A unit's name, modules and parameters, and whether it is resharded after forward."""
 
 
-@dataclass(frozen=True)
-class BucketBuilder:
-    """The settings that all units of a model share."""
+def make_units(
+    parts: Sequence[UnitParts],
+    config: Config,
+    ranks: DataParallelGroup,
+    *,
+    most_bytes: int,
+    atom: Atom,
+    optimizer_group: Mapping[int, int],
+    kept: Collection[int] = (),
+    send: bool = True,
+    device: torch.device | None = None,
+) -> list[Unit]:
+    """Makes the units of a model and their buckets; a collective. Parameters that differ in element type, device or
+    whether they are trained are in different buckets.
 
-    config: Config
-    ranks: DataParallelGroup
-    bucket_bytes: int
-    atom: Atom
-    optimizer_group: Mapping[int, int]  # by id of the parameter
-    kept: frozenset[int] = frozenset()  # ids of parameters that compute in their own type
-    send: bool = True  # whether all ranks get the first rank's values
-    device: torch.device | None = None  # where parameters on meta get memory
+    Args:
+        most_bytes: the size of a bucket, unless a single parameter is larger.
+        optimizer_group: by id of a parameter, the index of its optimizer group.
+        kept: ids of the parameters that compute in their own type; see `kept_in_their_type`.
+        send: whether all ranks get the first rank's values.
+        device: where parameters on the meta device get memory.
+    """
 
-    def unit(
-        self, name: str, modules: Sequence[nn.Module], params: Sequence[tuple[str, nn.Parameter]], reshard: bool | None
-    ) -> Unit:
-        """Returns a unit and its buckets. Parameters that differ in element type, device or whether they are trained
-        are in different buckets."""
-        kinds: dict[tuple[torch.dtype, Types, bool, torch.device], list[tuple[str, nn.Parameter]]] = {}
-        for name, p in params:
-            device = self.device if p.is_meta and self.device is not None else p.device
-            kinds.setdefault((p.dtype, self._types(p), p.requires_grad, device), []).append((name, p))
-        buckets = [bucket for (_, types, *_), some in kinds.items() for bucket in self._buckets(some, types)]
-        return Unit(name, modules, buckets, reshard)
-
-    def _types(self, p: nn.Parameter) -> Types:
-        kept, precision = id(p) in self.kept, self.config.mixed_precision
-        return (MixedPrecision(reduce_dtype=precision.reduce_dtype) if kept else precision).types_of(p.dtype)
-
-    def _buckets(self, params: list[tuple[str, nn.Parameter]], types: Types) -> list[Bucket]:
-        """Makes the buckets in order, each at most ``bucket_bytes`` unless a single parameter is larger."""
-        each = types.compute.itemsize
-        cut: list[list[tuple[str, nn.Parameter]]] = [[]]
-        for name, p in params:
-            so_far = sum(q.numel() for _, q in cut[-1]) * each
-            if cut[-1] and so_far + p.numel() * each > self.bucket_bytes:
-                cut.append([])
-            cut[-1].append((name, p))
-        return [self._bucket(some, types) for some in cut]
-
-    def _bucket(self, params: list[tuple[str, nn.Parameter]], types: Types) -> Bucket:
-        specs = [Segment(name, tuple(p.shape), self.optimizer_group.get(id(p), 0)) for name, p in params]
+    def new_bucket(named: Sequence[tuple[str, nn.Parameter]], types: Types) -> Bucket:
+        specs = [Segment(name, tuple(p.shape), optimizer_group.get(id(p), 0)) for name, p in named]
         # Its alignment is valid for both types.
         narrowest = min((types.compute, types.master), key=lambda dtype: dtype.itemsize)
-        layout = FlatLayout.build(specs, narrowest, self.ranks.world_size, self.atom)
-        by_name = dict(params)
-        ordered = [by_name[segment.name] for segment in layout.segments]
+        layout = FlatLayout.build(specs, narrowest, ranks.world_size, atom)
+        by_name = dict(named)
+        params = [by_name[segment.name] for segment in layout.segments]
         return Bucket(
             layout,
-            ordered,
-            self.ranks,
+            params,
+            ranks,
             types,
-            self.config.stage,
+            config.stage,
             ShardedParameter,
-            tree=self.config.accumulation == "tree",
-            master_device=self.config.offload,
-            send=self.send,
-            device=self.device if any(p.is_meta for p in ordered) else None,
+            tree=config.accumulation == "tree",
+            master_device=config.offload,
+            send=send,
+            device=device if any(p.is_meta for p in params) else None,
         )
+
+    units = []
+    for unit_name, modules, params, reshard in parts:
+        kinds: dict[tuple[torch.dtype, Types, bool, torch.device], list[tuple[str, nn.Parameter]]] = {}
+        for name, p in params:
+            types = _types_of(p, config.mixed_precision, id(p) in kept)
+            placed = device if p.is_meta and device is not None else p.device
+            kinds.setdefault((p.dtype, types, p.requires_grad, placed), []).append((name, p))
+        buckets = [
+            new_bucket(some, types)
+            for (_, types, *_), named in kinds.items()
+            for some in _split(named, most_bytes // types.compute.itemsize)
+        ]
+        units.append(Unit(unit_name, modules, buckets, reshard))
+    return units
+
+
+def _types_of(p: nn.Parameter, precision: MixedPrecision, kept: bool) -> Types:
+    return (MixedPrecision(reduce_dtype=precision.reduce_dtype) if kept else precision).types_of(p.dtype)
+
+
+def _split(params: Sequence[tuple[str, nn.Parameter]], most_numel: int) -> list[list[tuple[str, nn.Parameter]]]:
+    """Splits parameters, in order, into lists of at most ``most_numel`` elements, unless a single one has more."""
+    found: list[list[tuple[str, nn.Parameter]]] = [[]]
+    numel = 0
+    for name, p in params:
+        if found[-1] and numel + p.numel() > most_numel:
+            found.append([])
+            numel = 0
+        found[-1].append((name, p))
+        numel += p.numel()
+    return found
 
 
 def named_parameters(
