@@ -130,6 +130,7 @@ class ParamMemory:
         gathering: the all_gather in flight.
         is_plain: whether the parameters have their own classes.
         borrowed: whether a module outside of the unit has read a parameter since the gather.
+        replaced: parameters whose `p.data` was found to be another tensor; they may have another autograd node.
     """
 
     def __init__(self, params: list[nn.Parameter], sharded_class: type[nn.Parameter]) -> None:
@@ -138,6 +139,7 @@ class ParamMemory:
         self.gathering: Any = None
         self.is_plain = False
         self.borrowed = False
+        self.replaced: set[int] = set()
 
     def move(self, buffer: torch.Tensor, layout: FlatLayout) -> None:
         """Takes another buffer."""
@@ -223,7 +225,6 @@ class Bucket:
         number: index among the model's buckets.
         gathered: the model's.
         shared: at stage 3, by parameter, what its views share that were made since `p.data = other`.
-        replaced: parameters that were found with other data, and may have another autograd node.
     """
 
     def __init__(
@@ -245,7 +246,6 @@ class Bucket:
         self.number = 0
         self.gathered = UnshardedState()
         self.shared: dict[int, ViewData] = {}
-        self.replaced: set[int] = set()
         self.memory = ParamMemory(self.params, sharded_class)
         self._gradient: GradBuffer | None = None
         if device is not None:
@@ -535,7 +535,7 @@ class Bucket:
                     "is wrapped, or take it out with ringcomm.unshard, change it and wrap it again"
                 )
             found.append(i)
-        self.replaced.update(found)
+        self.memory.replaced.update(found)
         return found
 
     def adopt_writes(self, call: str) -> None:

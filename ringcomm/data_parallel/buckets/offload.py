@@ -35,7 +35,7 @@ class HostGradients:
             if bucket.master_device is not None
         }
 
-    def reduced(self, bucket: Bucket) -> None:
+    def start_copy(self, bucket: Bucket) -> None:
         """Starts to copy a bucket's reduced gradient, if later changes of it can be noticed."""
         if bucket in self._copies and bucket.gradient.uses_placeholders:
             self._fetch(bucket)

@@ -1056,8 +1056,8 @@ class ShardedModel:
         bucket = self.backward.in_flight.popleft()
         self.timed(bucket.gradient.finish_reduce)
         self.backward.states[bucket] = BucketState.REDUCED
-        for host in self.optimizers.hosts:
-            host.reduced(bucket)
+        for host in self.optimizers.hosts if bucket.master_device is not None else ():
+            host.start_copy(bucket)
 
     def flush(self, unit: Unit) -> None:
         """Handles a unit that backward has passed: no more gradients will arrive."""
@@ -1289,9 +1289,10 @@ class ShardedModel:
         for bucket in self.buckets:
             if bucket.stage < LAST_STAGE:
                 bucket.rebound("forward")
-            if bucket.replaced and bucket in self.arrivals.nodes:
-                self.arrivals.renew(bucket, bucket.replaced, self._preparation(bucket))
-                bucket.replaced.clear()
+            replaced = bucket.memory.replaced
+            if replaced and bucket in self.arrivals.nodes:
+                self.arrivals.renew(bucket, replaced, self._preparation(bucket))
+                replaced.clear()
         self.contents.check_made("forward", self.buckets, self.ranks)
         self._unfreeze()
         self.arrivals.look_at(self.order)
