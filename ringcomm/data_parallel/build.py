@@ -57,24 +57,28 @@ def build(
         device=device,
     )
     on_meta.initialise([unit.buckets for unit in units])
-    uninitialized = [each.flat.contents.uninitialized for each in below]
-    _take_over(module, below)
+    inner = [*{id(each.flat): each.flat for each in below}.values()]
+    _detach_units(module, below, inner)
     flat = ShardedModel(module, ranks, [*below, *units], config)
-    flat.contents.uninitialized = on_meta.left_in(flat.buckets, uninitialized)
+    if on_meta.init is None:
+        flat.contents.missing_params, flat.contents.missing_buffers = on_meta.params, on_meta.buffers
+    for each in inner:
+        flat.contents.missing_params |= each.contents.missing_params
+        flat.contents.missing_buffers += each.contents.missing_buffers
     for unit in units:
-        for each in unit.modules:
-            keep_state_of(each, unit, flat.buckets if each is module and not below else unit.buckets)
+        for m in unit.modules:
+            keep_state_of(m, unit, flat.buckets if m is module and not below else unit.buckets)
             if mixin is not None:
-                mix_in(each, unit, mixin)
+                mix_in(m, unit, mixin)
     watch_optimizers()
     return flat
 
 
-def _take_over(module: nn.Module, below: Sequence[Unit]) -> None:
+def _detach_units(module: nn.Module, below: Sequence[Unit], inner: Sequence[ShardedModel]) -> None:
     """Takes units out of the models that earlier calls have made of them."""
     if not below:
         return
-    for flat in {id(each.flat): each.flat for each in below}.values():
+    for flat in inner:
         flat.detach()
     names = {id(p): name for name, p in module.named_parameters()}
     paths = {id(m): name for name, m in module.named_modules()}

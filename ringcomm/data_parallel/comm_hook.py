@@ -4,7 +4,8 @@ calls its communication hooks."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import torch
 
@@ -49,36 +50,32 @@ class GradBucket:
         return list(self._bucket.params)
 
 
-class HookReduction:
-    """A bucket's gradients in flight through the user's function.
+def start_hook(state: Any, hook: CommHook, bucket: Bucket, number: int, last: bool, local: torch.Tensor) -> Any:
+    """Calls the user's function with a bucket's gradients. Returns a Work, which copies the function's result to
+    ``local`` as the mean.
 
     Args:
         number, last: see `GradBucket`.
-        local: the gradients; the mean comes here.
+        local: the gradients.
     """
 
-    def __init__(
-        self, state: Any, hook: CommHook, bucket: Bucket, number: int, last: bool, local: torch.Tensor
-    ) -> None:
-        self._hook, self._bucket, self._number, self._local = hook, bucket, number, local
-        own = local.clone()  # memory allocated by torch, because some hooks resize it temporarily
-        self._future: Any = hook(state, GradBucket(bucket, own, number, last))
-        if not hasattr(self._future, "wait"):
-            self._refuse(self._future, "a torch.futures.Future of a tensor")
-
-    def wait(self) -> None:
-        """Waits for the hook's tensor and copies it into the buffer as the mean."""
-        value = self._future.wait()
-        if isinstance(value, (list, tuple)) and len(value) == 1:
-            value = value[0]
-        if not isinstance(value, torch.Tensor) or value.numel() != self._local.numel():
-            self._refuse(value, f"a tensor of the buffer's {self._local.numel()} elements")
-        self._local.copy_(value.detach().reshape(-1))
-
-    def _refuse(self, got: Any, expected: str) -> None:
+    def refuse(got: Any, expected: str) -> NoReturn:
         what = f"{got.numel()} elements" if isinstance(got, torch.Tensor) else type(got).__name__
         raise InvalidArgumentError(
-            f"communication hook: rank {self._bucket.ranks.rank} got {what} from "
-            f"{getattr(self._hook, '__name__', 'it')} for bucket {self._number}, expected {expected}; return what "
-            "follows the reduction of bucket.buffer()"
+            f"communication hook: rank {bucket.ranks.rank} got {what} from {getattr(hook, '__name__', 'it')} for "
+            f"bucket {number}, expected {expected}; return what follows the reduction of bucket.buffer()"
         )
+
+    def wait() -> None:
+        value = future.wait()
+        if isinstance(value, (list, tuple)) and len(value) == 1:
+            value = value[0]
+        if not isinstance(value, torch.Tensor) or value.numel() != local.numel():
+            refuse(value, f"a tensor of the buffer's {local.numel()} elements")
+        local.copy_(value.detach().reshape(-1))
+
+    own = local.clone()  # memory allocated by torch, because some hooks resize it temporarily
+    future: Any = hook(state, GradBucket(bucket, own, number, last))
+    if not hasattr(future, "wait"):
+        refuse(future, "a torch.futures.Future of a tensor")
+    return SimpleNamespace(wait=wait)

@@ -30,7 +30,7 @@ from ringcomm.comm.rendezvous import communicator_of
 from ringcomm.data_parallel.buckets.bucket import Bucket
 from ringcomm.data_parallel.buckets.group import DataParallelGroup, ranks_of_mesh, refuse_several
 from ringcomm.data_parallel.build import build
-from ringcomm.data_parallel.comm_hook import CommHook, HookReduction
+from ringcomm.data_parallel.comm_hook import CommHook, start_hook
 from ringcomm.data_parallel.join import enter, join, leave, shadow
 from ringcomm.data_parallel.model.partition import (
     bucket_bytes,
@@ -261,7 +261,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             raise UnsupportedError(
                 f"{where} got a module of stage {flat.stage}, expected 0; restage it, or use no hook"
             )
-        flat.sync.hook = partial(HookReduction, state, hook)
+        flat.sync.hook = partial(start_hook, state, hook)
 
     @property
     def require_backward_grad_sync(self) -> bool:

@@ -103,7 +103,7 @@ def enter(flat: ShardedModel, over_all: bool, throw: bool) -> None:
         over_all, throw: see `Join`.
     """
     _refuse(flat)
-    flat.settle()
+    flat.recover()
     flat.sync.buffers_are_due = True  # so that the first forward pass is announced
     flat.ranks.joining = Join(flat.ranks, flat.module, flat.device, over_all, throw)
 
@@ -187,7 +187,7 @@ _FOLLOW: dict[str, Callable[..., None]] = {
     "buffers": lambda flat, *_: flat.send_buffers(),
     "gather": _gather,
     "reduce": _reduce,
-    "used": lambda flat, *_: flat.conclude(),
+    "used": lambda flat, *_: flat.finish_reductions(),
     "step": _step,
     "clip": _clip,
     "zero_grad": _zero_grad,

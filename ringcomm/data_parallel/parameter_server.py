@@ -37,7 +37,7 @@ _OK, _ERROR = 0, 1
 _HEAD, _BODY = 0, 1  # tags
 _FOREVER_S = 1e8  # a server waits for its workers' requests as long as they live
 _LOOK_S = 0.5  # between two looks whether a worker is silent, while a rank only serves
-Options = list[dict[str, Any]]
+GroupOptions = list[dict[str, Any]]
 """The options of an optimizer's groups, such as the learning rate, without the parameters."""
 
 
@@ -187,15 +187,15 @@ class Channel:
     def send(self, numbers: Sequence[int], blob: bytes = b"", tensors: Sequence[torch.Tensor] = ()) -> None:
         """Sends a message of three numbers, bytes, and tensors."""
         head = torch.tensor([*numbers, len(blob)], dtype=torch.int64)
-        self._post(head, _HEAD)
+        self._send(head, _HEAD)
         if blob:
-            self._post(torch.frombuffer(bytearray(blob), dtype=torch.uint8), _BODY)
+            self._send(torch.frombuffer(bytearray(blob), dtype=torch.uint8), _BODY)
         self.send_tensors(tensors)
 
     def send_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Sends the tensors that belong to a message."""
         for x in tensors:
-            self._post(x, _BODY)
+            self._send(x, _BODY)
 
     def receive(self, limit_s: float | None) -> tuple[list[int], bytes]:
         """Returns the numbers and the bytes of a message; its tensors follow.
@@ -204,23 +204,23 @@ class Channel:
             limit_s: None: no limit, as long as the other rank lives.
         """
         head = torch.empty(4, dtype=torch.int64)
-        self._take(head, _HEAD, _FOREVER_S if limit_s is None else limit_s)
+        self._recv(head, _HEAD, _FOREVER_S if limit_s is None else limit_s)
         *numbers, nbytes = head.tolist()
         blob = torch.empty(nbytes, dtype=torch.uint8)
         if nbytes:
-            self._take(blob, _BODY, None)
+            self._recv(blob, _BODY, None)
         return numbers, blob.numpy().tobytes()
 
     def receive_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Receives the tensors that belong to a message."""
         for x in tensors:
-            self._take(x, _BODY, None)
+            self._recv(x, _BODY, None)
 
-    def _post(self, x: torch.Tensor, tag: int) -> None:
+    def _send(self, x: torch.Tensor, tag: int) -> None:
         self._pair.send(x, self._other, tag)
         self.sent_bytes += x.nbytes
 
-    def _take(self, x: torch.Tensor, tag: int, limit_s: float | None) -> None:
+    def _recv(self, x: torch.Tensor, tag: int, limit_s: float | None) -> None:
         self._pair.recv(x, self._source, tag, timeout=limit_s)
         self.received_bytes += x.nbytes
 
@@ -286,7 +286,7 @@ class Shard:
             for target, source in zip(self._values, values, strict=True):
                 target.copy_(source)
 
-    def update(self, gradient: list[torch.Tensor], options: Options, staleness: int) -> None:
+    def update(self, gradient: list[torch.Tensor], options: GroupOptions, staleness: int) -> None:
         """Makes one step of the optimizer, with a worker's options."""
         try:
             for group, new in zip(self._optimizer.param_groups, options, strict=True):
@@ -458,7 +458,8 @@ class ParameterServer:
         self._changed = threading.Condition()
         self._clock = dict.fromkeys(workers, 0)  # of those that still work: the steps that they have made
         self._heard = dict.fromkeys(workers, time.monotonic())  # when each asked for something, or was answered
-        self._round: dict[int, tuple[list[torch.Tensor], Options]] = {}  # max_staleness=0: the step's gradients so far
+        # With max_staleness=0: the gradients of the step, and their options, by worker.
+        self._round: dict[int, tuple[list[torch.Tensor], GroupOptions]] = {}
         self._failure: RingcommError | None = None
         self._threads: dict[Channel, threading.Thread] = {}
         self.counters = ServerCounters()
@@ -512,7 +513,7 @@ class ParameterServer:
         """Answers a worker's requests until it leaves or is lost; the body of a thread."""
         worker = channel.peer
         buffers = self._shard.empty()  # of its gradient, then of the answer
-        options: Options = []
+        options: GroupOptions = []
         try:
             while True:
                 self._heard[worker] = time.monotonic()
@@ -541,7 +542,7 @@ class ParameterServer:
             channel.abort(str(self._failure), None)
 
     def _answer(
-        self, kind: int, worker: int, base: int, buffers: list[torch.Tensor], options: Options
+        self, kind: int, worker: int, base: int, buffers: list[torch.Tensor], options: GroupOptions
     ) -> tuple[int, bytes]:
         """Returns (version of the values that are in the buffers now, state)."""
         if kind == STEP:
@@ -580,7 +581,7 @@ class ParameterServer:
 
     # ---- what workers ask for --------------------------------------------------------------------------------------
 
-    def push(self, worker: int, base: int, gradient: list[torch.Tensor], options: Options) -> None:
+    def push(self, worker: int, base: int, gradient: list[torch.Tensor], options: GroupOptions) -> None:
         """Updates the shard with a worker's gradient.
 
         Args:
@@ -696,7 +697,7 @@ class ParameterServer:
         mean = [_mean(list(some)) for some in zip(*(gradient for gradient, _ in came), strict=True)]
         self._update(mean, came[0][1], 0)
 
-    def _update(self, gradient: list[torch.Tensor], options: Options, staleness: int) -> None:
+    def _update(self, gradient: list[torch.Tensor], options: GroupOptions, staleness: int) -> None:
         """Updates the shard, and counts it; an error of the optimizer ends the training."""
         try:
             self._shard.update(gradient, options, staleness)

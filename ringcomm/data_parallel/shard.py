@@ -374,7 +374,7 @@ def whole(module: nn.Module) -> Iterator[None]:
     Writes into the parameters are kept, as they are outside: write the same values on every rank.
     """
     flat = _wrapped(module, "whole")
-    flat.settle()
+    flat.recover()
     mine = {id(p) for p in module.parameters()}
     units = [unit for unit in flat.units if any(id(p) in mine for bucket in unit.buckets for p in bucket.params)]
     sharded = [unit for unit in flat.units if not unit.is_unsharded]

@@ -199,12 +199,12 @@ class UnshardedState:
     """What the buckets of a model know together about their unsharded parameters at stage 3.
 
     Attributes:
-        homes: the buckets by the memory of their unsharded buffers.
+        by_memory: the buckets, by the address of the storage of their unsharded buffers.
         holders: how many times the program is inside `whole`, during which nothing is freed.
         graph_needs: whether a graph made with create_graph may still need the parameters.
     """
 
-    homes: dict[int, Bucket] = field(default_factory=dict)
+    by_memory: dict[int, Bucket] = field(default_factory=dict)
     holders: int = 0
     graph_needs: bool = False
 
@@ -245,7 +245,7 @@ class Bucket:
         self.tree, self.master_device = tree, master_device
         self.number = 0
         self.gathered = UnshardedState()
-        self.shared: dict[int, ViewData] = {}
+        self.view_data: dict[int, ViewData] = {}
         self.memory = ParamMemory(self.params, sharded_class)
         self._gradient: GradBuffer | None = None
         if device is not None:
@@ -371,11 +371,11 @@ class Bucket:
         values.copy_(self.gather_owned(self.master))
         self._place(stage, values, self.trainable)
 
-    def give_back(self) -> None:
+    def unwrap(self) -> None:
         """Turns the parameters into plain tensors with their own memory: they get the master weights, in the type
         that the module was built in, and the unsharded gradients. A collective."""
         self.adopt_writes("unshard")
-        gradients = self.gradient.given_back(self.types.module) if self.trainable else {}
+        gradients = self.gradient.unsharded_grads(self.types.module) if self.trainable else {}
         unsharded = self.gather_owned(self.master)
         for i, p in enumerate(self.params):
             p.grad = None
@@ -384,7 +384,7 @@ class Bucket:
             p.grad = gradients.get(i)
         self.weight = self.master = self.memory.buffer = torch.empty(0)
         self.memory.views, self.memory.windows, self._gradient = [], {}, None
-        self.gathered, self.shared = UnshardedState(), {}  # the model's refers to this bucket too, a circle
+        self.gathered, self.view_data = UnshardedState(), {}  # the model's refers to this bucket too, a circle
 
     def thaw(self) -> None:
         """Makes frozen parameters trainable."""
@@ -457,10 +457,10 @@ class Bucket:
                 if keep:
                     self._keep_writes("forward")
                 if memory.is_seen:
-                    self.gathered.homes.pop(memory.buffer.untyped_storage()._cdata, None)
+                    self.gathered.by_memory.pop(memory.buffer.untyped_storage()._cdata, None)
                     with torch.inference_mode(False):  # training uses the new buffer, too
                         memory.move(torch.empty_like(memory.buffer), self.layout)
-                    self.gathered.homes[memory.buffer.untyped_storage()._cdata] = self
+                    self.gathered.by_memory[memory.buffer.untyped_storage()._cdata] = self
                 memory.free()
                 memory.borrowed = False
                 self.ranks.note_gathered(-memory.buffer.nbytes)
@@ -502,7 +502,7 @@ class Bucket:
 
     def replace_data(self, i: int) -> None:
         """Called before a parameter's data is replaced: existing views keep the current values."""
-        data = self.shared.pop(i, None)
+        data = self.view_data.pop(i, None)
         if data is not None:
             data.piece = self.piece(self.weight, i).clone()
 
@@ -510,7 +510,7 @@ class Bucket:
         piece, start = self.layout.piece(owned, self.start, i)
         piece.copy_(values.detach().reshape(-1)[start : start + piece.numel()])
 
-    def rebound(self, call: str) -> list[int]:
+    def find_replaced_data(self, call: str) -> list[int]:
         """Returns the parameters whose `p.data` was replaced by another tensor, while the parameters are unsharded. The
         forward pass uses that tensor. Nothing is copied before a step, because users put averaged weights in and take
         them out again.
@@ -544,7 +544,7 @@ class Bucket:
             view = self.memory.views[i].copy_(self._current_data(i))
             with torch._C.DisableTorchFunctionSubclass():
                 self.params[i].data = view
-        master = self._followed(self.weight)
+        master = self._updated_master(self.weight)
         if master is not self.master:
             self.master.copy_(master)
 
@@ -555,7 +555,7 @@ class Bucket:
         weight = self.weight.clone() if replaced else self.weight
         for i in replaced:
             self._write(weight, i, self._current_data(i))
-        return self._followed(weight)
+        return self._updated_master(weight)
 
     def _keep_writes(self, call: str) -> list[int]:
         """Like `_take_writes`, and also keeps the tensors that replaced `p.data`."""
@@ -577,9 +577,9 @@ class Bucket:
             return []
         if self.stage == LAST_STAGE:
             self.weight.copy_(self.unsharded[self.start : self.end])
-        return self.rebound(call)
+        return self.find_replaced_data(call)
 
-    def _followed(self, weight: torch.Tensor) -> torch.Tensor:
+    def _updated_master(self, weight: torch.Tensor) -> torch.Tensor:
         """Returns the master weights after user writes to the parameters. Where a weight still equals its rounded
         master weight, the master weight keeps its extra bits."""
         if not self.separate:
@@ -613,12 +613,12 @@ class Bucket:
 def adopt_writes(buckets: Collection[Bucket], call: str) -> None:
     """`Bucket.adopt_writes` for several buckets. Users may have exchanged the data of the model's parameters, as in
     ``a.data, b.data = b.data, a.data``; such data is copied before its bucket takes other values."""
-    homes = {key: home for bucket in buckets for key, home in bucket.gathered.homes.items()}
-    everyone = dict.fromkeys([*buckets, *homes.values()])
-    moved = [bucket.params[i] for bucket in everyone if bucket.is_unsharded for i in bucket.rebound(call)]
+    by_memory = {key: bucket for each in buckets for key, bucket in each.gathered.by_memory.items()}
+    known = dict.fromkeys([*buckets, *by_memory.values()])
+    moved = [bucket.params[i] for bucket in known if bucket.is_unsharded for i in bucket.find_replaced_data(call)]
     with torch._C.DisableTorchFunctionSubclass():
         for p in moved if len(moved) > 1 else ():
-            if p.untyped_storage()._cdata in homes:
+            if p.untyped_storage()._cdata in by_memory:
                 p.data = p.detach().clone()
     for bucket in buckets:
         bucket.adopt_writes(call)

@@ -55,7 +55,7 @@ def _same(gradient: GradBuffer | None) -> GradBuffer | None:
     return gradient
 
 
-def _kept(tensors: Sequence[torch.Tensor]) -> list[int]:
+def _referenced_elsewhere(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Returns the indices of the tensors that are also referenced from outside this list."""
     return [i for i, references in enumerate(map(sys.getrefcount, tensors)) if references > _OWN_REFERENCES]
 
@@ -216,8 +216,8 @@ class GradBuffer:
     Attributes:
         buffer: the memory that stays: unsharded at stages 0 and 1, else this rank's shard.
         reduced: the part of it with the mean: all of it, at stage 1 this rank's shard.
-        has_reduced: whether it has a mean; ``has``: the parameters with one.
-        shown: what `expose_grads` put into `p.grad`.
+        has_reduced: whether it has a mean; ``with_mean``: the parameters with one.
+        exposed: what `expose_grads` put into `p.grad`.
         means: the tensors for `p.grad` and their addresses, unless `p.grad` is a `ShardedGradient`.
         work: the reduction in flight.
     """
@@ -235,23 +235,23 @@ class GradBuffer:
         noted: list[set[int]],
     ) -> None:
         self.params, self.layout, self.ranks, self.types, self.stage = params, layout, ranks, types, stage
-        self._lie_in(ranks.empty(layout.numel if stage < 2 else layout.shard_numel, types.master, device))
+        self._use_buffer(ranks.empty(layout.numel if stage < 2 else layout.shard_numel, types.master, device))
         self.local = LocalSums(layout, ranks, tree, noted)
         self.placeholders = [ShardedGradient.of(self, i) for i in range(len(params))]
         self.has_reduced = False
-        self.has: set[int] = set()
-        self.shown: list[torch.Tensor | None] = [None] * len(params)
+        self.with_mean: set[int] = set()
+        self.exposed: list[torch.Tensor | None] = [None] * len(params)
         self.means: tuple[list[torch.Tensor], list[int]] = [], []
         self.work: Any = None
 
-    def _lie_in(self, buffer: torch.Tensor) -> None:
+    def _use_buffer(self, buffer: torch.Tensor) -> None:
         """Sets the memory of the reduced gradient."""
         self.buffer = buffer
         start, end = self.layout.owned_range(self.ranks.rank, self.stage)
         self.reduced = self.buffer[start:end] if self.stage < 2 else self.buffer
         self.buffer.own = OwnMemory(uses(self.buffer), address=buffer.data_ptr())
 
-    def _follow_buffer(self) -> None:
+    def _update_addresses(self) -> None:
         """Corrects the means' addresses after `share_memory_` of a mean, or sending it to another process, has moved
         the whole buffer."""
         distance = self.buffer.data_ptr() - self.buffer.own.address
@@ -259,14 +259,14 @@ class GradBuffer:
             self.buffer.own.address += distance
             self.means[1][:] = [address and address + distance for address in self.means[1]]
 
-    def _leave_buffer(self) -> None:
+    def _replace_kept_buffer(self) -> None:
         """Switches to new memory if users still see the old one through slices of gradients or through what autograd
         saved."""
-        self._follow_buffer()
+        self._update_addresses()
         means, addresses = self.means
         own = [*map(operator.eq, map(torch.Tensor.data_ptr, means), addresses)]
         if uses(self.buffer) > self.buffer.own.uses + sum(own):
-            self._lie_in(self.ranks.another(self.buffer).copy_(self.buffer))
+            self._use_buffer(self.ranks.another(self.buffer).copy_(self.buffer))
             for i, is_own in enumerate(own):
                 if is_own:
                     means[i].data = self.layout.part(self.buffer, i)
@@ -292,27 +292,27 @@ class GradBuffer:
         return self.types.master
 
     @cached_property
-    def plain(self) -> bool:
-        """Whether autograd can add into our buffers."""
+    def has_one_type(self) -> bool:
+        """Whether gradients arrive in the type of the sums, so that autograd can add into our buffers."""
         return self.types.compute == self.types.master
 
     @cached_property
     def uses_placeholders(self) -> bool:
         """Whether `p.grad` differs from what was reduced: another type, or only a part of what the model's ranks
         have."""
-        return self.stage > 0 or not self.plain or self.ranks.cuts_model
+        return self.stage > 0 or not self.has_one_type or self.ranks.cuts_model
 
     @cached_property
-    def sent_as_it_is(self) -> bool:
+    def skips_packing(self) -> bool:
         """Whether a single parameter fills the buffer and is not packed: on the CPU its reduce_scatter costs less than
         packing it first."""
         alone = len(self.params) == 1 and self.layout.used_numel == self.layout.numel
-        return alone and self.plain and self.stage > 0 and self.ranks.comm.engine == "cpu"
+        return alone and self.has_one_type and self.stage > 0 and self.ranks.comm.engine == "cpu"
 
     # ---- a backward pass ------------------------------------------------------------------------------------------
 
     @property
-    def opened(self) -> bool:
+    def is_open(self) -> bool:
         """Whether a backward pass is adding gradients now."""
         return len(self.local.noted) > 0
 
@@ -327,8 +327,8 @@ class GradBuffer:
         local = self.local
         local.noted[:] = arrived, local.contributed
         if self.has_reduced or self.has_local:
-            in_place = self.plain and not local.tree and self.has_local
-            self._put(local.all_views() if in_place else [None] * len(self.shown))
+            in_place = self.has_one_type and not local.tree and self.has_local
+            self._put(local.all_views() if in_place else [None] * len(self.exposed))
 
     def pack(self, apart: bool = False, leaf: int | None = None) -> None:
         """Adds the gradients of a finished backward pass to the local sums.
@@ -351,7 +351,7 @@ class GradBuffer:
             local.push(self._packed(fresh))
         else:
             sums = local.level(0)
-            in_place = self.plain  # then autograd has added, but with create_graph in memory of its own
+            in_place = self.has_one_type  # then autograd has added, but with create_graph in memory of its own
             for i, grad in fresh:
                 part = self.layout.part(sums, i)
                 part.copy_(grad) if in_place else part.add_(grad)
@@ -386,12 +386,12 @@ class GradBuffer:
 
     def expose_grads(self) -> None:
         """Sets `p.grad` to what users see between backward passes."""
-        if self.has_reduced and len(self.has) == len(self.shown):
-            self.shown = [*(self.placeholders if self.uses_placeholders else self._all_means())]
+        if self.has_reduced and len(self.with_mean) == len(self.exposed):
+            self.exposed = [*(self.placeholders if self.uses_placeholders else self._all_means())]
         else:
-            self.shown = [self._shown(i) for i in range(len(self.shown))]
+            self.exposed = [self._grad_to_expose(i) for i in range(len(self.exposed))]
         if self.has_reduced or self.has_local:
-            self._put(self.shown)
+            self._put(self.exposed)
 
     def _put(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Assigns the tensors to `p.grad`."""
@@ -399,17 +399,17 @@ class GradBuffer:
             for p, grad in zip(self.params, grads, strict=True):
                 p.grad = grad
 
-    def _shown(self, i: int) -> torch.Tensor | None:
-        if self.has_reduced and i in self.has:
+    def _grad_to_expose(self, i: int) -> torch.Tensor | None:
+        if self.has_reduced and i in self.with_mean:
             return self.placeholders[i] if self.uses_placeholders else self._all_means()[i]
         if self.has_local and i in self.local.contributed:
-            return self.local.all_views()[i] if self.plain and not self.local.tree else self.placeholders[i]
+            return self.local.all_views()[i] if self.has_one_type and not self.local.tree else self.placeholders[i]
         return None
 
     def _all_means(self) -> list[torch.Tensor]:
         """Returns every parameter's mean as a tensor for `p.grad`."""
         if not self.means[0]:
-            means = [self._new_mean(i) for i in range(len(self.shown))]
+            means = [self._new_mean(i) for i in range(len(self.exposed))]
             self.means = means, [mean.data_ptr() for mean in means]
         return self.means[0]
 
@@ -426,54 +426,54 @@ class GradBuffer:
                 work.wait()
             _give_back(self.ranks, wire, out, *self.local.levels)
             self.local.clear()
-        self.shown = [None] * len(self.shown)
-        self._leave({*range(len(self.shown))})
+        self.exposed = [None] * len(self.exposed)
+        self._detach_kept({*range(len(self.exposed))})
         _give_back(self.ranks, *self.local.levels)
         self.local.clear()
         self.local.views = None
         self.local.noted.clear()
         self.has_reduced = False
         self.local.contributed.clear()
-        self.has.clear()
-        self._leave_buffer()
+        self.with_mean.clear()
+        self._replace_kept_buffer()
         self.changed()
 
-    def _leave(self, forgotten: Collection[int]) -> None:
+    def _detach_kept(self, forgotten: Collection[int]) -> None:
         """Copies the values of gradients that users still reference before those gradients are discarded."""
         means, _ = self.means
-        for i in _kept(means):
-            if i in forgotten and i in self.has:
+        for i in _referenced_elsewhere(means):
+            if i in forgotten and i in self.with_mean:
                 means[i].data = means[i].clone()
                 means[i] = self._new_mean(i)
         kept: GradBuffer | None = None
         # Placeholders are exposed only with `uses_placeholders` or `tree`.
-        for i in _kept(self.placeholders) if self.uses_placeholders or self.local.tree else ():
+        for i in _referenced_elsewhere(self.placeholders) if self.uses_placeholders or self.local.tree else ():
             if i not in forgotten:
                 continue
-            if kept is None and i in self.has:
+            if kept is None and i in self.with_mean:
                 kept = copy.copy(self)
                 kept.buffer = kept.reduced = self.reduced.clone()
-                kept.has, kept.local, kept.work = set(self.has), LocalSums(self.layout, self.ranks, False, []), None
-                kept.means, kept.shown = ([], []), []
-            self.placeholders[i]._owner = partial(_same, kept if i in self.has else None)
+                kept.local, kept.work = LocalSums(self.layout, self.ranks, False, []), None
+                kept.with_mean, kept.means, kept.exposed = set(self.with_mean), ([], []), []
+            self.placeholders[i]._owner = partial(_same, kept if i in self.with_mean else None)
             self.placeholders[i] = ShardedGradient.of(self, i)
 
     def reconcile(self) -> None:
         """Discards the gradients that the user has set to None."""
         if not (self.has_reduced or self.has_local):
             return
-        held = self.has | self.local.contributed
+        held = self.with_mean | self.local.contributed
         with torch._C.DisableTorchFunctionSubclass():
             gone = [i for i in held if self.params[i].grad is None]
         if gone and len(gone) == len(held):
             return self.drop()
         for i in gone:
-            self.shown[i] = None
-        self._leave({*gone})
+            self.exposed[i] = None
+        self._detach_kept({*gone})
         if not self.has_local:
-            self._leave_buffer()
+            self._replace_kept_buffer()
         for i in gone:
-            self.has.discard(i)
+            self.with_mean.discard(i)
             self.local.contributed.discard(i)
             self._zero(i)
 
@@ -491,9 +491,9 @@ class GradBuffer:
             if {*map(type, grads)} == {type(None)}:  # the common case, with few Python operations
                 return self.drop()
             self.reconcile()
-            if self.opened:
+            if self.is_open:
                 return
-            others = [(i, g) for i, g in enumerate(grads) if g is not None and not self._is_shown(i, g)]
+            others = [(i, g) for i, g in enumerate(grads) if g is not None and not self._is_exposed(i, g)]
             if len(others) > 1:  # the user may have swapped them
                 others = [
                     (i, g if g is self.placeholders[i] or g.layout != torch.strided else g.clone()) for i, g in others
@@ -507,21 +507,21 @@ class GradBuffer:
                 self._adopt(i, grad, call)
 
     def _unchanged(self, grads: list[torch.Tensor | None]) -> bool:
-        if not all(map(operator.is_, grads, self.shown)):
+        if not all(map(operator.is_, grads, self.exposed)):
             return False
         if self.uses_placeholders or not self.has_reduced:
             return True
-        self._follow_buffer()
-        if len(self.has) < len(grads):
-            return all(map(self._is_shown, range(len(grads)), grads))
+        self._update_addresses()
+        if len(self.with_mean) < len(grads):
+            return all(map(self._is_exposed, range(len(grads)), grads))
         return [*map(torch.Tensor.data_ptr, grads)] == self.means[1]
 
-    def _is_shown(self, i: int, grad: torch.Tensor | None) -> bool:
+    def _is_exposed(self, i: int, grad: torch.Tensor | None) -> bool:
         """Whether a gradient is the tensor that `expose_grads` assigned, in the same memory; the user may have
         replaced `p.grad.data`."""
-        if grad is not self.shown[i]:
+        if grad is not self.exposed[i]:
             return False
-        return grad is None or self.uses_placeholders or i not in self.has or grad.data_ptr() == self.means[1][i]
+        return grad is None or self.uses_placeholders or i not in self.with_mean or grad.data_ptr() == self.means[1][i]
 
     def _adopt(self, i: int, grad: torch.Tensor, call: str) -> None:
         """Takes a user's tensor as a parameter's mean, or as its local sum if nothing was reduced yet."""
@@ -533,12 +533,12 @@ class GradBuffer:
         if not (self.has_reduced or self.has_local):
             self.buffer.zero_()
             self.has_reduced = True
-        (self.has if self.has_reduced else self.local.contributed).add(i)
+        (self.with_mean if self.has_reduced else self.local.contributed).add(i)
         if grad is not self.placeholders[i]:
             self.write(i, grad._read() if isinstance(grad, ShardedGradient) else grad.detach())
         if self.means[0]:  # the previous mean may have been given other memory
             self.means[0][i] = self._new_mean(i)
-        self.shown[i] = self.params[i].grad = self._shown(i)
+        self.exposed[i] = self.params[i].grad = self._grad_to_expose(i)
 
     # ---- reading and writing ----------------------------------------------------------------------------------------
 
@@ -567,11 +567,11 @@ class GradBuffer:
             self.reduced if self.stage == 0 else self.ranks.gather_apart(self.reduced, self.reduced.device, self.stage)
         )
 
-    def given_back(self, dtype: torch.dtype) -> dict[int, torch.Tensor]:
+    def unsharded_grads(self, dtype: torch.dtype) -> dict[int, torch.Tensor]:
         """Returns the unsharded `p.grad` tensors in new memory and in the module's type; a collective. They are the
         means of all ranks or, before a reduction, this rank's sums."""
         self.adopt_user_grads("unshard")
-        return {i: self.unsharded(i).to(dtype, copy=True) for i, grad in enumerate(self.shown) if grad is not None}
+        return {i: self.unsharded(i).to(dtype, copy=True) for i, grad in enumerate(self.exposed) if grad is not None}
 
     def piece(self, i: int) -> tuple[torch.Tensor, int]:
         """Returns this rank's part of a parameter's gradient, flattened, and its offset in the gradient."""
@@ -584,9 +584,9 @@ class GradBuffer:
                     "last backward"
                 )
             return parts[0].view(-1), 0
-        return self._own(i)
+        return self._own_piece(i)
 
-    def _own(self, i: int) -> tuple[torch.Tensor, int]:
+    def _own_piece(self, i: int) -> tuple[torch.Tensor, int]:
         """Returns this rank's part of a parameter's mean, and its offset."""
         return self.layout.piece(self.reduced, self.layout.owned_range(self.ranks.rank, self.stage)[0], i)
 
@@ -597,7 +597,7 @@ class GradBuffer:
 
     def _zero(self, i: int) -> None:
         if self.has_reduced:
-            self._own(i)[0].zero_()
+            self._own_piece(i)[0].zero_()
         for part in self.local.parts_of(i):
             part.zero_()
 
@@ -614,7 +614,7 @@ class GradBuffer:
 
     def _is_local(self, i: int) -> bool:
         """Whether a parameter has only this rank's sums, and no mean. Raises if it has neither."""
-        if self.has_reduced and i in self.has:
+        if self.has_reduced and i in self.with_mean:
             joining = self.ranks.joining
             if joining is not None and joining.some_have_joined and self.stage > 0:
                 raise UnsupportedError(
@@ -622,7 +622,7 @@ class GradBuffer:
                     f"use of the gradient of {self._name(i)}, expected none; use ringcomm.clip_grad_norm_"
                 )
             return False
-        if self.has_local and i in self.local.contributed and not self.opened:
+        if self.has_local and i in self.local.contributed and not self.is_open:
             return True
         raise InvalidArgumentError(
             f"grad: rank {self.ranks.rank} got the gradient of {self._name(i)}, which is forgotten or not "
@@ -643,7 +643,7 @@ class GradBuffer:
             local.zero_()
         self.local.levels = [local]
         if self.local.views is not None:  # the local sums will be overwritten, so no view of them may remain in p.grad
-            self.local.views, self.shown = None, [None] * len(self.shown)
+            self.local.views, self.exposed = None, [None] * len(self.exposed)
             with torch._C.DisableTorchFunctionSubclass():
                 for p in self.params:
                     p.grad = None
@@ -682,7 +682,7 @@ class GradBuffer:
         self.local.clear()
         self.has_reduced = True
         self.changed()
-        self.has |= self.local.contributed
+        self.with_mean |= self.local.contributed
         self.local.contributed.clear()
 
     # ---- buffers --------------------------------------------------------------------------------------------------
@@ -694,7 +694,7 @@ class GradBuffer:
 
     def _packed(self, fresh: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
         """Returns an unsharded buffer with these gradients, and zeros elsewhere."""
-        if self.sent_as_it_is and fresh[0][1].is_contiguous():
+        if self.skips_packing and fresh[0][1].is_contiguous():
             return fresh[0][1].view(-1)
         buffer = self._new_buffer()
         self._fill(buffer, fresh)
@@ -702,7 +702,7 @@ class GradBuffer:
 
     def _fill(self, buffer: torch.Tensor, grads: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Copies gradients, given by segment, into an unsharded buffer; parameters without a gradient get zeros."""
-        parts, gaps = self._cuts_of(buffer)
+        parts, gaps = self._parts_of(buffer)
         if len(grads) < len(parts):
             given = {i for i, _ in grads}
             gaps = [*gaps, *(part for i, part in enumerate(parts) if i not in given)]
@@ -711,10 +711,10 @@ class GradBuffer:
             torch._foreach_zero_(gaps)
         torch._foreach_copy_(parts, [grad for _, grad in grads])
 
-    def _cuts_of(self, buffer: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _parts_of(self, buffer: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Returns every parameter's part of a buffer, and the padding; cached per buffer, because buffers are
         reused."""
-        known = buffer.own.cuts
+        known = buffer.own.parts
         if self not in known:
             before = uses(buffer)
             # The parts must not reference the buffer, because the buffer references them.
@@ -751,7 +751,7 @@ def adopt_user_grads(gradients: Collection[GradBuffer], call: str) -> None:
         homes = {each.buffer.untyped_storage()._cdata for each in gradients}
         for each in changed if len(changed) > 1 else ():
             for i, p in enumerate(each.params):
-                if p.grad is None or p.grad.layout != torch.strided or each._is_shown(i, p.grad):
+                if p.grad is None or p.grad.layout != torch.strided or each._is_exposed(i, p.grad):
                     continue
                 if isinstance(p.grad, ShardedGradient) or p.grad.untyped_storage()._cdata in homes:
                     p.grad = p.grad.clone()

@@ -48,13 +48,13 @@ class OwnMemory:
         uses: how many tensors of ours share its memory; see `uses`.
         pool: the memory of the pool that it is a view of; None: it is not lent.
         address: where it lay when the addresses of its parts were noted.
-        cuts: by the object that fills it, its parts and the padding.
+        parts: by the `GradBuffer` that fills it, every parameter's part of it, and the padding.
     """
 
     uses: int
     pool: torch.Tensor | None = None
     address: int = 0
-    cuts: weakref.WeakKeyDictionary[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = field(
+    parts: weakref.WeakKeyDictionary[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
 

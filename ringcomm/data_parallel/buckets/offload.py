@@ -26,7 +26,7 @@ class HostGradients:
         self._versions: dict[Bucket, tuple[int, int]] = {}  # versions of the gradients that were copied
         self._streams: dict[torch.device, Any] = {}
 
-    def place(self, buckets: list[Bucket]) -> None:
+    def allocate(self, buckets: list[Bucket]) -> None:
         """Allocates the copies anew."""
         self._versions.clear()
         self._copies = {
@@ -42,7 +42,7 @@ class HostGradients:
 
     def _fetch(self, bucket: Bucket) -> None:
         copy = self._copies[bucket]
-        self.note(bucket)
+        self.mark_current(bucket)
         if bucket.device.type != "cuda":
             copy.copy_(bucket.gradient.reduced)
             return
@@ -51,7 +51,7 @@ class HostGradients:
         with torch.cuda.stream(stream):
             copy.copy_(bucket.gradient.reduced, non_blocking=True)
 
-    def note(self, bucket: Bucket) -> None:
+    def mark_current(self, bucket: Bucket) -> None:
         """Records that the copy equals the gradient."""
         self._versions[bucket] = _version(bucket)
 
@@ -64,18 +64,18 @@ class HostGradients:
             if gradient.has_reduced and (changed or not gradient.uses_placeholders):
                 self._fetch(bucket)
 
-    def bring_back(self) -> None:
+    def copy_back(self) -> None:
         """Copies changes of the host copies back to the gradients."""
         for bucket, copy in self._copies.items():
             if bucket.gradient.has_reduced:
                 bucket.gradient.reduced.copy_(copy)
-                self.note(bucket)
+                self.mark_current(bucket)
 
-    def arrive(self) -> None:
+    def wait(self) -> None:
         """Waits for all copies that were started."""
         for stream in self._streams.values():
             stream.synchronize()
 
-    def of(self, bucket: Bucket) -> torch.Tensor | None:
+    def copy_of(self, bucket: Bucket) -> torch.Tensor | None:
         """Returns a bucket's gradient in host memory; None: the bucket is not offloaded."""
         return self._copies.get(bucket)

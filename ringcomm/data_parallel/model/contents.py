@@ -12,19 +12,25 @@ from torch import nn
 from ringcomm import _C
 from ringcomm.data_parallel.buckets.bucket import Bucket, adopt_writes
 from ringcomm.data_parallel.buckets.group import DataParallelGroup
-from ringcomm.data_parallel.model.deferred_init import UninitializedTensors
+from ringcomm.data_parallel.model.deferred_init import NewBuffer
+from ringcomm.errors import InvalidArgumentError
+from ringcomm.modules.meta import is_uninitialized
+
+_NAMED = 5  # most names in an error
 
 
 class ModuleContents:
     """The submodules, parameters and buffers of a wrapped module, as they were when it was looked through.
 
     Attributes:
-        uninitialized: values that must be loaded before the first forward pass; None: all are there.
+        missing_params, missing_buffers: those from the meta device whose values must be loaded before the first forward
+            pass; parameters by id.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.uninitialized: UninitializedTensors | None = None
+        self.missing_params: set[int] = set()
+        self.missing_buffers: list[NewBuffer] = []
         self._ignored_buffers: frozenset[str] = frozenset()
         self._record()
 
@@ -71,7 +77,36 @@ class ModuleContents:
 
     def check_made(self, call: str, buckets: Collection[Bucket], ranks: DataParallelGroup) -> None:
         """Raises if a value is missing that was to be loaded; a collective the first time."""
-        if self.uninitialized is not None:
-            adopt_writes(buckets, call)
-            self.uninitialized.check(ranks, self.module, call)
-            self.uninitialized = None
+        if not (self.missing_params or self.missing_buffers):
+            return
+        adopt_writes(buckets, call)
+        params = [(b, i) for b in buckets for i, p in enumerate(b.params) if id(p) in self.missing_params]
+        written = torch.tensor([_is_written(*each) for each in params] or [True], dtype=torch.uint8)
+        written = written.to(params[0][0].device) if params else written
+        ranks.reduce_over_all(written, "max")
+        missing = [b.names[i] for (b, i), found in zip(params, written.tolist(), strict=False) if not found]
+        prefixes = {id(m): f"{name}." if name else "" for name, m in self.module.named_modules()}
+        for m, key, made, version in self.missing_buffers:
+            if _is_untouched(m._buffers[key], made, version):
+                missing.append(prefixes.get(id(m), "") + key)
+        if missing:
+            more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+            raise InvalidArgumentError(
+                f"{call}: rank {ranks.rank} got {', '.join(missing[:_NAMED])}{more} from the meta device without "
+                "values, expected all to be initialised or loaded; call load_state_dict or ringcomm.checkpoint.load, "
+                "or pass init_fn to ringcomm.shard"
+            )
+        self.missing_params, self.missing_buffers = set(), []
+
+
+def _is_written(bucket: Bucket, i: int) -> bool:
+    """Whether this rank's part of a parameter has values."""
+    piece = bucket.piece(bucket.master, i)
+    return not bucket.layout.segments[i].numel or (piece.numel() > 0 and not is_uninitialized(piece))
+
+
+def _is_untouched(now: Any, made: torch.Tensor, version: int) -> bool:
+    """Whether a buffer is still the tensor that was made for it, without values."""
+    if now is not made or not made.numel():
+        return False
+    return made._version == version if made.dtype == torch.bool else is_uninitialized(made)

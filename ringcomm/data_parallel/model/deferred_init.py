@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from ringcomm.data_parallel.buckets.bucket import Bucket
-from ringcomm.data_parallel.buckets.group import DataParallelGroup
 from ringcomm.data_parallel.buckets.layout import up
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.modules.meta import is_uninitialized, value_of_uninitialized
+from ringcomm.modules.meta import value_of_uninitialized
 from ringcomm.modules.unsplit import unsplit_of
 
 InitFn = Callable[[nn.Module], Any]
-_NAMED = 5  # most parameters named in an error
+NewBuffer = tuple[nn.Module, str, torch.Tensor, int]
+"""A buffer that took the place of one on meta: its module, its name, the tensor, and the tensor's version."""
 _ALIGNED = 64  # bytes
 
 
@@ -49,7 +49,7 @@ class MetaModules:
             for name, m in self.modules:
                 self._reset_of(name, m)
         self.opened: dict[Bucket, torch.Tensor] = {}  # the values of buckets that are being initialised
-        self.buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self.buffers: list[NewBuffer] = []
         self.recurrent = [m for _, m in self.modules if isinstance(m, nn.RNNBase)]
         # Until they have memory, because `give_memory` needs parameters without weak references.
         for m in self.recurrent:
@@ -158,63 +158,7 @@ class MetaModules:
                 if id(buffer) not in made:
                     made[id(buffer)] = torch.full_like(buffer, value_of_uninitialized(buffer), device=self.device)
                 m._buffers[key] = new = made[id(buffer)]
-                self.buffers.append((m, key, new))
-
-    def left_in(
-        self, buckets: Sequence[Bucket], earlier: Sequence[UninitializedTensors | None] = ()
-    ) -> UninitializedTensors | None:
-        """Returns what must be loaded before the first forward pass; None: nothing.
-
-        Args:
-            buckets: those of the model.
-            earlier: what was left to load in parts of the model.
-        """
-        places = [(bucket, i) for bucket in buckets for i, p in enumerate(bucket.params) if id(p) in self.params]
-        found = [UninitializedTensors(places, self.buffers)] if self.init is None and self.modules else []
-        found += {id(each): each for each in earlier if each is not None}.values()
-        if not found:
-            return None
-        return UninitializedTensors(
-            [x for each in found for x in each.places], [x for each in found for x in each.buffers]
-        )
-
-
-class UninitializedTensors:
-    """Parameters and buffers that came from meta and have no values yet."""
-
-    def __init__(self, places: list[tuple[Bucket, int]], buffers: list[tuple[nn.Module, str, torch.Tensor]]) -> None:
-        self.places, self.buffers = places, buffers
-        self._versions = [made._version for _, _, made in buffers]
-
-    def check(self, ranks: DataParallelGroup, module: nn.Module, call: str) -> None:
-        """Raises if a parameter or buffer was not written yet; a collective."""
-        flags = torch.tensor([int(self._is_written(*place)) for place in self.places] or [1], dtype=torch.uint8)
-        flags = flags.to(self.places[0][0].device) if self.places else flags
-        ranks.reduce_over_all(flags, "max")
-        written = zip(self.places, flags.tolist(), strict=False)
-        missing = [bucket.names[i] for (bucket, i), flag in written if not flag]
-        owners = {id(m): f"{name}." if name else "" for name, m in module.named_modules()}
-        for (m, key, made), version in zip(self.buffers, self._versions, strict=True):
-            if _is_untouched(m._buffers[key], made, version):
-                missing.append(owners.get(id(m), "") + key)
-        if missing:
-            more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-            raise InvalidArgumentError(
-                f"{call}: rank {ranks.rank} got {', '.join(missing[:_NAMED])}{more} from the meta device without "
-                "values, expected all to be initialised or loaded; call load_state_dict or ringcomm.checkpoint.load, "
-                "or pass init_fn to ringcomm.shard"
-            )
-
-    def _is_written(self, bucket: Bucket, i: int) -> bool:
-        """Whether this rank's part of a parameter has values."""
-        piece = bucket.piece(bucket.master, i)
-        return not bucket.layout.segments[i].numel or (piece.numel() > 0 and not is_uninitialized(piece))
-
-
-def _is_untouched(now: Any, made: Any, version: int) -> bool:
-    if now is not made or not made.numel():
-        return False
-    return made._version == version if made.dtype == torch.bool else is_uninitialized(made)
+                self.buffers.append((m, key, new, new._version))
 
 
 def _children_first(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

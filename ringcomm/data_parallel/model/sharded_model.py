@@ -152,7 +152,7 @@ class Unit:
     def unwrap(self) -> None:
         """Makes the modules and parameters plain ones; a collective."""
         for bucket in self.buckets:
-            bucket.give_back()
+            bucket.unwrap()
         for take_away in self.undo:
             take_away()
 
@@ -171,7 +171,7 @@ class Unit:
         finally:
             self.calling = before
             self._leave(counted, done)
-        return self._finish(module, counted, output)
+        return self._end(module, counted, output)
 
     @eager
     def _begin(self, module: nn.Module) -> bool:
@@ -192,7 +192,7 @@ class Unit:
             self.flat.leave_call(done)
 
     @eager
-    def _finish(self, module: nn.Module, counted: bool, output: Any) -> Any:
+    def _end(self, module: nn.Module, counted: bool, output: Any) -> Any:
         flat = self.flat
         if not counted:
             return self._cast_output(output)
@@ -291,7 +291,7 @@ class Place:
         """At stage 3, the memory that views share that were made since the last `p.data = other`; None: the bucket no
         longer exists."""
         bucket = self._bucket()
-        return None if bucket is None else bucket.shared.setdefault(self.index, ViewData())
+        return None if bucket is None else bucket.view_data.setdefault(self.index, ViewData())
 
     @property
     def name(self) -> str:
@@ -430,7 +430,7 @@ class ForwardCalls:
             and what a rank prefetches, all must.
         last: those of the previous one.
         restore: inside `whole`: takes back what passes there have recorded.
-        advised: whether a read outside of a unit's call was warned of.
+        warned: whether a read outside of a unit's call was warned of.
     """
 
     count: int = 0
@@ -440,7 +440,7 @@ class ForwardCalls:
     seen: list[Unit] = field(default_factory=list)
     last: list[Unit] = field(default_factory=list)
     restore: Callable[[], None] | None = None
-    advised: bool = False
+    warned: bool = False
 
     @property
     def depth(self) -> int:
@@ -508,7 +508,7 @@ class GradArrivals:
         self._handles.clear()
         self.nodes.clear()
 
-    def look_at(self, buckets: Sequence[Bucket]) -> None:
+    def recheck_nesting(self, buckets: Sequence[Bucket]) -> None:
         """Forgets that passes are not nested if other parameters are trained now: reentrant checkpoints are not
         noticed while all their parameters are frozen."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -589,7 +589,7 @@ class ShardedModel:
                     p._ringcomm = Place(self, bucket, i)
         for bucket in self.order:
             self._watch(bucket)
-        self.find_homes()
+        self.map_memory()
 
     @property
     def module(self) -> nn.Module:
@@ -616,10 +616,10 @@ class ShardedModel:
         """Whether the module is a plain one again."""
         return not self.units
 
-    def find_homes(self) -> None:
+    def map_memory(self) -> None:
         """Maps the memory of each bucket's unsharded buffer to the bucket. At stage 3 a bucket updates the map whenever
         it takes other memory."""
-        self.gathered.homes = {bucket.unsharded.untyped_storage()._cdata: bucket for bucket in self.buckets}
+        self.gathered.by_memory = {bucket.unsharded.untyped_storage()._cdata: bucket for bucket in self.buckets}
 
     def _watch(self, bucket: Bucket) -> None:
         """Installs the hooks that notice the arrival of gradients."""
@@ -713,7 +713,7 @@ class ShardedModel:
             self.ranks.announce("buffers")
             self.timed(self.send_buffers)
 
-    def settle(self) -> None:
+    def recover(self) -> None:
         """Cleans up after a backward pass that raised, and begins to train what was unfrozen. All ranks do so before
         they may run different passes."""
         if self.backward.is_dead:
@@ -830,7 +830,7 @@ class ShardedModel:
     def _saving_references(self) -> Iterator[None]:
         """Inside, autograd saves a reference to a parameter's unit in place of the parameter's memory, which is
         freed."""
-        autograd, flats = torch._C._autograd, _running()
+        autograd, flats = torch._C._autograd, _running_models()
         is_first, hooks = self not in flats, nullcontext()
         if is_first:
             flats.append(self)
@@ -854,7 +854,7 @@ class ShardedModel:
         backward = torch._C._current_graph_task_id() >= 0
         stays = backward or self.calls.depth > 0
         if stays and not backward:
-            self._advise(name, call)
+            self._warn_of_read(name, call)
         missing = [bucket for bucket in buckets if not bucket.is_unsharded]
         if missing and not stays:
             self.timed(self.ranks.barrier)
@@ -875,9 +875,9 @@ class ShardedModel:
             for bucket in missing if not stays else ():
                 bucket.release()
 
-    def _advise(self, name: str, call: str) -> None:
-        if not self.calls.advised:
-            self.calls.advised = True
+    def _warn_of_read(self, name: str, call: str) -> None:
+        if not self.calls.warned:
+            self.calls.warned = True
             warnings.warn(
                 f"forward: rank {self.ranks.rank} read {name} ({call}) outside of its unit's call, so the unit was "
                 "gathered for it; name units so that one holds both, to save the message",
@@ -914,7 +914,7 @@ class ShardedModel:
                 nodes = (node for bucket in unit.buckets for node in self.arrivals.nodes.get(bucket, ()))
                 if any(map(will_run, nodes)):
                     self.backward.used_outside.add(unit)
-        end = partial(ShardedModel._finish, self)
+        end = partial(ShardedModel._end_backward, self)
         self.backward.end = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
         if self._will_accumulate():
@@ -934,11 +934,11 @@ class ShardedModel:
         """Called when backward reaches the output of a unit's call, or a parameter that the call saved: calls with a
         later number are done."""
         self.begin_backward()
-        self._see_to_complete()
+        self._handle_complete_bucket()
         if torch.is_grad_enabled():
             self.backward.makes_graph = True
             self.gathered.graph_needs = self.stage == LAST_STAGE
-        self._pass(number)
+        self._finish_units_after(number)
         if unit.calls.first is None or unit.calls.first > number:  # from a graph older than the last backward pass
             unit.calls.first = 0
         self.backward.reached[unit] = None
@@ -950,7 +950,7 @@ class ShardedModel:
             for each in before:
                 self.timed(each.start_gather)
 
-    def _pass(self, number: int) -> None:
+    def _finish_units_after(self, number: int) -> None:
         """Finishes units that are done in backward, because all their calls come after call ``number`` in forward."""
         done = [unit for unit in self.backward.reached if _first_call(unit) > number]
         for unit in sorted(done, key=_first_call, reverse=True):
@@ -958,7 +958,7 @@ class ShardedModel:
                 del self.backward.reached[unit]
                 if unit.reshard_after_backward:
                     self._release(unit)
-                self.flush(unit)
+                self.finish_unit(unit)
 
     def _is_complete(self, bucket: Bucket) -> bool:
         """Whether all gradients of the bucket have arrived in this pass."""
@@ -982,7 +982,7 @@ class ShardedModel:
             self.begin_backward()
             self._accumulate()
             backward = self.backward
-        self._see_to_complete()
+        self._handle_complete_bucket()
         if backward.is_launched(bucket):
             # From the next pass on the bucket waits until the end.
             self.arrivals.nested = self.unit_of[bucket].came_twice = True
@@ -991,11 +991,11 @@ class ShardedModel:
                 "reduced, expected one in each backward pass; use non-reentrant activation checkpointing, or another "
                 "stage if a Function's own backward() calls backward"
             )
-        if not bucket.gradient.opened:
+        if not bucket.gradient.is_open:
             try:
                 bucket.gradient.open(backward.arrived.setdefault(bucket, set()))
             except RuntimeError:
-                bucket.rebound("backward")  # raises if forward has cast a parameter
+                bucket.find_replaced_data("backward")  # raises if forward has cast a parameter
                 raise
             backward.states.setdefault(bucket, BucketState.FILLING)
         task = torch._C._current_graph_task_id()
@@ -1003,7 +1003,7 @@ class ShardedModel:
             self.arrivals.nested = True  # a reentrant checkpoint
         self.arrivals.native.expected = task
 
-    def _see_to_complete(self) -> None:
+    def _handle_complete_bucket(self) -> None:
         """If this thread has added the last gradient of a bucket, packs the bucket or starts its reduction."""
         number = self.arrivals.native.take_complete()
         if number < 0:
@@ -1034,7 +1034,7 @@ class ShardedModel:
         gradient = bucket.gradient
         while self.stage >= 2 and len(self.backward.in_flight) >= IN_FLIGHT:
             self._finish_first_reduce()
-        if gradient.opened:
+        if gradient.is_open:
             gradient.pack()
         else:
             gradient.adopt_user_grads("backward", own=True)  # no gradient has arrived
@@ -1059,7 +1059,7 @@ class ShardedModel:
         for host in self.optimizers.hosts if bucket.master_device is not None else ():
             host.start_copy(bucket)
 
-    def flush(self, unit: Unit) -> None:
+    def finish_unit(self, unit: Unit) -> None:
         """Handles a unit that backward has passed: no more gradients will arrive."""
         if not self.backward.accumulates:
             return
@@ -1067,7 +1067,7 @@ class ShardedModel:
             if not bucket.trainable or self.backward.is_launched(bucket) or self._waits(bucket):
                 continue
             if not self.sync.reduces:
-                if bucket.gradient.opened:
+                if bucket.gradient.is_open:
                     self._pack(bucket)
             elif self.backward.gathers:  # every rank has gathered the same units
                 self.start_reduce(bucket)
@@ -1076,7 +1076,7 @@ class ShardedModel:
                 self._launch_ready()
 
     @eager
-    def _finish(self) -> None:
+    def _end_backward(self) -> None:
         """Ends a pass of autograd."""
         if not self.backward.accumulates:
             self._reset()
@@ -1087,12 +1087,12 @@ class ShardedModel:
                     if not self.backward.is_launched(bucket):
                         self.start_reduce(bucket)
                 self.ranks.announce("used")
-            self.conclude()
+            self.finish_reductions()
         except BaseException:
             self._abandon()
             raise
 
-    def conclude(self) -> None:
+    def finish_reductions(self) -> None:
         """Waits for all buckets' reductions and exposes their gradients."""
         if self.sync.reduces:
             used = self._start_used_params()  # after all buckets, because some ranks may have started them earlier
@@ -1100,14 +1100,14 @@ class ShardedModel:
                 self._finish_first_reduce()
             self._finish_used_params(used)
         for bucket in self.order:
-            if bucket.gradient.opened:
+            if bucket.gradient.is_open:
                 self._pack(bucket)
             elif self.backward.state_of(bucket) is BucketState.IDLE:
                 bucket.gradient.reconcile()  # the pass did not reach it, so gradients that were set to None stay None
             try:
                 bucket.gradient.expose_grads()
             except RuntimeError:
-                bucket.rebound("backward")
+                bucket.find_replaced_data("backward")
                 raise
         self._reset()
 
@@ -1116,7 +1116,7 @@ class ShardedModel:
         message, the host memory for the ranks' maximum, the device memory, and the work."""
         sent = self.optimizers.checksum() + (b"\1" if self.arrivals.nested else b"\0")
         for bucket in self.order:
-            has = bucket.gradient.local.contributed | bucket.gradient.has
+            has = bucket.gradient.local.contributed | bucket.gradient.with_mean
             numel = len(bucket.params)
             sent += b"\1" * numel if len(has) == numel else bytes(i in has for i in range(numel))
         if self.stage == LAST_STAGE:
@@ -1139,7 +1139,7 @@ class ShardedModel:
         # The common case; all ranks' checksums are equal, because their complements are sent too.
         if on_cpu and received == sent:
             return
-        missing = any(len(bucket.gradient.has) < len(bucket.params) for bucket in self.order)
+        missing = any(len(bucket.gradient.with_mean) < len(bucket.params) for bucket in self.order)
         if on_cpu:
             values = [*received]
             self._read_header(values)
@@ -1160,7 +1160,7 @@ class ShardedModel:
             )
         users = iter(values[HEADER_NBYTES:])
         for bucket in self.order if missing else ():
-            bucket.gradient.has |= {i for i in range(len(bucket.params)) if next(users)}
+            bucket.gradient.with_mean |= {i for i in range(len(bucket.params)) if next(users)}
 
     def _read_header(self, values: list[int]) -> None:
         """Records whether the ranks' optimizers have different options, so that their next step raises, and whether
@@ -1221,7 +1221,7 @@ class ShardedModel:
             bucket.gradient.end_step(microbatches)
         if torch.is_grad_enabled() and self.sync.enabled:
             self.backward.accumulates = True
-            self._finish()
+            self._end_backward()
         else:
             self._reset()
 
@@ -1245,7 +1245,7 @@ class ShardedModel:
         self.stage = stage
         for bucket in self.buckets:
             bucket.restage(stage)
-        self.find_homes()
+        self.map_memory()
 
     def prepare_unwrap(self) -> None:
         """Ends what a failed pass has left, and frees gathered parameters. Raises if the module cannot be unwrapped."""
@@ -1288,14 +1288,14 @@ class ShardedModel:
             )
         for bucket in self.buckets:
             if bucket.stage < LAST_STAGE:
-                bucket.rebound("forward")
+                bucket.find_replaced_data("forward")
             replaced = bucket.memory.replaced
             if replaced and bucket in self.arrivals.nodes:
                 self.arrivals.renew(bucket, replaced, self._preparation(bucket))
                 replaced.clear()
         self.contents.check_made("forward", self.buckets, self.ranks)
         self._unfreeze()
-        self.arrivals.look_at(self.order)
+        self.arrivals.recheck_nesting(self.order)
 
     def _unfreeze(self) -> None:
         """Starts to train frozen buckets in which a parameter now requires a gradient. All ranks must do the same."""
@@ -1384,7 +1384,7 @@ class SavedParameter:
             return bucket.memory.window(self.window).clone()
 
 
-def _running() -> list[ShardedModel]:
+def _running_models() -> list[ShardedModel]:
     """Returns this thread's list of the stage 3 models that have calls running in it."""
     return vars(_thread).setdefault("flats", [])
 
@@ -1398,7 +1398,7 @@ def _packing(pack: Callable[[torch.Tensor], Any], flats: list[ShardedModel]) -> 
             return pack(x)
         memory = x.untyped_storage()._cdata
         for flat in flats:
-            bucket = flat.gathered.homes.get(memory)
+            bucket = flat.gathered.by_memory.get(memory)
             if bucket is not None:
                 index = bucket.layout.index_of(x.storage_offset() * x.itemsize // bucket.types.compute.itemsize)
                 version = bucket.memory.params[index]._version

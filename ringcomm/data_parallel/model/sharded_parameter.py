@@ -179,7 +179,7 @@ def _put_back(place: Place, data: ViewData) -> None:
     bucket.release()
     bucket.replace_data(i)
     bucket.piece(bucket.weight, i).copy_(data.piece)
-    bucket.shared[i], data.piece, data.unsharded = data, None, None
+    bucket.view_data[i], data.piece, data.unsharded = data, None, None
 
 
 def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:

@@ -137,10 +137,10 @@ def mix_in(module: nn.Module, unit: Unit, added: type[UnitModule] = UnitModule) 
     notes_on(module).unit = unit
     # Python looks `__call__` up in the class alone, and the module that its parents and the program hold must stay.
     module.__class__ = _classes[added, kind]
-    unit.undo.append(partial(_take_out, module))
+    unit.undo.append(partial(_restore_class, module))
 
 
-def _take_out(module: nn.Module) -> None:
+def _restore_class(module: nn.Module) -> None:
     """Gives a module its plain class again."""
     if notes_of(module).unit is not None:
         drop_unit(module)

@@ -99,7 +99,7 @@ def clip_grad_norm_(
         torch._foreach_mul_(alike, factor.to(device, dtype))
     for host in flat.optimizers.hosts:
         for bucket in picked:
-            host.note(bucket)
+            host.mark_current(bucket)
     return norm
 
 
@@ -134,7 +134,7 @@ def _parts(bucket: Bucket, some: set[int], start: int, end: int, *buffers: torch
     ranges: list[tuple[int, int]] = []
     offset = start - bucket.start
     for segment, _, at, numel in bucket.layout.fragments(start, end):
-        if segment in some and segment in gradient.has:
+        if segment in some and segment in gradient.with_mean:
             first = offset + at
             if ranges and ranges[-1][1] == first:
                 first = ranges.pop()[0]
@@ -152,6 +152,6 @@ def _share(bucket: Bucket, some: set[int]) -> list[torch.Tensor]:
 def _scaled(flat: ShardedModel, bucket: Bucket, some: set[int]) -> list[torch.Tensor]:
     """Returns what is to be scaled: this rank's gradients of the segments, and their copies in host memory."""
     bucket.gradient.changed()
-    copies = [host.of(bucket) for host in flat.optimizers.hosts]
+    copies = [host.copy_of(bucket) for host in flat.optimizers.hosts]
     held = [bucket.gradient.reduced, *(copy for copy in copies if copy is not None)]
     return _parts(bucket, some, bucket.start, bucket.end, *held)

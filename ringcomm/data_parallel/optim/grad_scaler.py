@@ -73,7 +73,7 @@ class GradScaler(torch.amp.GradScaler):
                 )
         with sharded.in_step():
             found = super()._unscale_grads_(optimizer, *args, **kwargs)
-            sharded.host.bring_back()
+            sharded.host.copy_back()
         if not found:
             found[sharded.flat.device] = torch.zeros((), dtype=torch.float32, device=sharded.flat.device)
         for flag in found.values():

@@ -268,7 +268,7 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
         options = None
         if sharded_optimizer_of(optimizer, "step") is None:
             flats = _flats_of(optimizer.param_groups)
-            options = SteppedOptions(optimizer, flats) if flats else None
+            options = UnattachedOptions(optimizer, flats) if flats else None
         _checked[optimizer] = now, options
     if options is not None:
         options.before_step()
@@ -297,7 +297,7 @@ def _needs_shards(flat: ShardedModel) -> bool:
 # ---- an optimizer that is sharded ------------------------------------------------------------------------------------
 
 
-class SteppedOptions(Options):
+class UnattachedOptions(Options):
     """Options of an optimizer that steps the models' own parameters and was not passed to ringcomm. Ranks may have
     different options on purpose, for example if each rank steps a part of the parameters and broadcasts them. So a
     difference gives a warning, not an error.
@@ -327,7 +327,7 @@ class SteppedOptions(Options):
 
 
 # What an optimizer looked like when its step was checked last, and its options if it is not attached.
-_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[tuple[int, int], SteppedOptions | None]]
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[tuple[int, int], UnattachedOptions | None]]
 _checked = weakref.WeakKeyDictionary()
 
 
@@ -366,15 +366,15 @@ class ShardedOptimizer:
         self.flats: list[ShardedModel] = []
         self.state: defaultdict[Any, Any] = defaultdict(dict)
         self.host = HostGradients()
-        self._seen = UnshardedStates(self)  # `optimizer.state` between two steps
+        self._state_view = UnshardedStates(self)  # `optimizer.state` between two steps
         self._in_step = False
         self._watches = _watches
         _checked.pop(optimizer, None)
-        self._find("shard")
+        self._find_params("shard")
         self.adopt_state()
         self.close()
         optimizer._ringcomm = self
-        self._join()
+        self._register()
         self._hooks = _hook(optimizer, self)
 
     # ---- parameters -----------------------------------------------------------------------------------------------
@@ -409,7 +409,7 @@ class ShardedOptimizer:
         wrapped model."""
         return [[p for p in params if _place_of(p) is None] for params in self.outside]
 
-    def _find(self, call: str) -> None:
+    def _find_params(self, call: str) -> None:
         """Finds the optimizer's parameters in the models' buckets, and makes the entries for the buckets' stage,
         without state."""
         groups = self.optimizer.param_groups
@@ -425,7 +425,7 @@ class ShardedOptimizer:
                 self.parts.setdefault(place.bucket, BucketPart(place.flat, set(), set())).segments.add(place.index)
         if any(bucket.stage for bucket in self.parts):
             _warn_once(self.optimizer)
-        self.host.place(list(self.parts))
+        self.host.allocate(list(self.parts))
         self.entries = [
             self._entry(bucket, group, start, end, segments)
             for bucket in self.parts
@@ -438,9 +438,9 @@ class ShardedOptimizer:
             for i in part.segments
             if id(bucket.params[i]) not in own
         }
-        self._line_up()
+        self._list_inside()
 
-    def _join(self) -> None:
+    def _register(self) -> None:
         """Registers the optimizer with the wrapped models."""
         flats = _flats_of(self.optimizer.param_groups)
         for flat in self.flats:
@@ -465,7 +465,7 @@ class ShardedOptimizer:
         before, self._watches = self._watches, _watches
         return before != _watches and _flats_of(self.optimizer.param_groups) != self.flats
 
-    def _line_up(self) -> None:
+    def _list_inside(self) -> None:
         """Sets, by group, the optimizer's parameters in step(): first unchanged parameters in their order, then the
         shards."""
         self.inside = [[p for p in params if id(p) not in self._sharded] for params in self.outside]
@@ -522,7 +522,7 @@ class ShardedOptimizer:
             entries += [entry] if len(stretches) < 2 else self._cut(entry, stretches)
         if len(entries) > len(self.entries):
             self.entries = entries
-            self._line_up()
+            self._list_inside()
 
     def _cut(self, entry: Entry, stretches: list[list[int]]) -> list[Entry]:
         starts = [entry.start, *(entry.bucket.layout.segments[some[0]].offset for some in stretches[1:])]
@@ -560,20 +560,20 @@ class ShardedOptimizer:
         for flat in _flats_of(self.optimizer.param_groups):
             refuse_unusable(self.optimizer, "step", flat.ranks.rank, flat.stage)
         states = self.take_state() if states is None else states
-        self._find("step")
-        self._join()
+        self._find_params("step")
+        self._register()
         for p, state in states.items():
             place = self._sharded.get(id(p))
             if place is None:
                 self.state[p] = state
             else:
-                self._keep(place, state)
+                self._keep_unsharded(place, state)
         for p in [p for p in self.state if id(p) in self._sharded]:  # of a model that was wrapped since
-            self._keep(self._sharded[id(p)], self.state.pop(p))
+            self._keep_unsharded(self._sharded[id(p)], self.state.pop(p))
         self.expose_state()
         self.close()
 
-    def _keep(self, place: tuple[Bucket, int], state: State) -> None:
+    def _keep_unsharded(self, place: tuple[Bucket, int], state: State) -> None:
         """Keeps a parameter's unsharded state until the next step."""
         part = self.parts[place[0]]
         part.unsharded = {} if part.unsharded is None else part.unsharded
@@ -669,10 +669,10 @@ class ShardedOptimizer:
         for bucket, part in self.parts.items():
             if part.unsharded is not None:
                 states = {i: state for i, state in part.unsharded.items() if state}
-                self._put(bucket, OptimizerState.of(bucket, states, bucket.ranks.rank, checked=False))
+                self._replace_state(bucket, OptimizerState.of(bucket, states, bucket.ranks.rank, checked=False))
                 part.unsharded = None
 
-    def _put(self, bucket: Bucket, unsharded: OptimizerState) -> None:
+    def _replace_state(self, bucket: Bucket, unsharded: OptimizerState) -> None:
         self.parts[bucket].stepped = set(unsharded.present)
         self.separate(lambda other, i: other is not bucket or unsharded.kind(i))
         for entry in self.entries:
@@ -684,13 +684,13 @@ class ShardedOptimizer:
 
     def expose_state(self) -> None:
         """Sets `optimizer.state` to what users see between two steps."""
-        self.optimizer.state = self._seen if self._sharded else self.state
+        self.optimizer.state = self._state_view if self._sharded else self.state
 
     def adopt_state(self) -> None:
         """Takes over a mapping by parameter that was assigned to `optimizer.state`, for example by
         load_state_dict()."""
         found = self.optimizer.state
-        if found is self._seen or (found is self.state and not self._sharded):
+        if found is self._state_view or (found is self.state and not self._sharded):
             return
         if found is not self.state:
             self.state = defaultdict(dict)
@@ -705,7 +705,7 @@ class ShardedOptimizer:
                     kept = _in_master_type(place[0], value)
                     if isinstance(kept, dict):
                         widened += [(place, name) for name in kept if kept[name] is not value[name]]
-                    self._keep(place, kept)
+                    self._keep_unsharded(place, kept)
             if widened:
                 (bucket, i), of_state = widened[0]
                 warnings.warn(
@@ -773,7 +773,7 @@ class ShardedOptimizer:
         for bucket, part in self.parts.items():
             loaded, part.loading, part.unsharded = part.loading, None, None
             if loaded is not None:
-                self._put(bucket, loaded)
+                self._replace_state(bucket, loaded)
         self._enter()  # some optimizers convert an older state
         try:
             self.optimizer.__setstate__({"state": self.state, "param_groups": self.optimizer.param_groups})
@@ -801,10 +801,10 @@ class ShardedOptimizer:
     def _begin_work(self) -> None:
         self.close()
         adopt_writes(self.parts, "step")
-        if any(0 < len(bucket.gradient.has) < len(bucket.params) for bucket in self.parts):
-            self.separate(lambda bucket, i: i in bucket.gradient.has)
+        if any(0 < len(bucket.gradient.with_mean) < len(bucket.params) for bucket in self.parts):
+            self.separate(lambda bucket, i: i in bucket.gradient.with_mean)
         self.host.refresh()
-        self.host.arrive()
+        self.host.wait()
         self._enter()
 
     def _enter(self) -> None:
@@ -816,7 +816,7 @@ class ShardedOptimizer:
         for entry in self.entries:
             if entry.is_own:
                 continue
-            has = entry.bucket.gradient.has_reduced and not entry.bucket.gradient.has.isdisjoint(entry.segments)
+            has = entry.bucket.gradient.has_reduced and not entry.bucket.gradient.with_mean.isdisjoint(entry.segments)
             gradient = self._gradient_of(entry) if has else None
             if cache_blocks.gains(entry.values, groups[entry.group]) and self.elementwise:
                 entry.blocks = entry.blocks or cache_blocks.CacheBlocks(entry.values)
@@ -830,7 +830,7 @@ class ShardedOptimizer:
 
     def _gradient_of(self, entry: Entry) -> torch.Tensor:
         """Returns an entry's part of the reduced gradient."""
-        bucket, host = entry.bucket, self.host.of(entry.bucket)
+        bucket, host = entry.bucket, self.host.copy_of(entry.bucket)
         reduced = bucket.gradient.reduced if host is None else host
         start = bucket.start
         return reduced[entry.start - start : entry.end - start].view(entry.values.shape)
@@ -896,7 +896,7 @@ class ShardedOptimizer:
         self.options.steps += 1
         for bucket, part in self.parts.items():
             if bucket.gradient.has_reduced:
-                part.stepped |= bucket.gradient.has & part.segments
+                part.stepped |= bucket.gradient.with_mean & part.segments
 
     def end_step(self) -> None:
         """Called after each step() of the optimizer."""

@@ -97,7 +97,7 @@ class OptimizerState:
         known = {segment for piece, state in pieces if state for segment in stepped & {*piece.segments}}
         if bucket.stage > 0:
             types = {key: value.dtype for key, value in owned.items()}
-            keys, other, known, holders = merged(bucket.ranks, bucket.device, types, other, known, holders)
+            keys, other, known, holders = merge_over_ranks(bucket.ranks, bucket.device, types, other, known, holders)
             for key, dtype in keys:
                 if key not in owned:
                     owned[key] = torch.zeros(bucket.end - bucket.start, dtype=dtype, device=bucket.master.device)
@@ -209,7 +209,7 @@ def _unpacked(payload: bytes, device: torch.device) -> Any:
     return torch.load(io.BytesIO(payload), map_location=place, weights_only=False)
 
 
-def merged(
+def merge_over_ranks(
     ranks: DataParallelGroup,
     device: torch.device,
     types: dict[str, torch.dtype],

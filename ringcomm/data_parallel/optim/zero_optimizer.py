@@ -25,7 +25,7 @@ from ringcomm.data_parallel.buckets.group import DataParallelGroup, refuse_sever
 from ringcomm.data_parallel.buckets.layout import Atom, FlatLayout, Segment
 from ringcomm.data_parallel.model.sharded_model import ShardedModel, place_of
 from ringcomm.data_parallel.optim.optimizer import is_elementwise, refuse_unusable
-from ringcomm.data_parallel.optim.state import check_shape, is_alike, merged
+from ringcomm.data_parallel.optim.state import check_shape, is_alike, merge_over_ranks
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.validation import COMMUNICATOR, FLAG, Requirement, a, expects, several, that
 
@@ -155,7 +155,7 @@ class _Buffer:
                     holders.setdefault(key, set()).add(piece.segment)
                 else:
                     other.setdefault(piece.segment, {})[key] = value
-        keys, other, _, everywhere = merged(self.ranks, self.device, types, other, set(), holders)
+        keys, other, _, everywhere = merge_over_ranks(self.ranks, self.device, types, other, set(), holders)
         found: list[State] = [dict(other.get(i, {})) for i in range(len(self.params))]
         for key, dtype in keys:
             own = torch.zeros(self.layout.shard_numel, dtype=dtype, device=self.device)

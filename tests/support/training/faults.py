@@ -114,8 +114,8 @@ def unused_parameter_with_a_gradient_of_zero(right: Function) -> Function:
     def wrong(flat: ShardedModel, said: Any) -> None:
         right(flat, said)
         for bucket in flat.order:
-            if bucket.gradient.has:
-                bucket.gradient.has.update(range(len(bucket.params)))
+            if bucket.gradient.with_mean:
+                bucket.gradient.with_mean.update(range(len(bucket.params)))
 
     return wrong
 
@@ -123,10 +123,10 @@ def unused_parameter_with_a_gradient_of_zero(right: Function) -> Function:
 @fault(ShardedModel, "_finish_used_params")
 def parameters_used_on_another_rank_alone(right: Function) -> Function:
     def wrong(flat: ShardedModel, said: Any) -> None:
-        mine = [set(bucket.gradient.has) for bucket in flat.order]
+        mine = [set(bucket.gradient.with_mean) for bucket in flat.order]
         right(flat, said)
         for bucket, has in zip(flat.order, mine, strict=True):
-            bucket.gradient.has = has
+            bucket.gradient.with_mean = has
 
     return wrong
 
@@ -158,7 +158,7 @@ def gradients_kept_after_zero_grad(right: Function) -> Function:
     return lambda gradient, call: None
 
 
-@fault(GradBuffer, "_leave_buffer", "grad_keep")
+@fault(GradBuffer, "_replace_kept_buffer", "grad_keep")
 def memory_of_kept_gradients_used_again(right: Function) -> Function:
     return lambda gradient: None
 
