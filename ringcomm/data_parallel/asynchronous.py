@@ -59,8 +59,8 @@ from ringcomm.modules.arguments import MODULE
 from ringcomm.validation import COMMUNICATOR, FLAG, FUNCTION, INTEGER, expects, or_none, several, validate_int
 
 CALL = "AsynchronousDataParallel"
-# Ended with the program, because a server's threads are inside calls; in the order in which they were made, which is
-# the same on all ranks.
+# The open models, in the order of their creation, which is the same on all ranks. They are closed at the end of the
+# program, because a server's threads are inside calls.
 _open: dict[AsynchronousDataParallel, None] = {}
 
 
@@ -69,13 +69,13 @@ class AsynchronousDataParallel(nn.Module):
 
     Each rank works: ``backward()`` leaves its own gradients, and ``optimizer.step()`` sends them to the servers, which
     update the parameters at once, and copies the new values into the module. Each rank also serves a shard of the
-    parameters, on threads of its own, unless ``servers`` names fewer ranks. A rank that only serves calls `close`
-    once it has joined the others' collectives: `load_state_dict`, and those of ``comm``. Use it as a context manager,
-    or call `close`: it serves until every worker has closed.
+    parameters, on threads of its own, unless ``servers`` names fewer ranks. A rank that only serves takes
+    part in the other ranks' collectives, `load_state_dict` and those of ``comm``, before it calls `close`. Use this
+    object as a context manager, or call `close`, which serves until every worker has closed.
 
     Args:
-        module: the same on all ranks; all get rank 0's parameters and buffers now. Parameters that require no gradient
-            now are never sent, and neither are buffers: each rank keeps its own, also the statistics of batch norms.
+        module: the same on all ranks; all get rank 0's parameters and buffers now. Later, parameters that require no
+            gradient now are never sent, and neither are buffers: each rank keeps its own statistics of batch norms.
         comm: a communicator on the cpu by ringcomm's own engine; None: that of torch.distributed's default group, or
             ``ringcomm.init()``. A module on another device is copied through host memory in each step.
         optimizer: makes an ordinary optimizer from a list of parameters; called on every rank. Element-wise ones of
@@ -86,7 +86,7 @@ class AsynchronousDataParallel(nn.Module):
         servers: the ranks that serve; None: all. Others may end, even by a signal, without ending the training.
         staleness_scale: factor of the learning rate, by a gradient's staleness: the number of updates of the shard
             between the values with which it was computed and now; for example ``lambda s: 1 / (1 + s)``.
-        record: whether `order` is kept: two numbers a step and worker.
+        record: whether to record `order`: two numbers for each step of each worker.
         replay: this rank's `order` of an earlier run, with as many ranks and the same servers and data: the gradients
             are used in that order again, which gives the same bits.
     Order:   of updates: as the gradients come. With max_staleness=0, the canonical order of sums.
@@ -251,16 +251,16 @@ class AsynchronousDataParallel(nn.Module):
             raise
         self._flat.unpack_values()
 
-    # ---- what it has done ------------------------------------------------------------------------------------------
+    # ---- figures ---------------------------------------------------------------------------------------------------
 
     @property
     def order(self) -> list[int]:
-        """With ``record``, what came to this rank's server in which order, for ``replay``: a rank for a gradient of
-        that rank, and ``-1 - rank`` for its look at the values."""
+        """With ``record``, the order in which this rank's server used gradients and gave values, to be passed as
+        ``replay``: a rank stands for a gradient of that rank, ``-1 - rank`` for its reading of the values."""
         return [] if self._server is None else list(self._server.order.events)
 
     def counters(self) -> dict[str, Any]:
-        """Returns what this rank has done so far.
+        """Returns figures of this rank's work so far.
 
         Returns: of the worker: "steps", "step_s" (seconds in `step`), "sent_bytes" and "received_bytes" (as a worker
                  and as a server); of the server, if this rank serves: "updates", "staleness" (how many gradients had
@@ -304,8 +304,8 @@ class AsynchronousDataParallel(nn.Module):
 
     @contextmanager
     def _alone(self, call: str) -> Iterator[None]:
-        """Inside, no rank makes a step. If only some ranks raise inside, every rank raises and closes this object; if
-        all do, it stays open."""
+        """Inside the block no rank makes a step. If only some ranks raise in it, every rank raises and closes this
+        object; if all ranks raise, it stays open."""
         self._check_open(call)
         self.comm.barrier()
         mine: BaseException | None = None
@@ -315,7 +315,7 @@ class AsynchronousDataParallel(nn.Module):
             mine = error
         try:
             said = self.comm.exchange(b"" if mine is None else f"{type(mine).__name__}: {mine}".encode())
-        except BaseException as error:  # it is not known what the others have loaded
+        except BaseException as error:  # what the other ranks have loaded is unknown
             self._end(error)
             raise
         failed = [rank for rank, text in enumerate(said) if text]
@@ -329,7 +329,7 @@ class AsynchronousDataParallel(nn.Module):
             raise mine
 
     def optimizer_state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """Returns the optimizer's state of each parameter, gathered from the servers; other workers may go on."""
+        """Returns the optimizer's state of each parameter, gathered from the servers; other workers may continue."""
         self._check_open("state_dict")
         states = []
         try:
@@ -370,8 +370,8 @@ class AsynchronousDataParallel(nn.Module):
         return self._closed
 
     def close(self) -> None:
-        """Makes no more steps, serves until every other worker has closed or was lost, and disconnects; a second call
-        does nothing. The module keeps its last values.
+        """Ends this worker's steps, serves until every other worker has closed or was lost, and disconnects; a second
+        call does nothing. The module keeps its last values.
 
         Raises:  CollectiveTimeoutError: a worker that has not closed has asked for nothing within the communicator's
                  time limit, or the servers have not answered within it. RingcommError: the server of this rank has
@@ -383,7 +383,7 @@ class AsynchronousDataParallel(nn.Module):
         try:
             ends = time.monotonic() + self.comm.timeout
             for connection in self._connections.values():
-                with suppress(AbortedError, ClosedError):  # a server that is gone needs not be told
+                with suppress(AbortedError, ClosedError):  # a server that is gone need not be told
                     connection.request("close", LEAVE)
             for connection in self._connections.values():
                 with suppress(AbortedError, ClosedError):
@@ -397,7 +397,7 @@ class AsynchronousDataParallel(nn.Module):
         self._disconnect()
 
     def _end(self, error: BaseException) -> None:
-        """Closes because of an error: if this rank serves, the workers are told."""
+        """Closes because of an error, which the workers get if this rank serves."""
         self._closed = True
         reason = f"rank {self.rank} left its {CALL} with {type(error).__name__}: {error}"
         self._failure = self._failure or f", got {type(error).__name__} in an earlier call: {error}"
@@ -441,8 +441,8 @@ class ServerConnection:
     """A worker's connection to a server.
 
     Args:
-        channel: belongs to this object.
-        flat: has the worker's gradients and values.
+        channel: the channel to the server; this object closes it.
+        flat: the worker's gradients and values.
         server: the server's index among the servers.
     """
 
@@ -450,17 +450,17 @@ class ServerConnection:
         self.channel = channel
         self._gradient, self._values = flat.gradient_shard(server), flat.value_shard(server)
         self._version = 0  # of the values in the module
-        self._options = b""  # those that the server was sent last
+        self._options = b""  # the last that were sent
 
     def request(self, call: str, kind: int, options: bytes = b"") -> None:
-        """Asks the server for something: with STEP, sends the gradient, and the options if they have changed."""
+        """Sends a request; STEP also sends the gradient, and the options if they have changed."""
         new = options if options != self._options else b""
         with self._explained(call):
             self.channel.send((kind, self._version, 0), new, self._gradient if kind == STEP else ())
         self._options = options or self._options
 
     def receive(self, call: str, limit_s: float) -> tuple[int, bytes]:
-        """Returns the server's answer: (version of the values that follow, bytes); raises the server's error."""
+        """Returns the server's answer, the version of the values that follow and bytes, or raises its error."""
         with self._explained(call):
             (status, version, _), blob = self.channel.receive(limit_s)
         raise_answer(status, blob)
@@ -475,7 +475,7 @@ class ServerConnection:
 
     @contextmanager
     def _explained(self, call: str) -> Iterator[None]:
-        """Errors of a connection count its two ranks from 0; says which they are."""
+        """Adds the ranks to a connection's errors, which call them 0 and 1."""
         try:
             yield
         except (AbortedError, CollectiveTimeoutError, MismatchError) as error:
@@ -488,8 +488,8 @@ class ServerConnection:
 
 
 class AsynchronousOptimizer(torch.optim.Optimizer):
-    """The optimizer of an `AsynchronousDataParallel`: its options are those with which the servers use this worker's
-    gradients, so schedulers of the learning rate work as usual; its state is on the servers."""
+    """The optimizer of an `AsynchronousDataParallel`. The servers use this worker's gradients with its options, so
+    learning rate schedulers work as usual. Its state is on the servers."""
 
     def __init__(self, model: AsynchronousDataParallel, made: torch.optim.Optimizer) -> None:
         self._model: AsynchronousDataParallel | None = None  # parameters may be added until it is set
@@ -508,14 +508,14 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
 
     @property
     def model(self) -> AsynchronousDataParallel:
-        """The model whose parameters it has."""
+        """The model whose parameters it steps."""
         assert self._model is not None
         return self._model
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Makes a step of the model: see `AsynchronousDataParallel.step`.
 
-        Returns: what ``closure``, called before, returns.
+        Returns: the result of ``closure``, which is called first.
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
@@ -535,8 +535,8 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of all shards, in torch's usual form. If other workers make steps meanwhile, the shards are
-        of different moments."""
+        """Returns the state of all shards, in torch's usual form. If other workers make steps meanwhile, the shards'
+        states are of different times."""
         state = self.model.optimizer_state()
         order = [p for group in self.param_groups for p in group["params"]]
         found = super().state_dict()
@@ -590,10 +590,10 @@ def _send_values(module: nn.Module, comm: Communicator) -> None:
 
 
 def _connect(comm: Communicator, servers: Sequence[int]) -> tuple[dict[int, Channel], dict[int, Channel]]:
-    """Makes a communicator of two ranks for each worker and server; a collective. In each round of a tournament, every
-    rank meets another one.
+    """Makes a communicator of two ranks for each pair of a worker and a server; a collective. Ranks are paired as in a
+    round-robin tournament: in each round every rank meets another one.
 
-    Returns: (the servers that this rank asks, the workers that it serves), by rank.
+    Returns: the channels to the servers that this rank asks, and to the workers that it serves, by rank.
     """
     asked: dict[int, Channel] = {}
     served: dict[int, Channel] = {}
@@ -614,14 +614,14 @@ def _connect(comm: Communicator, servers: Sequence[int]) -> tuple[dict[int, Chan
 
 
 def _end_all() -> None:
-    """At the end of the program: serves until the other workers have closed, or tells them of its error. What is typed
-    in an interactive interpreter may raise without ending it."""
+    """Closes all models at the end of the program. If the program ends by an error, the other workers get it; in an
+    interactive interpreter, an error need not have ended the program."""
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     failure: Exception | None = None
     for model in list(_open):
         try:
             model.__exit__(None if error is None else type(error), error, None)
-        except Exception as its:  # the other models are told all the same
+        except Exception as its:  # the other models are closed all the same
             failure = failure or its
     if failure is not None:
         raise failure

@@ -145,7 +145,7 @@ _REFUSED = {
     "set_reduce_scatter_unused_params": "unused parameters always take part",
     "set_reduce_scatter_max_input_buffers": "two reductions are in flight at most",
     "set_separate_reduce_scatter_group": "all collectives share one communicator",
-    "set_unshard_in_backward": "backward brings what it passes",
+    "set_unshard_in_backward": "backward gathers the units that it reaches",
     "set_allocate_memory_from_process_group_for_comm": "buffers are visible to the peers already",
     "set_symm_mem_for_comm": "buffers are visible to the peers already",
 }

@@ -5,7 +5,7 @@
                                              waits while the worker is too far ahead
       copies it into the module    <-----    the shard's values
 
-A worker and a server talk over a communicator of their own, of two ranks, so that the end of one rank ends only its own
+Each pair of a worker and a server has a communicator of two ranks, so that a rank that ends breaks only its own
 connections.
 """
 
@@ -32,22 +32,22 @@ from ringcomm.data_parallel.optim.state import check_shape, is_alike
 from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, RingcommError, rank_list
 
 STEP, PULL, STATE, LEAVE = range(4)
-"""What a worker asks for: an update and the new values, the values, the optimizer's state, the end."""
+"""Kinds of a worker's request: an update, which returns the new values; the values; the optimizer's state; to leave."""
 _OK, _ERROR = 0, 1
 _HEAD, _BODY = 0, 1  # tags
 _FOREVER_S = 1e8  # a server waits for its workers' requests as long as they live
-_LOOK_S = 0.5  # between two looks whether a worker is silent, while a rank only serves
+_LOOK_S = 0.5  # between two checks for silent workers, while a rank only serves
 GroupOptions = list[dict[str, Any]]
 """The options of an optimizer's groups, such as the learning rate, without the parameters."""
 
 
 class Entry(NamedTuple):
-    """A parameter of a server's optimizer: a part of the shard of one layout.
+    """A parameter of a server's optimizer: a part of the server's shard of one layout.
 
     Attributes:
-        group: of the optimizer.
-        start, end: in the layout's buffer.
-        shape: that of the module's parameter, or of one long tensor over several of them.
+        group: index of the optimizer's parameter group.
+        layout: index of the layout; ``start``, ``end``: the range in its buffer.
+        shape: the shape of the module's parameter, or of one long tensor over several parameters.
     """
 
     group: int
@@ -120,10 +120,10 @@ class FlatParameters:
         return [x[slice(*layout.shard_range(server))] for layout, x in zip(self.layouts, buffers, strict=True)]
 
     def separate(self, state_of: Callable[[nn.Parameter], dict[str, Any]], rank: int) -> None:
-        """Joins only parameters that can have their state in one entry from now on: of one group, with the same
-        counters and the same kinds of moments.
+        """Splits entries whose parameters cannot share one state: from now on all parameters of an entry have the same
+        group, counters and kinds of moments.
 
-        Raises:  ShapeError: state of another shape than its parameter; then nothing has changed.
+        Raises:  ShapeError: state of another shape than its parameter. Nothing has changed then.
         """
         if not self.joins:
             return
@@ -159,8 +159,8 @@ class FlatParameters:
         return found
 
     def overlaps(self, entry: Entry) -> Iterator[tuple[nn.Parameter, slice, slice]]:
-        """Yields what a server's parameter has of the module's: (the module's parameter, the part's place in it, its
-        place in the server's), places in flat tensors."""
+        """Yields the module's parameters that an entry overlaps, each with the overlap as a slice of the flattened
+        parameter, and as a slice of the flattened entry."""
         for i in entry.segments:
             segment = self.layouts[entry.layout].segments[i]
             first, last = max(entry.start, segment.offset), min(entry.end, segment.end)
@@ -174,13 +174,13 @@ class Channel:
 
     Args:
         pair: a communicator of the two; this object closes it.
-        rank, peer: the two ranks, as the user counts them.
+        rank, peer: this rank and the other one, in the user's communicator.
     """
 
     def __init__(self, pair: Communicator, rank: int, peer: int) -> None:
         self._pair, self.rank, self.peer = pair, rank, peer
         self._other = 1 - pair.rank
-        # A wait for any rank is no part of a deadlock: a server's threads wait for as long as a worker computes.
+        # Receives from any rank, which the search for deadlocks leaves out: a server waits while a worker computes.
         self._source = None if len(pair.hosts) == 1 else self._other
         self.sent_bytes = self.received_bytes = 0
 
@@ -225,7 +225,7 @@ class Channel:
         self.received_bytes += x.nbytes
 
     def abort(self, reason: str, cause: BaseException | None) -> None:
-        """Ends the waits of both ranks, in any thread, with the kind of error that ``cause`` is."""
+        """Makes the waits of both ranks, in any thread, raise an error of the kind of ``cause``."""
         self._pair._open.abort(reason, cause)
 
     def close(self) -> None:
@@ -237,9 +237,9 @@ class Shard:
     """A server's shard of the parameters, and the optimizer over it. One thread at a time may use it.
 
     Args:
-        server: its index among the servers.
-        values: of the shard; they belong to this object from now on.
-        optimizer: a new one over the module's parameters; from now on it is over the shard.
+        server: the server's index among the servers.
+        values: the shard's values, one tensor for each layout; this object keeps and changes them.
+        optimizer: a new optimizer over the module's parameters; this object makes it one over the shard.
         staleness_scale: see `AsynchronousDataParallel`.
     """
 
@@ -264,7 +264,7 @@ class Shard:
                 }
 
     def _replace_params(self) -> None:
-        """Puts the shard's parameters, without state, in place of those that the optimizer has."""
+        """Replaces the optimizer's parameters by the shard's, without state."""
         self._entries = [*self._flat.entries(self._server)]
         self._params = [nn.Parameter(x) for x in self._flat.cut(self._values, self._server)]
         self._optimizer.state.clear()
@@ -311,7 +311,8 @@ class Shard:
         ]
 
     def set_state(self, state_of: Callable[[nn.Parameter], dict[str, Any]]) -> None:
-        """Takes the shard's part of the state of the module's parameters, by which they were separated."""
+        """Sets the optimizer's state from the state of the module's parameters, with which `FlatParameters.separate`
+        was called."""
         self._replace_params()
         for p, entry in zip(self._params, self._entries, strict=True):
             mine: dict[str, Any] = {}
@@ -360,16 +361,16 @@ def _loaded(key: str, value: Any, param: torch.Tensor) -> Any:
 
 
 class ArrivalOrder:
-    """The order of a server's events: as they come, or that of an earlier run.
+    """The order of a server's events: the order in which they come, or that of an earlier run.
 
-    An event is a worker's rank for its gradient, and ``-1 - rank`` for its look at the values.
+    An event is a worker's rank when its gradient is used, and ``-1 - rank`` when it reads the values.
 
     Args:
-        record: whether the events are kept.
+        record: whether to record the events.
         replay: the events of an earlier run; None: any order.
 
     Attributes:
-        events: those that have happened, if they are kept.
+        events: the recorded events.
     """
 
     def __init__(self, record: bool, replay: Sequence[int] | None) -> None:
@@ -392,7 +393,7 @@ class ArrivalOrder:
             )
 
     def expected(self, event: int) -> int:
-        """Returns the event that has to happen next; without a replay, ``event`` may."""
+        """Returns the event that must happen next: without a replay, ``event``."""
         return event if self._replay is None else self._replay[self._next]
 
     def timeout_error(self, event: int, server: int, limit_s: float) -> CollectiveTimeoutError:
@@ -405,7 +406,7 @@ class ArrivalOrder:
         )
 
     def add(self, event: int) -> None:
-        """Notes that the event has happened."""
+        """Records that the event has happened."""
         if self._record:
             self.events.append(event)
         self._left[event] -= 1
@@ -417,9 +418,9 @@ class ServerCounters:
     """What a server has done so far.
 
     Attributes:
-        updates: of the shard; the number is also the version of its values.
-        staleness: how many gradients came with which staleness.
-        waits, waited_s: the answers that waited for slower workers, and how long.
+        updates: the number of updates of the shard, which is also the version of its values.
+        staleness: the number of gradients, by their staleness.
+        waits, waited_s: the number of answers that waited for slower workers, and their waiting time.
         lost: the workers that were lost, and why.
     """
 
@@ -434,12 +435,12 @@ class ParameterServer:
     """Serves a shard to the workers: with a thread for each other worker, and `push` and `pull` for this rank's own.
 
     Args:
-        order: of the gradients and of the looks at the values.
-        rank: this one.
+        order: the order in which gradients are used and values are read.
+        rank: this rank.
         servers: the ranks that serve.
-        workers: the ranks that work; all have made no step.
+        workers: the ranks that work; none of them has made a step.
         max_staleness: see `AsynchronousDataParallel`.
-        limit_s: how long an answer may wait for another worker.
+        limit_s: the longest time that an answer may wait for another worker.
     """
 
     def __init__(
@@ -456,8 +457,8 @@ class ParameterServer:
         self._max_staleness = math.inf if max_staleness is None else max_staleness
         self._limit_s = limit_s
         self._changed = threading.Condition()
-        self._clock = dict.fromkeys(workers, 0)  # of those that still work: the steps that they have made
-        self._heard = dict.fromkeys(workers, time.monotonic())  # when each asked for something, or was answered
+        self._clock = dict.fromkeys(workers, 0)  # steps made, by worker that has not left
+        self._heard = dict.fromkeys(workers, time.monotonic())  # time of the last request or answer
         # With max_staleness=0: the gradients of the step, and their options, by worker.
         self._round: dict[int, tuple[list[torch.Tensor], GroupOptions]] = {}
         self._failure: RingcommError | None = None
@@ -467,7 +468,7 @@ class ParameterServer:
     # ---- threads ---------------------------------------------------------------------------------------------------
 
     def start(self, channels: Iterable[Channel]) -> None:
-        """Serves the workers at the other ends of the channels, which belong to this object from now on."""
+        """Starts to serve the workers at the other ends of the channels; this object closes the channels."""
         for channel in channels:
             name = f"ringcomm server of rank {channel.peer}"
             self._threads[channel] = threading.Thread(target=self._serve, args=(channel,), name=name, daemon=True)
@@ -476,7 +477,7 @@ class ParameterServer:
 
     @property
     def channels(self) -> list[Channel]:
-        """Those to the workers that it serves."""
+        """The channels to the workers that this server serves."""
         return [*self._threads]
 
     def join(self) -> None:
@@ -544,7 +545,7 @@ class ParameterServer:
     def _answer(
         self, kind: int, worker: int, base: int, buffers: list[torch.Tensor], options: GroupOptions
     ) -> tuple[int, bytes]:
-        """Returns (version of the values that are in the buffers now, state)."""
+        """Handles a request. Returns the version of the values that it has put into the buffers, and pickled state."""
         if kind == STEP:
             self.push(worker, base, buffers, options)
         if kind in (STEP, PULL):
@@ -555,11 +556,12 @@ class ParameterServer:
         return 0, b""
 
     def _lose(self, worker: int, error: RingcommError) -> None:
-        """Notes that a worker was lost; the others go on without it, unless it serves, too: they get an error then."""
+        """Records that a worker was lost. The others continue without it, unless it also serves: then they get an
+        error."""
         with self._changed:
             ends = worker in self._servers or self._failure is not None or worker not in self._clock
             self.counters.lost.setdefault(worker, str(error))
-        with suppress(RingcommError):  # of the optimizer, in the round that this ends: every later request raises it
+        with suppress(RingcommError):  # the optimizer's, in the round that this ends; every later request raises it
             self.leave(worker)
         if not ends:
             with suppress(Warning):  # a filter may make it an error, which nobody would catch in this thread
@@ -570,10 +572,10 @@ class ParameterServer:
                 )
 
     def _silent(self, since: float) -> list[int]:
-        """Returns the workers that still work, and have asked for nothing within the time limit.
+        """Returns the workers that have not left, and have requested nothing within the time limit.
 
         Args:
-            since: on the clock of `time.monotonic`: the earliest time that counts.
+            since: the time of `time.monotonic` from which on silence counts.
         """
         now = time.monotonic()
         with self._changed:
@@ -613,7 +615,7 @@ class ParameterServer:
             return self._shard.state()
 
     def leave(self, worker: int) -> None:
-        """Notes that a worker makes no more steps."""
+        """Records that a worker makes no more steps."""
         with self._changed:
             self._clock.pop(worker, None)
             if not self._max_staleness:
@@ -628,7 +630,7 @@ class ParameterServer:
             self._shard.set_values(values)
 
     def set_state(self, state_of: Callable[[nn.Parameter], dict[str, Any]]) -> None:
-        """Takes the shard's part of the state of the module's parameters."""
+        """Sets the optimizer's state from the state of the module's parameters."""
         with self._changed:
             self._shard.set_state(state_of)
 
@@ -641,7 +643,7 @@ class ParameterServer:
     # ---- waiting ---------------------------------------------------------------------------------------------------
 
     def _await_others(self, worker: int) -> None:
-        """Waits until the worker is at most ``max_staleness`` of its steps ahead of the slowest."""
+        """Waits until the worker is at most ``max_staleness`` steps ahead of the slowest."""
 
         def may_go() -> bool:
             ahead = self._clock[worker] - min(self._clock.values())
@@ -718,7 +720,7 @@ def unsharded_state(
     """Returns the state of the module's parameters.
 
     Args:
-        states: of each server, its `ParameterServer.state`.
+        states: by server, what `ParameterServer.state` returned.
     """
     found: dict[nn.Parameter, dict[str, Any]] = {}
     for server, its in enumerate(states):

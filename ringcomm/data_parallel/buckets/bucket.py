@@ -196,7 +196,7 @@ class ParamMemory:
 
 @dataclass
 class UnshardedState:
-    """What the buckets of a model know together about their unsharded parameters at stage 3.
+    """State of the unsharded parameters of a model at stage 3, which all its buckets share.
 
     Attributes:
         by_memory: the buckets, by the address of the storage of their unsharded buffers.
@@ -223,8 +223,8 @@ class Bucket:
 
     Attributes:
         number: index among the model's buckets.
-        gathered: the model's.
-        shared: at stage 3, by parameter, what its views share that were made since `p.data = other`.
+        gathered: the state that all of the model's buckets share.
+        view_data: at stage 3, by parameter, the memory that its views made since the last `p.data = other` share.
     """
 
     def __init__(

@@ -42,12 +42,12 @@ def uses(x: torch.Tensor) -> int:
 
 @dataclass
 class OwnMemory:
-    """What a buffer of ours, never a tensor of the user's, has in its attribute ``own``.
+    """The attribute ``own`` of a buffer that ringcomm has allocated; users' tensors have none.
 
     Attributes:
-        uses: how many tensors of ours share its memory; see `uses`.
-        pool: the memory of the pool that it is a view of; None: it is not lent.
-        address: where it lay when the addresses of its parts were noted.
+        uses: how many of ringcomm's tensors share its memory; see `uses`.
+        pool: the pool's memory of which a lent buffer is a view; None: it is not lent.
+        address: its address when those of its parts were recorded.
         parts: by the `GradBuffer` that fills it, every parameter's part of it, and the padding.
     """
 

@@ -67,12 +67,12 @@ _thread = threading.local()
 
 @dataclass
 class UnitCalls:
-    """The calls of a unit whose graph is not used up.
+    """Records of a unit's calls whose graph no backward pass has used up.
 
     Attributes:
-        first: number of the first one; None: there is none; 0: it is from an older forward pass.
-        trained: how many there were in training.
-        checkpointed: whether one of these had no graph, as in reentrant checkpointing.
+        first: number of the first call; None: there is no call; 0: the call belongs to an older forward pass.
+        trained: the number of calls in training.
+        checkpointed: whether a call in training had no graph, as in reentrant checkpointing.
     """
 
     first: int | None = None
@@ -89,7 +89,7 @@ class Unit:
 
     Attributes:
         recomputed: whether backward has run a call again; None: unknown.
-        came_twice: whether a gradient has unexpectedly come twice.
+        came_twice: whether a gradient has arrived after the unit's gradients were reduced.
         calling: the module whose call is running.
         undo: calls that undo what wrapping did to the modules.
     """
@@ -256,9 +256,11 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
 
 
 class Place:
-    """A parameter's place, all that wrapping leaves on the parameter: segment ``index`` of a bucket of a model.
+    """Where a wrapped model keeps a parameter: segment ``index`` of one of its buckets. Wrapping sets nothing else on
+    the parameter.
 
-    The references are weak, so the parameter keeps neither alive. A copy of the parameter does not have a place.
+    The references are weak, so the parameter keeps neither the model nor the bucket alive. A copy of the parameter has
+    no place.
     """
 
     __slots__ = ("_bucket", "_flat", "index")
@@ -288,8 +290,8 @@ class Place:
 
     @property
     def data(self) -> ViewData | None:
-        """At stage 3, the memory that views share that were made since the last `p.data = other`; None: the bucket no
-        longer exists."""
+        """At stage 3, the memory that the views made since the last `p.data = other` share; None: the bucket no longer
+        exists."""
         bucket = self._bucket()
         return None if bucket is None else bucket.view_data.setdefault(self.index, ViewData())
 
@@ -330,8 +332,8 @@ class BackwardPass:
         makes_graph: whether it runs with create_graph.
         gathers: whether it gathers each unit that it reaches, so that all ranks reach the same ones, in one order.
         reached: the units that it has reached and not passed, in this order.
-        used_outside: the units with reentrant checkpoints of which it also reaches a parameter outside of these.
-        states: by bucket, how far it is; those that are left out are idle.
+        used_outside: the units with reentrant checkpoints that have a parameter which it also reaches outside of them.
+        states: by bucket, how far it is; the others are idle.
         arrived: by bucket, the parameters whose gradients have arrived on this rank. The last one is added when the
             next event comes in the same thread, which costs less than a second hook.
         next: the index, in the order of buckets, of the first bucket whose reduction has not begun.
@@ -376,11 +378,11 @@ class Synchronisation:
         decided: whether the next backward pass reduces, if a forward pass decided it as in torch.
         awaits_backward: whether a forward pass that reduces still waits for its backward pass.
         buffers_are_due: whether the next forward pass begins with rank 0's buffers.
-        microbatches: how many a pipeline's step has had so far: forward and backward passes of parts of the module in
-            any order, during which parameters stay unsharded, and nothing is reduced before the end. None: no step is
-            running.
-        microbatch: the one that the passes belong to now; None: each parameter's next.
-        last_header: on a device, that of the last message that ended a backward pass.
+        microbatches: the number of micro-batches so far in a pipeline's step, in which parts of the module run forward
+            and backward in any order, parameters stay unsharded, and nothing is reduced before the end. None: no step
+            is running.
+        microbatch: the micro-batch of the current passes; None: each parameter's next.
+        last_header: on a device, the header of the last message that ended a backward pass.
         hook: starts a bucket's reduction in place of the communicator; see comm_hook.py.
     """
 
@@ -422,15 +424,15 @@ class ForwardCalls:
     """The calls of units, counted through all forward passes.
 
     Attributes:
-        count: how many have begun; a call's number.
-        packing: by running call, the context in which autograd saves references to parameters at stage 3.
+        count: the number of calls that have begun, which is also the number of the last one.
+        packing: for each running call, the context in which autograd saves references to parameters at stage 3.
         trains: whether the last outermost call had a graph.
-        used_up: whether a backward pass ran; its graph may be used again until the next forward pass.
-        seen: the units of this forward pass, in order. Calls inside `whole` are left out, because the ranks' differ,
-            and what a rank prefetches, all must.
-        last: those of the previous one.
-        restore: inside `whole`: takes back what passes there have recorded.
-        warned: whether a read outside of a unit's call was warned of.
+        used_up: whether a backward pass has run; its graph may be used again until the next forward pass.
+        seen: the units of this forward pass, in order. Calls inside `whole` are left out, because there the ranks may
+            make different calls, and all ranks must prefetch the same units.
+        last: the units of the previous forward pass.
+        restore: inside `whole`, removes the records of the passes there.
+        warned: whether the warning about a read outside of a unit's call was given.
     """
 
     count: int = 0
@@ -469,7 +471,7 @@ class ForwardCalls:
 
 
 class GradArrivals:
-    """How gradients arrive: hooks on the autograd nodes that accumulate them.
+    """Notices gradients as they arrive, by hooks on the autograd nodes that accumulate them.
 
     Attributes:
         native: tells which bucket's last gradient a thread has added.
@@ -525,7 +527,7 @@ class Config:
     Attributes:
         offload: device of the master weights and the optimizer's state; None: the device of the weights.
         init_fn: whether parameters from the meta device are initialised, not loaded.
-        composed: whether the optimizer was not known yet.
+        composed: whether the module was wrapped before its optimizer was known.
     """
 
     stage: int = 2
@@ -714,14 +716,14 @@ class ShardedModel:
             self.timed(self.send_buffers)
 
     def recover(self) -> None:
-        """Cleans up after a backward pass that raised, and begins to train what was unfrozen. All ranks do so before
-        they may run different passes."""
+        """Cleans up after a backward pass that raised, and begins to train parameters that were unfrozen. All ranks
+        must do this before they may run different passes."""
         if self.backward.is_dead:
             self._abandon()
         self._unfreeze()
 
     def forget_passes(self) -> None:
-        """Forgets what this rank knows of its passes, after the ranks ran different ones."""
+        """Drops the records of this rank's passes, after the ranks ran different ones."""
         self.calls.forget_order()
         self.calls.used_up = self.gathered.graph_needs = False
         self.sync.awaits_backward, self.sync.decided, self.sync.buffers_are_due = False, None, True
@@ -730,7 +732,7 @@ class ShardedModel:
             self._release(unit)
 
     def _records(self) -> Callable[[], None]:
-        """Returns a function that makes this rank's records of its passes what they are now."""
+        """Returns a function that resets the records of this rank's passes to what they are now."""
         used_up, graph_needs = self.calls.used_up, self.gathered.graph_needs
         sync = self.sync.awaits_backward, self.sync.decided, self.sync.buffers_are_due
         units = [(unit, replace(unit.calls), unit.recomputed) for unit in self.units]
@@ -945,7 +947,7 @@ class ShardedModel:
         if self.stage == LAST_STAGE and not unit.is_unsharded:
             self.timed(unit.gather)
             before = unit.backward_prefetch
-            if before is None:  # brought while this unit computes
+            if before is None:  # gathered while this unit computes
                 before = self.calls.before(unit) if self.ranks.background else []
             for each in before:
                 self.timed(each.start_gather)

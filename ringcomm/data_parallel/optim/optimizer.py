@@ -340,7 +340,7 @@ class BucketPart:
         segments: the parameters' indices in the bucket.
         stepped: those that ever had a gradient in a step.
         unsharded: by index, the state until the next step; None: the state is in shards.
-        loading: what load_state_dict() has found, while it runs.
+        loading: the state that load_state_dict() is loading.
     """
 
     flat: ShardedModel
@@ -355,8 +355,8 @@ class ShardedOptimizer:
 
     Attributes:
         flats: the wrapped models.
-        parts: what it has of their buckets.
-        entries: what it steps in place of their parameters.
+        parts: by bucket, the parameters that it steps, and their state.
+        entries: the parameters of step(), in place of the models'.
         outside, inside: by group, the optimizer's parameters between two steps and during step().
         state: the optimizer's state during step().
     """
