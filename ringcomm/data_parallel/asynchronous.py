@@ -76,7 +76,7 @@ class AsynchronousDataParallel(nn.Module):
     Args:
         module: the same on all ranks; all get rank 0's parameters and buffers now. Later, parameters that require no
             gradient now are never sent, and neither are buffers: each rank keeps its own statistics of batch norms.
-        comm: a communicator on the cpu by ringcomm's own engine; None: that of torch.distributed's default group, or
+        comm: a communicator on the cpu by ringcomm's own engine; None: one over torch.distributed's default group, or
             ``ringcomm.init()``. A module on another device is copied through host memory in each step.
         optimizer: makes an ordinary optimizer from a list of parameters; called on every rank. Element-wise ones of
             torch run on flat shards, which may split a parameter; others see whole parameters.
@@ -87,8 +87,8 @@ class AsynchronousDataParallel(nn.Module):
         staleness_scale: factor of the learning rate, by a gradient's staleness: the number of updates of the shard
             between the values with which it was computed and now; for example ``lambda s: 1 / (1 + s)``.
         record: whether to record `order`: two numbers for each step of each worker.
-        replay: this rank's `order` of an earlier run, with as many ranks and the same servers and data: the gradients
-            are used in that order again, which gives the same bits.
+        replay: this rank's `order` of an earlier run with the same number of ranks, servers and data: the gradients are
+            used in that order again, which gives the same bits.
     Order:   of updates: as the gradients come. With max_staleness=0, the canonical order of sums.
     Cost:    a step sends the gradients and receives the parameters once, less this rank's own shard; two
              communicators of two ranks with each other rank, and a thread and a shard's memory for each worker.

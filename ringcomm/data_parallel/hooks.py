@@ -66,7 +66,7 @@ class _Work(dist.Work):  # FSDP2 calls only `wait`
         return bool(self._work.done)
 
 
-class _Hook:
+class _PooledCommunicator:
     """A communicator, and a pool of its memory. FSDP2 asks for the same few sizes again and again.
 
     A buffer returns to the pool when the last tensor over it is gone. It is lent again only for the same number of
@@ -111,7 +111,7 @@ class _Hook:
         _check_ranks(call, self.comm, group, "attach with comm=None, or reshard_after_forward=True or False")
 
 
-class AllGather(_Hook, _fsdp_api.AllGather):
+class AllGather(_PooledCommunicator, _fsdp_api.AllGather):
     """FSDP2's all-gather through a communicator, for ``FSDPModule.set_custom_all_gather``.
 
     Args:
@@ -139,7 +139,7 @@ class AllGather(_Hook, _fsdp_api.AllGather):
         return _Work(work) if async_op else None
 
 
-class ReduceScatter(_Hook, _fsdp_api.ReduceScatter):
+class ReduceScatter(_PooledCommunicator, _fsdp_api.ReduceScatter):
     """FSDP2's reduce-scatter through a communicator, for ``FSDPModule.set_custom_reduce_scatter``.
 
     Args:

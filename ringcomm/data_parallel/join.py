@@ -86,13 +86,14 @@ def _refuse(flat: ShardedModel) -> None:
     if flat.ranks.mesh is not None and flat.ranks.mesh.model_axes:
         raise UnsupportedError(
             f"join: rank {flat.ranks.rank} got a model that is cut along {' and '.join(flat.ranks.mesh.model_axes)}, "
-            "whose collectives nobody answers, expected data parallel ranks alone; give all ranks as many steps"
+            "whose collectives joined ranks cannot answer, expected data parallel ranks alone; give all ranks equal "
+            "numbers of steps"
         )
     for name, each in flat.module.named_modules():
         if type(each).__name__ == "SyncBatchNorm":
             raise UnsupportedError(
-                f"join: rank {flat.ranks.rank} got a model with the SyncBatchNorm {name}, whose collectives nobody "
-                "answers, expected none; use a BatchNorm, or inputs of even number"
+                f"join: rank {flat.ranks.rank} got a model with the SyncBatchNorm {name}, whose collectives joined "
+                "ranks cannot answer, expected none; use a BatchNorm, or give all ranks equal numbers of inputs"
             )
 
 

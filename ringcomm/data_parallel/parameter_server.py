@@ -41,7 +41,7 @@ GroupOptions = list[dict[str, Any]]
 """The options of an optimizer's groups, such as the learning rate, without the parameters."""
 
 
-class Entry(NamedTuple):
+class ServerParameter(NamedTuple):
     """A parameter of a server's optimizer: a part of the server's shard of one layout.
 
     Attributes:
@@ -136,7 +136,7 @@ class FlatParameters:
             for layout, params in zip(self.layouts, self.params, strict=True)
         ]
 
-    def entries(self, server: int) -> Iterator[Entry]:
+    def entries(self, server: int) -> Iterator[ServerParameter]:
         """Yields the parameters of a server's optimizer."""
         for number, layout in enumerate(self.layouts):
             start, end = layout.shard_range(server)
@@ -144,11 +144,11 @@ class FlatParameters:
             if self.joins:
                 for run in layout.runs(start, end, self._kinds[number], layout.dtype.itemsize > 2):
                     group = segments[run.segments[0]].group
-                    yield Entry(group, number, run.start, run.end, run.segments, (run.end - run.start,))
+                    yield ServerParameter(group, number, run.start, run.end, run.segments, (run.end - run.start,))
             else:
                 for fragment in layout.fragments(start, end, empty=True):
                     its = segments[fragment.segment]
-                    yield Entry(its.group, number, its.offset, its.end, (fragment.segment,), its.shape)
+                    yield ServerParameter(its.group, number, its.offset, its.end, (fragment.segment,), its.shape)
 
     def cut(self, shard: Sequence[torch.Tensor], server: int) -> list[torch.Tensor]:
         """Returns the part of a server's shard that belongs to each of `entries`."""
@@ -158,7 +158,7 @@ class FlatParameters:
             found.append(shard[entry.layout][entry.start - first : entry.end - first].view(entry.shape))
         return found
 
-    def overlaps(self, entry: Entry) -> Iterator[tuple[nn.Parameter, slice, slice]]:
+    def overlaps(self, entry: ServerParameter) -> Iterator[tuple[nn.Parameter, slice, slice]]:
         """Yields the module's parameters that an entry overlaps, each with the overlap as a slice of the flattened
         parameter, and as a slice of the flattened entry."""
         for i in entry.segments:
@@ -380,7 +380,7 @@ class ArrivalOrder:
         self.events: list[int] = []
 
     def validate(self, event: int, server: int) -> None:
-        """Raises an error if the event is not among those of the replay that have not happened.
+        """Raises an error if the event is not among the remaining events of the replay.
 
         Args:
             server: the server's rank.
@@ -601,7 +601,7 @@ class ParameterServer:
             self._happened(worker)
 
     def pull(self, worker: int, out: list[torch.Tensor]) -> int:
-        """Copies the shard's values to ``out``, once the worker may go on; returns their version."""
+        """Copies the shard's values to ``out``, once the worker may continue; returns their version."""
         with self._changed:
             self._await_others(worker)
             self._await_turn(-1 - worker)

@@ -176,7 +176,7 @@ def test_parameters_are_added_between(stage: int) -> None:
         model = tower()
         model.outlet = nn.Sequential(model.outlet, identity())  # type: ignore[assignment]
         new_weight = model.outlet[1].weight  # type: ignore[index]
-        opt = sgd_of([p for p in model.parameters() if p is not new_weight])
+        opt = adamw_of([p for p in model.parameters() if p is not new_weight])
         ringcomm.shard(model, opt, 0, comm)
         step_of(model, opt, comm.rank, 0)
         new_weight.grad = None
@@ -193,7 +193,7 @@ def identity() -> nn.Linear:
     return linear
 
 
-def sgd_of(params: Any) -> torch.optim.Optimizer:
+def adamw_of(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, eps=1e-3)
 
 
@@ -203,7 +203,7 @@ def test_several_optimizers_and_models(stage: int) -> None:
 
     def train(comm: ringcomm.Communicator, frees: bool) -> list[torch.Tensor]:
         first, second = tower(), tower()
-        opt = sgd_of([*first.parameters(), *second.parameters()])
+        opt = adamw_of([*first.parameters(), *second.parameters()])
         extra = torch.optim.SGD([*first.inlet.parameters()], lr=0.1)
         ringcomm.shard(first, opt, stage, comm)
         ringcomm.shard(second, opt, stage, comm)

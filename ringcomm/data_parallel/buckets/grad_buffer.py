@@ -618,8 +618,8 @@ class GradBuffer:
             joining = self.ranks.joining
             if joining is not None and joining.some_have_joined and self.stage > 0:
                 raise UnsupportedError(
-                    f"grad: rank {self.ranks.rank} is inside of join, where ranks that have joined do not hear of a "
-                    f"use of the gradient of {self._name(i)}, expected none; use ringcomm.clip_grad_norm_"
+                    f"grad: rank {self.ranks.rank} is inside of join and used the gradient of {self._name(i)}, which "
+                    "ranks that have joined do not take part in, expected no use; use ringcomm.clip_grad_norm_"
                 )
             return False
         if self.has_local and i in self.local.contributed and not self.is_open:
@@ -812,8 +812,8 @@ class ShardedGradient(torch.Tensor):
         home = self._owner()
         if home is None:
             raise InvalidArgumentError(
-                f"grad: got the gradient of {self._name}, which was forgotten, or whose model was dropped or restaged, "
-                "since, expected that of now; read p.grad again"
+                f"grad: got a gradient of {self._name} that was dropped since, or whose model was dropped or restaged, "
+                "expected the current one; read p.grad again"
             )
         return home
 

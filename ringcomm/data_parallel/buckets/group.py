@@ -408,7 +408,7 @@ class Join:
         return kind, which, flag, more
 
     def _round(self, mine: int) -> int:
-        """Exchanges codes and returns that of the ranks with input; 0 if no rank has input."""
+        """Exchanges codes and returns the code of the ranks with input; 0 if no rank has input."""
         ranks = self.ranks
         code = torch.tensor([mine], dtype=torch.int64, device=self._codes.device)
         ranks.count("join", self._codes.nbytes)
@@ -421,8 +421,8 @@ class Join:
         if self.throw and self.some_have_joined:
             gone = [rank for rank, theirs in enumerate(codes) if not theirs]
             raise RingcommError(
-                f"join: rank {ranks.rank} was told that ranks {gone} have no more input, expected equal numbers of "
-                "steps; give every rank as many, or leave out throw_on_early_termination"
+                f"join: rank {ranks.rank} found that ranks {gone} have no more input, expected equal numbers of steps; "
+                "give every rank the same number, or leave out throw_on_early_termination"
             )
         first = codes[going[0]]
         other = next((rank for rank in going if codes[rank] != first), None)
@@ -472,7 +472,7 @@ def ranks_of_mesh(mesh: Any, call: str, device: torch.device, shared: bool = Fal
         if unknown:
             raise InvalidArgumentError(
                 f"{call}: rank {mesh.comm.rank} got a mesh with the axis {unknown[0]!r}, expected dp, shard, cp, "
-                "replicate, tp or pp: of another it is not known who has what; pass communicators, comm=mesh['dp'], or "
+                "replicate, tp or pp, whose ranks' parts of a model are known; pass communicators, comm=mesh['dp'], or "
                 "rename the axis"
             )
         return DataParallelGroup(*mesh.data, mesh)

@@ -643,7 +643,7 @@ class ShardedModel:
     # ---- forward --------------------------------------------------------------------------------------------------
 
     def begin_call(self, unit: Unit, module: nn.Module) -> None:
-        """Begins a call of a unit's module: gathers its parameters, and prefetches those of the next unit."""
+        """Begins a call of a unit's module: gathers the unit's parameters, and prefetches the next unit's."""
         recomputing = torch._C._current_graph_task_id() >= 0  # activation checkpointing
         if self.calls.depth == 0 and not recomputing:
             self._begin_outermost(module)

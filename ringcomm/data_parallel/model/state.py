@@ -1,5 +1,5 @@
-"""`state_dict()` and `load_state_dict()` of a module whose parameters are in buckets: state dicts look like those of
-a plain module, in the master weights' type."""
+"""`state_dict()` and `load_state_dict()` of a module whose parameters are in buckets: state dicts look like a plain
+module's, in the master weights' type."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _done = WeakTensorKeyDictionary()  # tensors of state dicts that are already uns
 def keep_state_of(module: nn.Module, unit: Unit, buckets: Sequence[Bucket]) -> None:
     """Installs the hooks for these buckets on a unit's module that holds their parameters."""
     if buckets:
-        after = module.register_state_dict_post_hook(_Hook(_after_state_dict, buckets, unit))
-        before = module.register_load_state_dict_pre_hook(_Hook(_before_load, buckets, unit))
+        after = module.register_state_dict_post_hook(_BucketHook(_after_state_dict, buckets, unit))
+        before = module.register_load_state_dict_pre_hook(_BucketHook(_before_load, buckets, unit))
         unit.undo += [after.remove, before.remove]
 
 
-class _Hook:
+class _BucketHook:
     """A hook that calls a function with its buckets and with torch's arguments. In a copy of the module it does
     nothing.
 
@@ -43,7 +43,7 @@ class _Hook:
         self.function(self.buckets, *args)
 
     def __reduce__(self) -> Any:
-        return _Hook, (_nothing, ())
+        return _BucketHook, (_nothing, ())
 
 
 def _nothing(*_: Any) -> None:

@@ -115,18 +115,17 @@ def _chosen(
         return found, places, None
     if len(homes) > 1 or (None in places and not homes[0].config.composed):
         raise InvalidArgumentError(
-            "clip_grad_norm_: got parameters of several wrapped modules, or wrapped ones beside others, expected those "
-            "of one; clip them one by one"
+            "clip_grad_norm_: got parameters of several wrapped modules, or wrapped and plain parameters, expected "
+            "parameters of one wrapped module; clip them one by one"
         )
     return found, places, homes[0]
 
 
 def _parts(bucket: Bucket, some: set[int], start: int, end: int, *buffers: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the parts of the given segments, if they have a gradient, inside a range of the bucket; those that adjoin
-    are one.
+    """Returns the parts of the given segments with a gradient inside a range of the bucket; adjoining parts are joined.
 
     Args:
-        buffers: of this rank's range of the bucket; the parts are views of them.
+        buffers: this rank's range of the bucket, in one or more buffers; the parts are views of them.
     """
     gradient = bucket.gradient
     if not gradient.has_reduced:
@@ -144,7 +143,7 @@ def _parts(bucket: Bucket, some: set[int], start: int, end: int, *buffers: torch
 
 def _share(bucket: Bucket, some: set[int]) -> list[torch.Tensor]:
     """Returns the gradients that this rank adds to the norm: its shard, even at stage 0 where it has all gradients,
-    without parameters that another rank of the mesh also has and counts."""
+    without parameters that another rank of the mesh counts."""
     some = {i for i in some if bucket.is_primary_copy(i)}
     return _parts(bucket, some, *bucket.layout.shard_range(bucket.ranks.rank), bucket.gradient.reduced)
 

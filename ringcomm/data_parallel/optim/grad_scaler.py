@@ -68,8 +68,8 @@ class GradScaler(torch.amp.GradScaler):
                 refuse_parts(flat.module.parameters(), "GradScaler", "an overflow")
             if flat.ranks.joining is not None:
                 raise UnsupportedError(
-                    f"GradScaler: rank {flat.ranks.rank} is inside of join, where the other ranks do not hear of a "
-                    "loss scale, expected none; train in bfloat16 there"
+                    f"GradScaler: rank {flat.ranks.rank} is inside of join, where ranks that have joined do not know "
+                    "the loss scale, expected no GradScaler; train in bfloat16 there"
                 )
         with sharded.in_step():
             found = super()._unscale_grads_(optimizer, *args, **kwargs)

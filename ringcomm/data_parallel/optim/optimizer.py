@@ -39,7 +39,7 @@ from ringcomm.data_parallel.buckets.offload import HostGradients
 from ringcomm.data_parallel.model.options import SAME_OPTIONS, Options
 from ringcomm.data_parallel.model.sharded_model import Place, ShardedModel, place_of
 from ringcomm.data_parallel.optim import cache_blocks
-from ringcomm.data_parallel.optim.state import Entry, OptimizerState, State
+from ringcomm.data_parallel.optim.state import OptimizerState, State, StepParameter
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.modules.dynamo import eager
 
@@ -502,7 +502,7 @@ class ShardedOptimizer:
                 for _ in self._tensors(bucket, stage):
                     pass
 
-    def _entry(self, bucket: Bucket, group: int, start: int, end: int, segments: tuple[int, ...]) -> Entry:
+    def _entry(self, bucket: Bucket, group: int, start: int, end: int, segments: tuple[int, ...]) -> StepParameter:
         values = bucket.master[start - bucket.start : end - bucket.start]
         if self.elementwise:
             param = nn.Parameter(values)
@@ -511,12 +511,12 @@ class ShardedOptimizer:
             values = values.view(shape)
             own = bucket.stage == 0 and not bucket.gradient.uses_placeholders
             param = first if own else _like(first, values)
-        return Entry(bucket, group, start, end, segments, param, values, values.data_ptr())
+        return StepParameter(bucket, group, start, end, segments, param, values, values.data_ptr())
 
     def separate(self, kind: Callable[[Bucket, int], Hashable]) -> None:
         """Splits entries where neighbouring segments differ in ``kind``, such as with and without a gradient. Each
         part then has its own step count, and a part without a gradient is left out of a step."""
-        entries: list[Entry] = []
+        entries: list[StepParameter] = []
         for entry in self.entries:
             stretches = [[*some] for _, some in groupby(entry.segments, partial(kind, entry.bucket))]
             entries += [entry] if len(stretches) < 2 else self._cut(entry, stretches)
@@ -524,7 +524,7 @@ class ShardedOptimizer:
             self.entries = entries
             self._list_inside()
 
-    def _cut(self, entry: Entry, stretches: list[list[int]]) -> list[Entry]:
+    def _cut(self, entry: StepParameter, stretches: list[list[int]]) -> list[StepParameter]:
         starts = [entry.start, *(entry.bucket.layout.segments[some[0]].offset for some in stretches[1:])]
         state = self.state.pop(entry.param, {})
         parts = []
@@ -828,7 +828,7 @@ class ShardedOptimizer:
             group["params"][:] = [each for p in params for each in blocks.get(id(p), (p,))]
         self.optimizer.state = self.state
 
-    def _gradient_of(self, entry: Entry) -> torch.Tensor:
+    def _gradient_of(self, entry: StepParameter) -> torch.Tensor:
         """Returns an entry's part of the reduced gradient."""
         bucket, host = entry.bucket, self.host.copy_of(entry.bucket)
         reduced = bucket.gradient.reduced if host is None else host
@@ -954,8 +954,8 @@ class UnshardedStates(defaultdict[Any, Any]):
     """`optimizer.state` of a sharded optimizer between two steps: maps the model's parameters to unsharded values.
 
     Every rank knows which parameters have state. Their values are gathered on access, which is a collective at stages 1
-    to 3. Writes into them take effect from the next step on; every rank must write the same. Other keys are those of
-    the optimizer's own mapping.
+    to 3. Writes into them take effect from the next step on; every rank must write the same. All other keys are the
+    optimizer's own.
     """
 
     def __init__(self, sharded: ShardedOptimizer) -> None:

@@ -25,7 +25,7 @@ _MOMENTS = {  # torch's names of state with one value per element
 
 
 @dataclass
-class Entry:
+class StepParameter:
     """The parameter that the optimizer sees during step() in place of some of the model's parameters.
 
     Attributes:
@@ -68,7 +68,7 @@ class OptimizerState:
     holders: dict[str, set[int]] = field(default_factory=dict)
 
     @staticmethod
-    def gathered(bucket: Bucket, pieces: Sequence[tuple[Entry, State]], stepped: set[int]) -> OptimizerState:
+    def gathered(bucket: Bucket, pieces: Sequence[tuple[StepParameter, State]], stepped: set[int]) -> OptimizerState:
         """Builds the state from every rank's pieces; a collective.
 
         Args:

@@ -5,7 +5,7 @@ code that already averages its gradients.
     optimizer = ringcomm.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3)
 
 Parameters and gradients stay unsharded and ordinary. A rank's optimizer updates, in place, the pieces of them that lie
-in its shard of the flat layout; an all-gather brings the other pieces.
+in its shard of the flat layout; an all-gather then updates the other pieces.
 """
 
 from __future__ import annotations
