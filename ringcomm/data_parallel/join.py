@@ -20,7 +20,7 @@ from torch import nn
 
 from ringcomm.data_parallel.buckets.bucket import Bucket
 from ringcomm.data_parallel.buckets.group import Join
-from ringcomm.data_parallel.model.sharded_model import ShardedModel, sharded_model_of
+from ringcomm.data_parallel.model.sharded_model import ShardedModel, wrapped_model
 from ringcomm.data_parallel.optim.clip import clip_grad_norm_
 from ringcomm.data_parallel.optim.optimizer import ShardedOptimizer, sharded_optimizers
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
@@ -57,11 +57,7 @@ def join(
     Raises:  RingcommError: a rank has no more input, with ``throw_on_early_termination``. MismatchError: the ranks do
              different things. UnsupportedError: a model with replicas, or with SyncBatchNorm.
     """
-    flat = sharded_model_of(model)
-    if flat is None:
-        raise InvalidArgumentError(
-            f"join: got a {type(model).__name__} that is not wrapped; pass what ringcomm.shard returned"
-        )
+    flat = wrapped_model(model, "join")
     if not enable:
         yield
         return

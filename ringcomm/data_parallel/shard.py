@@ -26,7 +26,13 @@ from ringcomm.data_parallel.model.partition import (
     named_parameters,
     units_of,
 )
-from ringcomm.data_parallel.model.sharded_model import Config, ShardedModel, place_of, sharded_model_of
+from ringcomm.data_parallel.model.sharded_model import (
+    Config,
+    ShardedModel,
+    place_of,
+    sharded_model_of,
+    wrapped_model,
+)
 from ringcomm.data_parallel.model.unit_module import UnitModule
 from ringcomm.data_parallel.optim.optimizer import (
     attach,
@@ -284,15 +290,6 @@ def _blocks(module: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:
     return [(names[id(each)], each) for each in units]
 
 
-def _wrapped(module: nn.Module, call: str) -> ShardedModel:
-    flat = sharded_model_of(module)
-    if flat is None:
-        raise InvalidArgumentError(
-            f"{call}: got a {type(module).__name__} that is not wrapped; pass what ringcomm.shard returned"
-        )
-    return flat
-
-
 @expects("restage", module=MODULE, stage=STAGE)
 def restage(module: nn.Module, optimizer: torch.optim.Optimizer | None, stage: int) -> None:
     """Moves a sharded module and its optimizer's state to another stage, between two steps; a collective.
@@ -303,7 +300,7 @@ def restage(module: nn.Module, optimizer: torch.optim.Optimizer | None, stage: i
     Raises:  InvalidArgumentError: the module is not sharded, or the optimizer is not its own. MismatchError: the ranks
              name different stages.
     """
-    flat = _wrapped(module, "restage")
+    flat = wrapped_model(module, "restage")
     sharded = find_sharded_optimizer(optimizer)
     if optimizer is not None and (sharded is None or sharded.optimizer not in flat.optimizers):
         attach(optimizer, flat, "restage")
@@ -330,7 +327,7 @@ def unshard(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     from ringcomm.data_parallel.ddp import DistributedDataParallel
 
     inner = module.module if isinstance(module, DistributedDataParallel) else module
-    flat = _wrapped(inner, "unshard")
+    flat = wrapped_model(inner, "unshard")
     flats = {id(place.flat): place.flat for place in map(place_of, inner.parameters()) if place is not None}
     if optimizer is not None:
         refuse_foreign(optimizer, inner, "unshard", flat.ranks.rank)
@@ -352,7 +349,7 @@ def unshard(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
 @expects("stage_of", module=MODULE)
 def stage_of(module: nn.Module) -> int:
     """Returns the stage of a sharded module."""
-    return _wrapped(module, "stage_of").stage
+    return wrapped_model(module, "stage_of").stage
 
 
 @eager
@@ -360,7 +357,7 @@ def stage_of(module: nn.Module) -> int:
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:
     """Backward passes of a sharded module inside only accumulate on this rank, at every stage; the next one outside
     reduces the sums. Until then stages 2 and 3 hold unsharded gradients."""
-    return _wrapped(module, "no_sync").sync.no_sync()
+    return wrapped_model(module, "no_sync").sync.no_sync()
 
 
 @eager
@@ -373,7 +370,7 @@ def whole(module: nn.Module) -> Iterator[None]:
 
     Writes into the parameters are kept, as they are outside: write the same values on every rank.
     """
-    flat = _wrapped(module, "whole")
+    flat = wrapped_model(module, "whole")
     flat.recover()
     mine = {id(p) for p in module.parameters()}
     units = [unit for unit in flat.units if any(id(p) in mine for bucket in unit.buckets for p in bucket.params)]

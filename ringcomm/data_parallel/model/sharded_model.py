@@ -1461,3 +1461,13 @@ def sharded_model_of(module: nn.Module) -> ShardedModel | None:
         if place is not None:
             return place.flat
     return None
+
+
+def wrapped_model(module: nn.Module, call: str) -> ShardedModel:
+    """Like `sharded_model_of`, but raises for a module that is not wrapped."""
+    flat = sharded_model_of(module)
+    if flat is None:
+        raise InvalidArgumentError(
+            f"{call}: got a {type(module).__name__} that is not wrapped; pass what ringcomm.shard returned"
+        )
+    return flat
