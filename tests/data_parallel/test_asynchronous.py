@@ -258,7 +258,7 @@ def test_no_worker_is_further_ahead_than_the_bound() -> None:
     assert all(bool(x.isfinite().all()) for each in found for x in each["values"])
 
 
-def test_without_a_bound_nobody_waits() -> None:
+def test_without_a_bound_no_worker_waits() -> None:
     """One worker makes all its steps before the other makes its first."""
     first_is_done = threading.Event()
 
@@ -429,7 +429,7 @@ def test_a_worker_that_stalls_is_named() -> None:
     run_ranks(rank, 2, timeout=20)
 
 
-def test_a_load_that_fails_on_one_rank_is_told_to_all() -> None:
+def test_a_load_that_fails_on_one_rank_fails_on_all() -> None:
     def rank(comm: Communicator) -> None:
         model = AsynchronousDataParallel(copy.deepcopy(PLAIN), comm, optimizer=adamw)
         with pytest.raises(RuntimeError, match="Missing key"):
@@ -491,7 +491,7 @@ def test_a_server_that_stalls_is_named_by_close() -> None:
     run_ranks(rank, 2, timeout=10)
 
 
-def test_at_the_end_of_the_program_every_model_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_the_end_of_the_program_every_model_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although the first one raises; an error that was typed in an interactive interpreter did not end the program."""
 
     def stalls() -> None:
@@ -574,7 +574,7 @@ def test_a_worker_that_ends_leaves_the_others_running(how: str, tmp_path: Path) 
     assert found.get(2, "") == ("own its own\n3 []" if how == "raises" else "")
 
 
-def test_the_end_of_a_server_is_told_to_all(tmp_path: Path) -> None:
+def test_the_end_of_a_server_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     found = _outcomes(tmp_path, "killed", 1, None)
     for rank in (0, 2):
         assert found[rank].startswith("RankLostError: ")

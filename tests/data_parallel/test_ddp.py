@@ -338,7 +338,7 @@ def test_a_sparse_gradient_is_refused_on_every_rank_by_name() -> None:
     on_ranks(rank, 3)
 
 
-def test_another_model_on_a_rank_is_told_by_parameter_and_rank() -> None:
+def test_another_model_on_a_rank_is_named_by_parameter_and_rank() -> None:
     def rank(comm: ringcomm.Communicator) -> str:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2 + (comm.rank == 1)))
         with pytest.raises(MismatchError) as error:

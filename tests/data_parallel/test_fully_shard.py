@@ -220,7 +220,7 @@ def test_without_synchronisation_passes_add_up_on_the_rank() -> None:
         assert all(torch.equal(expected[k], found[k]) for k in expected)
 
 
-def test_what_is_whole_when() -> None:
+def test_which_units_are_unsharded_when() -> None:
     def rank(comm: Any, model: Any) -> None:
         by_blocks(comm, model)
         first, unit = model.blocks[0], model.blocks[0]._ringcomm.unit
@@ -574,7 +574,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("options", [{"atom": "tensor"}, {"offload_policy": True}, {"broadcast_buffers": False}])
-def test_ranks_that_ask_for_different_things_are_told(options: dict[str, Any]) -> None:
+def test_ranks_that_ask_for_different_things_are_refused(options: dict[str, Any]) -> None:
     def rank(comm: Any, model: Any) -> None:
         with pytest.raises(ringcomm.MismatchError, match=rf"rank {comm.rank} got (atom|offload|broadcast_\w+)=.* has "):
             fully_shard(model, comm=comm, **(options if comm.rank == 1 else {}))

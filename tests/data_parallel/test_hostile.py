@@ -215,7 +215,7 @@ def _differs(comm: Communicator, name: str, argument: str, value: Any) -> str:
 
 
 @pytest.mark.parametrize(("name", "argument", "value"), ON_ONE, ids=lambda each: f"{shown(each):.20}")
-def test_every_rank_hears_of_one_that_differs(
+def test_every_rank_raises_if_one_differs(
     name: str, argument: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

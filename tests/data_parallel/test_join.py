@@ -250,7 +250,7 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_buffers_are_those_of_the_ranks_that_go_on(stage: int) -> None:
+def test_buffers_come_from_the_ranks_that_continue(stage: int) -> None:
     models = [make(Normed) for _ in range(3)]
 
     def rank(comm: ringcomm.Communicator) -> Values:
@@ -269,7 +269,7 @@ def test_buffers_are_those_of_the_ranks_that_go_on(stage: int) -> None:
     assert found[0]["norm.num_batches_tracked"] == 3
 
 
-def test_no_more_than_a_message_a_phase_while_all_have_input() -> None:
+def test_one_message_per_phase_while_all_ranks_have_input() -> None:
     models = [make() for _ in range(3)]
 
     def rank(comm: ringcomm.Communicator) -> tuple[int, int]:
@@ -341,7 +341,7 @@ def test_early_termination_raises_on_every_rank(stage: int) -> None:
         assert f"rank {r}" in text
 
 
-def test_ranks_that_do_different_things_are_told() -> None:
+def test_ranks_that_do_different_things_get_an_error() -> None:
     models = [make() for _ in range(3)]
 
     def rank(comm: ringcomm.Communicator) -> None:
@@ -383,7 +383,7 @@ def run(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: in
             optimizer.step()
 
 
-def test_an_optimizer_that_a_rank_has_never_stepped_is_told() -> None:
+def test_an_optimizer_that_a_rank_has_never_stepped_is_an_error() -> None:
     models = [make() for _ in range(3)]
 
     def rank(comm: ringcomm.Communicator) -> None:

@@ -501,7 +501,7 @@ def test_a_loop_gives_the_same_bits_at_every_stage(script: Script) -> None:
 
 
 @pytest.mark.parametrize("script", choose(LOOPS, TELLING_ON_ONE_RANK), ids=lambda script: script.__name__)
-def test_a_loop_on_one_rank_is_that_of_torch(script: Script) -> None:
+def test_a_loop_on_one_rank_equals_torchs(script: Script) -> None:
     plain = script(lambda model, opt: None, 0)
     for result in on_ranks(script, 1)[0]:
         torch.testing.assert_close(result, plain, rtol=1e-5, atol=1e-6)
@@ -746,7 +746,7 @@ def test_an_error_about_a_rank_without_more_batches_names_join(stage: int) -> No
 
 
 @pytest.mark.parametrize("hosts", [None, [2, 2]])
-def test_neighbours_that_run_different_units_at_stage_3_are_told(hosts: list[int] | None) -> None:
+def test_neighbours_that_run_different_units_at_stage_3_get_an_error(hosts: list[int] | None) -> None:
     """Also if each rank of a host runs the same as its partners on other hosts."""
     told = ringcomm.run_ranks(_run_by_parity, 4, hosts=hosts, timeout=20)
     assert set(told) <= {"MismatchError", "AbortedError"}
@@ -768,7 +768,7 @@ def _run_by_parity(comm: ringcomm.Communicator) -> str:
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("training", [False, True])
-def test_ranks_that_run_other_units_at_stage_3_are_told_by_the_first_gather(training: bool, background: bool) -> None:
+def test_ranks_that_run_other_units_at_stage_3_fail_at_the_first_gather(training: bool, background: bool) -> None:
     def rank(comm: ringcomm.Communicator) -> None:
         model, x = in_background(comm, background), torch.ones(2, 6)
         with torch.set_grad_enabled(training):
@@ -805,7 +805,7 @@ def _trained_over_gloo(disturbed: bool) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def test_over_a_group_that_compares_no_calls_they_are_told_by_the_backward_pass_and_nothing_is_lost() -> None:
+def test_over_a_group_that_compares_no_calls_they_fail_in_backward_and_nothing_is_lost() -> None:
     disturbed, calm = (torch_ranks.run(_trained_over_gloo, x, world_size=3, backend="gloo") for x in (True, False))
     for got, wanted in zip(disturbed, calm, strict=True):
         assert all(torch.equal(got[name], wanted[name]) for name in wanted)
@@ -825,7 +825,7 @@ def test_an_error_about_units_of_different_sizes_names_them() -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_embedding_that_rescales_its_rows_is_warned_of(stage: int) -> None:
+def test_an_embedding_that_rescales_its_rows_gives_a_warning(stage: int) -> None:
     """Its forward writes other rows on each rank, which stages treat differently."""
 
     def rank(comm: ringcomm.Communicator) -> None:

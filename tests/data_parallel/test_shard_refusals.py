@@ -343,7 +343,7 @@ def test_the_optimizers_state_of_another_model_changes_nothing(stage: int) -> No
     ringcomm.run_ranks(rank, 3, ranks="threads", timeout=20)
 
 
-def test_torch_clipping_is_that_of_ringcomm() -> None:
+def test_torchs_clipping_equals_ringcomms() -> None:
     def check(comm: ringcomm.Communicator, model: Tower, opt: torch.optim.Optimizer) -> None:
         loss_of(model, comm.rank, 0).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)

@@ -28,7 +28,8 @@ class MetaModules:
 
     Args:
         params: ids of the parameters that are not ignored.
-        init: called for each of them; None: its own `reset_parameters`. False: no submodule is initialised.
+        init: called for each of the submodules; None: the submodule's own `reset_parameters`; False: nothing is
+            initialised.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class MetaModules:
         rank: int,
     ) -> None:
         self.device, self.call, self.rank = device, call, rank
-        self.memory = torch.empty(0, dtype=torch.uint8)  # of one unsplit module after the other
+        self.memory = torch.empty(0, dtype=torch.uint8)  # reused for one unsplit module after another
         self.modules = [(name, m) for name, m in _children_first(module) if _waits(m, params)]
         self.params = {key for _, m in self.modules for key in _meta_params(m) if key in params}
         self.init: InitFn | None = None if init is False else init if callable(init) else self._reset

@@ -32,15 +32,15 @@ class Options:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)  # weak, because the optimizer references this object
-        self.steps = 0  # steps made since this object compares the options
+        self.steps = 0  # steps made since this object was created
         self.number = 0  # index among the model's optimizers
-        # Of the groups, when the checksum was computed; empty if they may change unnoticed.
+        # The values in the groups when the checksum was computed; empty if one of them may change unnoticed.
         self._values: list[Any] = []
         self._checksum = 0
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer, while a user has it."""
+        """The optimizer; None: the user has dropped it."""
         return self._optimizer()
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -140,11 +140,11 @@ class AttachedOptimizers:
         self._hosts = [ref for ref in self._hosts if ref() not in (None, host)]
 
     def number_of(self, optimizer: torch.optim.Optimizer) -> int:
-        """Returns the number by which all ranks know an optimizer."""
+        """Returns the number of an optimizer, the same on all ranks."""
         return next(i for i, ref in enumerate(self._attached) if ref() is optimizer)
 
     def of_number(self, number: int) -> torch.optim.Optimizer | None:
-        """Returns the optimizer of a number; None: it is not attached on this rank, or was dropped."""
+        """Returns the optimizer with a number; None: it is not attached on this rank, or was dropped."""
         return self._attached[number]() if number < len(self._attached) else None
 
     def follow(self, optimizer: torch.optim.Optimizer) -> int:

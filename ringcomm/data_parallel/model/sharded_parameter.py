@@ -1,7 +1,7 @@
 """A stage 3 parameter, and views of it, while its values are sharded over the ranks.
 
 p.shape, p.stride()          answered without values
-p.norm(), p.mul_(2)          the ranks gather the parameter's bucket; what was written is kept; the bucket goes
+p.norm(), p.mul_(2)          the ranks gather the parameter's bucket, writes are kept, and the bucket is freed
                              (between forward and backward some buckets are gathered already, and stay)
 v = p[0], p.t()              a view has its shape, strides and offset in the bucket's buffer, and a copy of the values
 v.zero_(), v + 1             the bucket is gathered, and the operation is done in its buffer

@@ -561,7 +561,7 @@ def test_gradients_that_users_keep_keep_their_values(use: Any) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_gradients_that_nobody_keeps_stay_in_their_memory(stage: int) -> None:
+def test_unreferenced_gradients_stay_in_their_memory(stage: int) -> None:
     def run(comm: ringcomm.Communicator) -> None:
         model = nn.Linear(6, 6)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -657,7 +657,7 @@ def test_gradients_that_autograd_has_saved_keep_their_values(stage: int) -> None
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_what_nobody_keeps_stays_in_its_memory_inside_of_no_sync(stage: int) -> None:
+def test_unreferenced_gradients_stay_in_their_memory_inside_no_sync(stage: int) -> None:
     def run(comm: ringcomm.Communicator) -> None:
         model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -273,7 +273,7 @@ def test_a_view_outlives_its_stage_but_not_its_model() -> None:
     ringcomm.run_ranks(run, 2, ranks="threads")
 
 
-def test_ranks_evaluate_what_they_like_inside_of_whole() -> None:
+def test_ranks_evaluate_different_things_inside_whole() -> None:
     """At stage 3, as often as each rank likes; the training goes on with the same bits."""
     plain = _model()
 
@@ -447,7 +447,7 @@ def test_what_is_kept_of_whole_stays() -> None:
     ringcomm.run_ranks(run, 2, ranks="threads", timeout=20)
 
 
-def test_what_torch_reads_without_asking_is_right() -> None:
+def test_values_that_torch_reads_without_torch_function_are_right() -> None:
     """A view has a copy of its values, for functions that read memory themselves."""
 
     def test(w: Any, plain: torch.Tensor) -> None:
@@ -499,7 +499,7 @@ def test_a_view_lies_where_it_was_made() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("what", ["evaluates", "trains", "loads"])
-def test_inside_of_whole_every_rank_does_as_it_likes(stage: int, what: str) -> None:
+def test_ranks_run_different_programs_inside_whole(stage: int, what: str) -> None:
     """Also with buffers, and after what all ranks do together."""
     torch.manual_seed(3)
     plain = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
@@ -550,7 +550,7 @@ def test_a_gather_that_fails_leaves_the_parameters_in_shards() -> None:
         ringcomm.run_ranks(run, 2, ranks="threads", timeout=10)
 
 
-def test_what_needs_no_values_needs_no_other_rank() -> None:
+def test_operations_without_values_need_no_other_rank() -> None:
     def run(comm: ringcomm.Communicator) -> None:
         model = _model()
         ringcomm.shard(model, None, 3, comm)
@@ -587,7 +587,7 @@ def test_hooks_on_the_nodes_that_accumulate_gradients(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_who_looks_at_the_graph_sees_saved_parameters(stage: int) -> None:
+def test_saved_parameters_can_be_read_from_the_graph(stage: int) -> None:
     def run(comm: ringcomm.Communicator) -> None:
         model = copy.deepcopy(plain)
         ringcomm.shard(model, None, stage, comm)

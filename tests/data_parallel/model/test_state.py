@@ -101,11 +101,13 @@ def one_that_does_not_fit(model: nn.Module, expected: dict[str, torch.Tensor]) -
 @pytest.mark.parametrize(
     "check", [of_the_whole_and_its_parts, into_the_whole_and_its_parts, one_that_does_not_fit], ids=lambda f: f.__name__
 )
-def test_ordinary(check: Callable[..., None], stage: int, precision: ringcomm.MixedPrecision | None) -> None:
+def test_state_dicts_are_ordinary(
+    check: Callable[..., None], stage: int, precision: ringcomm.MixedPrecision | None
+) -> None:
     on_ranks(check, stage, mixed_precision=precision)
 
 
-def test_what_an_inner_module_gives_is_read_by_all_ranks() -> None:
+def test_the_state_dict_of_an_inner_module_is_read_by_all_ranks() -> None:
     def check(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
         part = model.blocks[0][0].state_dict()["weight"]
         assert torch.equal(part + 0, expected["blocks.0.0.weight"])

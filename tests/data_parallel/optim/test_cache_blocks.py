@@ -156,7 +156,7 @@ def test_a_first_step_that_ends_half_way_leaves_no_state() -> None:
     ringcomm.run_ranks(fn, 2)
 
 
-def test_what_a_block_lacks_is_as_before_the_step() -> None:
+def test_missing_state_of_a_block_is_as_before_the_step() -> None:
     """Some state may come with a later step, and in some blocks only."""
 
     def fn(comm: ringcomm.Communicator) -> None:

@@ -405,7 +405,7 @@ def test_the_dtype_of_the_result_is_the_same_on_all_ranks() -> None:
         assert all(each.shape == () for each in (*wide, *narrow, *asked))
 
 
-def test_nothing_anywhere() -> None:
+def test_no_elements_on_any_rank() -> None:
     assert [float(each) for each in everywhere([[], [], []], 2.0)] == [0.0] * 3
     assert float(total_norm([], 2.0, None, 0)) == 0.0
 
@@ -434,7 +434,7 @@ def test_two_small_collectives(p: float, most: int) -> None:
 @pytest.mark.parametrize(
     ("serves", "expected"), [("cpu", "cpu"), ("cpu,cuda", "cpu"), ("cuda", "cuda"), ("cuda:1", "cuda:1")]
 )
-def test_where_ranks_meet_does_not_depend_on_what_they_hold(serves: str, expected: str) -> None:
+def test_the_device_of_messages_does_not_depend_on_a_ranks_tensors(serves: str, expected: str) -> None:
     comm: Any = SimpleNamespace(device=serves)
     there = torch.device("cpu" if EMULATED else expected)
     assert norm._place([], comm) == norm._place([torch.ones(1)], comm) == norm._place([META], comm) == there

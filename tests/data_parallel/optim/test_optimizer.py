@@ -421,7 +421,7 @@ class Blocks(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_optimizer_that_is_replaced_goes(stage: int) -> None:
+def test_a_replaced_optimizer_is_freed(stage: int) -> None:
     """Without waiting for the collector; where it waits, on one rank alone, the others go on all the same."""
 
     def rank(comm: ringcomm.Communicator) -> None:
@@ -632,7 +632,7 @@ def test_optimizers_that_need_everything_are_refused_from_stage_1_on(make: Make,
     run(rank)
 
 
-def test_a_class_that_nobody_knows_is_told_of_once() -> None:
+def test_an_unknown_optimizer_class_gives_one_warning() -> None:
     kind = named("Homemade")
 
     def rank(comm: ringcomm.Communicator) -> None:
@@ -742,7 +742,7 @@ def test_a_step_that_calls_the_step_of_its_base_class(does: str, stage: int) -> 
         assert same(found, expected)
 
 
-def test_popping_what_a_step_has_not_left() -> None:
+def test_popping_state_that_a_step_did_not_leave() -> None:
     def fn(comm: Any) -> None:
         model = net()
         model, optimizer = ringcomm.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1, comm=comm)
@@ -892,7 +892,7 @@ def test_each_rank_may_step_a_part() -> None:
     assert same(first, second)
 
 
-def test_options_that_are_tensors_or_change_alike_are_no_difference() -> None:
+def test_equal_options_in_tensors_and_equal_changes_are_no_difference() -> None:
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
         for number in range(4):
@@ -1041,7 +1041,7 @@ def test_state_goes_out_and_in_by_parameter() -> None:
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_state_that_torch_rounds_while_loading_is_told(known: bool) -> None:
+def test_state_that_torch_rounds_while_loading_gives_a_warning(known: bool) -> None:
     def rank(comm: ringcomm.Communicator) -> None:
         precision = ringcomm.MixedPrecision(torch.bfloat16)
         model, again = nn.Linear(4, 4), nn.Linear(4, 4)
