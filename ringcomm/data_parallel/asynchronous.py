@@ -142,7 +142,7 @@ class AsynchronousDataParallel(nn.Module):
         _send_values(module, comm)
         flat.pack_values()
         self._flat = flat
-        self._own_version = 0  # of the values in the module, of the shard that this rank serves
+        self._own_version = 0  # version of the module's values, in the shard that this rank serves
         self._steps, self._step_s = 0, 0.0
         self._server: ParameterServer | None = None
         if self.rank in self.servers:
@@ -449,7 +449,7 @@ class ServerConnection:
     def __init__(self, channel: Channel, flat: FlatParameters, server: int) -> None:
         self.channel = channel
         self._gradient, self._values = flat.gradient_shard(server), flat.value_shard(server)
-        self._version = 0  # of the values in the module
+        self._version = 0  # version of the module's values, in the server's shard
         self._options = b""  # the last that were sent
 
     def request(self, call: str, kind: int, options: bytes = b"") -> None:

@@ -257,7 +257,7 @@ class Shard:
         self._replace_params()
         for p, entry in zip(self._params, self._entries, strict=True):
             first = next((its for its, _, _ in flat.overlaps(entry)), None)
-            if id(first) in begun:  # then each entry is one whole parameter
+            if id(first) in begun:  # each entry is one whole parameter in this case
                 optimizer.state[p] = {
                     key: value.to(p.device) if torch.is_tensor(value) else value
                     for key, value in begun[id(first)].items()
@@ -513,7 +513,7 @@ class ParameterServer:
     def _serve(self, channel: Channel) -> None:
         """Answers a worker's requests until it leaves or is lost; the body of a thread."""
         worker = channel.peer
-        buffers = self._shard.empty()  # of its gradient, then of the answer
+        buffers = self._shard.empty()  # for the worker's gradient, then for the answer
         options: GroupOptions = []
         try:
             while True:

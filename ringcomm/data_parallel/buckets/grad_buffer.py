@@ -42,7 +42,8 @@ _ELEMENTWISE = {
     *("mul_", "div_", "add_", "sub_", "pow_", "abs_", "neg_", "sign_", "sqrt_", "clamp_", "clamp_min_", "clamp_max_"),
     *("nan_to_num_", "copy_", "zero_", "fill_", "lerp_", "addcmul_", "addcdiv_", "masked_fill_"),
 }
-_SAME_ON_RANKS = {"allreduce_", "allreduce_coalesced_", "broadcast_", "allgather_", "_allgather_base_"}  # of c10d
+# Operations of torch.distributed whose results are the same on all ranks.
+_SAME_ON_RANKS = {"allreduce_", "allreduce_coalesced_", "broadcast_", "allgather_", "_allgather_base_"}
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # of torch.amp.GradScaler
 # The reference count of an object that only a list holds, counted inside such a map.
 _OWN_REFERENCES = next(map(sys.getrefcount, [object()]))
@@ -351,7 +352,7 @@ class GradBuffer:
             local.push(self._packed(fresh))
         else:
             sums = local.level(0)
-            in_place = self.has_one_type  # then autograd has added, but with create_graph in memory of its own
+            in_place = self.has_one_type  # autograd has added to the sums; with create_graph, in its own memory
             for i, grad in fresh:
                 part = self.layout.part(sums, i)
                 part.copy_(grad) if in_place else part.add_(grad)

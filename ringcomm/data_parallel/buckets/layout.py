@@ -33,7 +33,7 @@ _unflatten = torch._C._nn.unflatten_dense_tensors  # views of consecutive parts 
 class Fragment(NamedTuple):
     """The part of a segment that lies in a range of the buffer."""
 
-    segment: int  # its index
+    segment: int  # the segment's index
     start: int  # first element, counted in the segment
     offset: int  # first element, counted from the range's start
     numel: int

@@ -106,7 +106,8 @@ class MetaModules:
         for i, ((name, m), needed) in enumerate(zip(self.modules, units, strict=True)):
             for buckets in needed:
                 self._open(buckets)
-            if not needed or self.params.intersection(_ids(m)):  # of modules that share parameters the first counts
+            # Of several modules that share their parameters, only the first is initialised.
+            if not needed or self.params.intersection(_ids(m)):
                 self._call(init, name, m)
                 self.params.difference_update(_ids(m))
             for buckets in needed:

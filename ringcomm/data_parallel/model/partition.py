@@ -219,7 +219,7 @@ def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
     look("", module)
     inside = {id(each) for _, block in found for each in block.modules() if each is not block}
-    return [(name, block) for name, block in found if id(block) not in inside]  # also those that have another name
+    return [(name, block) for name, block in found if id(block) not in inside]  # whatever name an inner block has
 
 
 def runs_of(

@@ -1360,8 +1360,8 @@ class SavedParameter:
     home: weakref.ref[Bucket]
     number: int  # number of the last call when it was saved
     window: Window
-    index: int  # of the parameter in the bucket
-    version: int  # of the parameter when it was saved
+    index: int  # the parameter's index in the bucket
+    version: int  # the parameter's version when it was saved
 
     def values(self) -> torch.Tensor:
         """Returns the parameter's values; a collective if its bucket is not gathered."""

@@ -42,7 +42,7 @@ _VALUES = {"T", "mT", "H", "mH", "real", "imag"}  # attributes
 _ADDRESSES = {"data_ptr", "untyped_storage", "storage"}
 _MEMORY = _ADDRESSES | {
     *("set_", "resize_", "resize_as_", "share_memory_"),
-    *("reduce", "recv", "irecv"),  # of torch.distributed: they write different values on each rank
+    *("reduce", "recv", "irecv"),  # torch.distributed writes different values on each rank
     *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"),
 }
 _ARRAYS = {"numpy", "__array__"}  # read-only copies
@@ -219,7 +219,7 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         values = {id(x): _values(x).detach().clone() if name in _COPIES else _values(x) for x in given}
         args_with_values, kwargs_with_values = tree_map(lambda x: values.get(id(x), x), (args, kwargs))
         result = func(*args_with_values, **kwargs_with_values)
-        if hasattr(result, "wait"):  # of torch.distributed; the values are freed after this
+        if hasattr(result, "wait"):  # a Work of torch.distributed; the values are freed after this
             result.wait()
         if name in _ARRAYS:
             result.flags.writeable = False  # writes into the copy would be lost

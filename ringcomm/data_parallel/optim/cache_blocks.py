@@ -20,7 +20,8 @@ from torch import nn
 BLOCK = 1 << 17
 """Elements of a block for each thread; benchmarks/results/optimizer.txt compares sizes. A multiple of every vector
 length, because torch computes the last elements of a parameter by other instructions."""
-_DTYPES = (torch.float32, torch.float64)  # of others, torch rounds the last elements of a thread's part differently
+# For other types, torch rounds the last elements of a thread's part differently.
+_DTYPES = (torch.float32, torch.float64)
 
 
 def gains(values: torch.Tensor, settings: dict[str, Any]) -> bool:

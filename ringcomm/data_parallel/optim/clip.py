@@ -51,7 +51,7 @@ def clip_grad_norm_(
         renew_parts(modules)
         given = [p for module in modules for p in module._parameters.values() if p is not None]
         chosen, places, flat = _chosen([p for p in given if p.requires_grad])
-        flat = flat or sharded_model_of(parameters)  # its stage may be frozen
+        flat = flat or sharded_model_of(parameters)  # all parameters of a pipeline stage may be frozen
     else:
         if isinstance(parameters, torch.optim.Optimizer):
             given = [p for group in parameters.param_groups for p in group["params"]]

@@ -64,7 +64,7 @@ _watching: list[Any] = []  # the handle of the hook on every optimizer's step, o
 _watches = 0  # number of wrapped models; an optimizer checked at this number need not be checked again
 _warned: set[type] = set()  # classes of optimizers for which a warning was given
 _lock = threading.Lock()
-_CALLS_HOOKS = torch.optim.Optimizer.profile_hook_step(len).__code__  # of the function in place of step()
+_CALLS_HOOKS = torch.optim.Optimizer.profile_hook_step(len).__code__  # torch puts this function in place of step()
 
 
 # ---- which optimizer can be sharded ----------------------------------------------------------------------------------
@@ -568,7 +568,7 @@ class ShardedOptimizer:
                 self.state[p] = state
             else:
                 self._keep_unsharded(place, state)
-        for p in [p for p in self.state if id(p) in self._sharded]:  # of a model that was wrapped since
+        for p in [p for p in self.state if id(p) in self._sharded]:  # its model was wrapped since
             self._keep_unsharded(self._sharded[id(p)], self.state.pop(p))
         self.expose_state()
         self.close()
