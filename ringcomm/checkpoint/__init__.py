@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ringcomm.checkpoint.contents import flat_of
 from ringcomm.checkpoint.files import Source, WriteReport, beside, finish, write
 from ringcomm.checkpoint.loading import Loader
-from ringcomm.checkpoint.parts import flat_of
 from ringcomm.checkpoint.state import ByRank, Saver
 from ringcomm.checkpoint.world import World
 from ringcomm.errors import InvalidArgumentError, UnsupportedError

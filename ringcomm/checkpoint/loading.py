@@ -8,19 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringcomm.checkpoint.files import Names, Source, parts_of
-from ringcomm.checkpoint.parts import (
-    NamedSegment,
+from ringcomm.checkpoint.contents import (
+    BucketRange,
     OptimizerParams,
-    Piece,
     Replicated,
     name_of,
-    named_segments_of,
-    names_of,
+    names_of_params,
     replicated_of,
     unsharded_shape,
     with_extra_state,
 )
+from ringcomm.checkpoint.files import Names, Source, parts_of
 from ringcomm.checkpoint.state import (
     ABOUT,
     COMMON,
@@ -64,8 +62,8 @@ class Loader:
 
     def facts(self) -> tuple[set[str], list[list[str]]]:
         """Returns the names that this rank has of the model, and those in each of the optimizer's groups."""
-        known = named_segments_of(self.flat)
-        names = {*names_of(known, replicated_of(self.flat, known)), *dict(with_extra_state(self.flat))}
+        of_tensors = [*names_of_params(self.flat).values(), *(names for names, _ in replicated_of(self.flat))]
+        names = {name for names in of_tensors for name in names} | dict(with_extra_state(self.flat)).keys()
         return names, OptimizerParams.of(self.flat, self.optimizer, "load").names
 
     def read(self, path: Path, everyone: list[tuple[set[str], list[list[str]]]]) -> None:
@@ -76,14 +74,11 @@ class Loader:
         """
         self.source = Source(path, "load", self.rank)
         own = self._read_extra()
-        known = named_segments_of(self.flat)
-        replicated = replicated_of(self.flat, known)
-        stateful = dict(with_extra_state(self.flat))
         self._refuse_unknown(set().union(*(names for names, _ in everyone)))
-        self._read_masters(known)
-        for each in replicated:
+        self._read_masters()
+        for each in replicated_of(self.flat):
             self._read_replicated(each, own.get("module", {}))
-        for name, module in stateful.items():
+        for name, module in with_extra_state(self.flat):
             if name not in self.source.paths:
                 raise self._wrong(f"a checkpoint without {name}", "what get_extra_state had given")
             self.extra_states.append((module, own.get("module", {}).get(name, self.source.value((name,)))))
@@ -115,14 +110,15 @@ class Loader:
             if name not in names and (len(path) == 1 or path[0] not in ("optimizer", "ringcomm")):
                 raise self._wrong(f"{name}, which the module does not have", "a checkpoint of its parameters")
 
-    def _read_masters(self, known: dict[int, NamedSegment]) -> None:
+    def _read_masters(self) -> None:
+        names = names_of_params(self.flat)
         for bucket in self.flat.buckets:
             master = torch.zeros(bucket.end - bucket.start, dtype=bucket.types.master)  # no checkpoint has padding
             for i, p in enumerate(bucket.params):
-                self._check(known[id(p)].names, unsharded_shape(bucket, i), bucket.types.master)
+                self._check(names[id(p)], unsharded_shape(bucket, i), bucket.types.master)
             for i, first, last in spans_of(bucket, bucket.start, bucket.end):
                 segment = bucket.layout.segments[i]
-                name = self._name(known[id(bucket.params[i])].names)
+                name = self._name(names[id(bucket.params[i])])
                 values = master[first - bucket.start : last - bucket.start]
                 cut = part_of(bucket.params[i])
                 self.source.read(parts_of(name, segment.shape, values, first - segment.offset, cut))
@@ -169,8 +165,8 @@ class Loader:
         if held.sharded is not None:  # parameters that were not always trained together have separate counters
             held.sharded.separate(lambda bucket, i: self._counters(name_of(bucket, i), keys, {*about["alike"]}))
             held = OptimizerParams.of(self.flat, optimizer, "load")
-        for piece in held.pieces:
-            self.states.append((piece[-1], self._read_state(piece, keys, {*about["alike"]})))
+        for bucket_range in held.ranges:
+            self.states.append((bucket_range[-1], self._read_state(bucket_range, keys, {*about["alike"]})))
         for name, p in held.plain.items():
             self.states.append(
                 (p, {key: self._read_plain(p, name, key, about["alike"], own) for key in keys.get(name, ())})
@@ -207,9 +203,9 @@ class Loader:
             found.append((key, value if isinstance(value, (int, float)) else None))
         return tuple(found)
 
-    def _read_state(self, piece: Piece, keys: dict[str, list[str]], alike: set[str]) -> State:
+    def _read_state(self, bucket_range: BucketRange, keys: dict[str, list[str]], alike: set[str]) -> State:
         state: State = {}
-        bucket, start, end, param = piece
+        bucket, start, end, param = bucket_range
         names = [name_of(bucket, i) for i in range(len(bucket.params))]
         for i, first, last in spans_of(bucket, start, end):
             segment, cut = bucket.layout.segments[i], part_of(bucket.params[i])

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from ringcomm.checkpoint.files import Names, ShardSavePlanner, pack_value
-from ringcomm.checkpoint.parts import (
+from ringcomm.checkpoint.contents import (
     OptimizerParams,
     is_writer,
     name_of,
-    named_segments_of,
+    names_of_params,
     replicated_of,
     unsharded_shape,
     with_extra_state,
 )
+from ringcomm.checkpoint.files import Names, ShardSavePlanner, pack_value
 from ringcomm.checkpoint.world import World
 from ringcomm.data_parallel.buckets.bucket import Bucket
 from ringcomm.data_parallel.model.sharded_model import ShardedModel
@@ -62,8 +62,7 @@ class Saver:
     ) -> None:
         self.flat, self.optimizer, self.world, self.rank = flat, optimizer, world, world.rank
         self.mine: dict[str, dict[str, Any]] = {"extra": extra, "module": {}, "optimizer": {}}
-        self.known = named_segments_of(flat)
-        self.replicated = replicated_of(flat, self.known)
+        self.replicated = replicated_of(flat)
 
     def facts(self) -> _Facts:
         """Returns this rank's facts; raises for values that cannot be saved."""
@@ -82,12 +81,13 @@ class Saver:
                 facts.digests[kind, key] = self._digest(key, value)
         for group, names in self._groups():
             facts.groups.append((names, self._digest("the optimizer's param_groups", settings_of(group))))
-        for place in self.known.values():
-            if is_writer(place.bucket, place.i):
-                facts.primary.append(place.names[0])
-            if not place.bucket.params[place.i].requires_grad:
-                facts.frozen.add(place.names[0])
-        for p in [*(p for _, _, _, p in self.held.pieces), *self.held.plain.values()]:
+        for bucket in self.flat.buckets:
+            for i, p in enumerate(bucket.params):
+                if is_writer(bucket, i):
+                    facts.primary.append(name_of(bucket, i))
+                if not p.requires_grad:
+                    facts.frozen.add(name_of(bucket, i))
+        for p in [*(p for _, _, _, p in self.held.ranges), *self.held.plain.values()]:
             for key, value in self._state(p).items():
                 (facts.alike if is_alike(key, value, p) else facts.other).add(key)
         return facts
@@ -173,7 +173,7 @@ class Saver:
                 )
 
     def _optimizer_state(self, out: ShardSavePlanner) -> None:
-        for bucket, first_here, end_here, param in self.held.pieces:
+        for bucket, first_here, end_here, param in self.held.ranges:
             start, end = bucket.layout.shard_range(self.flat.ranks.rank)
             spans = spans_of(bucket, max(start, first_here), min(end, end_here))
             spans = [each for each in spans if self.held.has_state(bucket, each[0]) and bucket.is_primary_copy(each[0])]
@@ -201,12 +201,14 @@ class Saver:
         def is_first(key: tuple[str, str]) -> bool:
             return next(rank for rank, facts in enumerate(everyone) if key in facts.digests) == self.rank
 
-        for place in self.known.values():
-            if is_writer(place.bucket, place.i):
-                bucket, i = place.bucket, place.i
-                if not bucket.layout.segments[i].numel:
-                    out.tensor((place.names[0],), unsharded_shape(bucket, i), bucket.master[:0])
-                out.aliases[place.names[0]] = place.names[1:]
+        param_names = names_of_params(self.flat)
+        for bucket in self.flat.buckets:
+            for i, p in enumerate(bucket.params):
+                if is_writer(bucket, i):
+                    first, *others = param_names[id(p)]
+                    if not bucket.layout.segments[i].numel:
+                        out.tensor((first,), unsharded_shape(bucket, i), bucket.master[:0])
+                    out.aliases[first] = others
         for names, tensor in self.replicated:
             if is_first(("module", names[0])):
                 out.tensor((names[0],), tensor.shape, tensor)

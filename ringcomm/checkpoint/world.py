@@ -1,8 +1,7 @@
-"""The ranks that save or load together, even if they hold different parts of the model."""
+"""The ranks that save or load one checkpoint together, including those with other parts of the model."""
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -29,14 +28,14 @@ class World:
             axes = [("replicate", 1 if ranks.replicas is None else ranks.replicas.world_size), ("dp", ranks.world_size)]
         self.axes = [[{"shard": "dp"}.get(name, name), extent] for name, extent in axes if extent > 1]
 
-    def _exchange(self, mine: Any) -> list[Any]:
+    def _gather(self, mine: Any) -> list[Any]:
+        """Gathers an object of every rank, in the order of `rank`."""
         if self.ranks.mesh is not None:
-            return [pickle.loads(each) for each in self.ranks.mesh.comm.exchange(pickle.dumps(mine))]
-        found = self.ranks.comm.exchange(pickle.dumps(mine))
-        if self.ranks.replicas is not None:
-            rows = self.ranks.replicas.exchange(pickle.dumps(found))
-            found = [each for row in rows for each in pickle.loads(row)]
-        return [pickle.loads(each) for each in found]
+            return self.ranks.mesh.comm.all_gather_object(mine)
+        found = self.ranks.comm.all_gather_object(mine)
+        if self.ranks.replicas is None:
+            return found
+        return [each for row in self.ranks.replicas.all_gather_object(found) for each in row]
 
     def run_together(self, step: Callable[[], Any]) -> list[Any]:
         """Runs ``step`` on every rank and returns the ranks' results; if it raises on one rank, every rank raises."""
@@ -52,7 +51,7 @@ class World:
             error.__cause__ = refused
         except Exception as other:
             error = other
-        replies = self._exchange((None if error is None else (type(error).__name__, str(error)), result))
+        replies = self._gather((None if error is None else (type(error).__name__, str(error)), result))
         if error is not None:
             raise error
         for rank, (failed, _) in enumerate(replies):

@@ -14,7 +14,7 @@ from torch import nn
 
 import ringcomm
 from ringcomm import checkpoint
-from ringcomm.checkpoint.parts import flat_of, name_of
+from ringcomm.checkpoint.contents import flat_of, name_of
 from ringcomm.errors import InvalidArgumentError, RingcommError, ShapeError, UnsupportedError
 from ringcomm.modules.shard_spec import ShardSpec, part_of
 from tests.support import torch_ranks

@@ -1,12 +1,11 @@
-"""Lists the contents of a model and its optimizer by name: parts of buckets, and tensors that every rank
-has."""
+"""Lists the tensors of a model and its optimizer by name: those in buckets, and those that every rank has."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +19,10 @@ from ringcomm.modules.shard_spec import part_of, refuse_parts
 
 
 def flat_of(model: nn.Module, call: str) -> ShardedModel:
+    """Returns the sharded model behind a wrapped module.
+
+    Raises:  InvalidArgumentError: a module that is not wrapped, or that has other parameters than the wrapped one.
+    """
     flat = sharded_model_of(model)
     if flat is None:
         raise InvalidArgumentError(
@@ -55,21 +58,15 @@ def is_writer(bucket: Bucket, i: int) -> bool:
     return first and bucket.is_primary_copy(i) and (ranks.mesh is None or ranks.mesh.counts)
 
 
-class NamedSegment(NamedTuple):
-    bucket: Bucket
-    i: int  # segment
-    names: list[str]  # one name, or several for a tied parameter
-
-
-def named_segments_of(flat: ShardedModel) -> dict[int, NamedSegment]:
-    """Returns the places of the buckets' parameters, by id."""
+def names_of_params(flat: ShardedModel) -> dict[int, list[str]]:
+    """Returns the names of each parameter in a bucket, by the parameter's id: several names for a tied parameter."""
     found = {}
     for bucket in flat.buckets:
         for i, p in enumerate(bucket.params):
-            found[id(p)] = NamedSegment(bucket, i, [*part_of(p).names] or [bucket.layout.segments[i].name])
+            found[id(p)] = [*part_of(p).names] or [bucket.layout.segments[i].name]
     for name, p in flat.module.named_parameters(remove_duplicate=False):
-        if id(p) in found and name not in found[id(p)].names:
-            found[id(p)].names.append(name)
+        if id(p) in found and name not in found[id(p)]:
+            found[id(p)].append(name)
     return found
 
 
@@ -77,20 +74,16 @@ Replicated = tuple[list[str], torch.Tensor]
 """The names of a tensor that every rank has, and the tensor: a buffer or an ignored parameter."""
 
 
-def replicated_of(flat: ShardedModel, known: dict[int, NamedSegment]) -> list[Replicated]:
+def replicated_of(flat: ShardedModel) -> list[Replicated]:
+    """Returns the tensors of a model that are in no bucket."""
+    sharded = {id(p) for bucket in flat.buckets for p in bucket.params}
     found: dict[int, Replicated] = {}
     for prefix, module in flat.module.named_modules(remove_duplicate=False):
         kept = {key: b for key, b in module._buffers.items() if key not in module._non_persistent_buffers_set}
         for key, tensor in [*kept.items(), *module._parameters.items()]:
-            if tensor is not None and id(tensor) not in known:
+            if tensor is not None and id(tensor) not in sharded:
                 found.setdefault(id(tensor), ([], tensor))[0].append(f"{prefix}.{key}" if prefix else key)
     return list(found.values())
-
-
-def names_of(known: dict[int, NamedSegment], replicated: list[Replicated]) -> set[str]:
-    """Returns all names of tensors in a state dict."""
-    every = [*(place.names for place in known.values()), *(names for names, _ in replicated)]
-    return {name for names in every for name in names}
 
 
 def with_extra_state(flat: ShardedModel) -> Iterator[tuple[str, nn.Module]]:
@@ -101,39 +94,42 @@ def with_extra_state(flat: ShardedModel) -> Iterator[tuple[str, nn.Module]]:
             yield f"{prefix}._extra_state" if prefix else "_extra_state", module
 
 
-Piece = tuple[Bucket, int, int, torch.Tensor]
-"""A bucket, the first of its elements that an optimizer's parameter covers and the one past the last, and the
+BucketRange = tuple[Bucket, int, int, torch.Tensor]
+"""A bucket, the range of its elements that an optimizer's parameter covers (first, one past the last), and that
 parameter."""
 
 
 @dataclass
 class OptimizerParams:
-    """An optimizer's parameters: as pieces of buckets, and by name for each of its groups.
+    """An optimizer's parameters.
 
     Attributes:
-        plain: by name, the parameters that it steps directly, such as ignored ones of fully_shard.
+        ranges: the parts of buckets that it steps.
+        names: the names of the parameters in each of its groups.
+        plain: by name, the parameters that are in no bucket, such as those that fully_shard ignores.
         sharded: None for a plain optimizer.
     """
 
-    pieces: list[Piece] = field(default_factory=list)
+    ranges: list[BucketRange] = field(default_factory=list)
     names: list[list[str]] = field(default_factory=list)
     plain: dict[str, torch.Tensor] = field(default_factory=dict)
     sharded: ShardedOptimizer | None = None
 
     def has_state(self, bucket: Bucket, i: int) -> bool:
-        """Whether a parameter ever had a gradient. Without one it may still have zeros as state, because it shares
-        an entry with others; they are not saved."""
+        """Whether a parameter ever had a gradient. A parameter that never had one may still have zeros as state,
+        because it shares an entry of the optimizer with others; these zeros are not saved."""
         if self.sharded is None:
             return True
         # At stage 0 the optimizer may have had state before `shard`.
         return i in self.sharded.parts[bucket].stepped or bucket.params[i] in self.sharded.state
 
     def states(self, optimizer: torch.optim.Optimizer) -> defaultdict[Any, Any]:
-        """Returns the optimizer's state by the parameters that it steps; other keys hold what is common to all."""
+        """Returns the optimizer's state by parameter; keys that are no parameters hold state common to all."""
         return optimizer.state if self.sharded is None else self.sharded.state
 
     @staticmethod
     def of(flat: ShardedModel, optimizer: torch.optim.Optimizer | None, call: str) -> OptimizerParams:
+        """Finds the parameters of an optimizer of this model; None has no parameters."""
         if optimizer is None:
             return OptimizerParams()
         if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
@@ -150,31 +146,31 @@ class OptimizerParams:
         if sharded is not None and sharded.optimizer in flat.optimizers:  # `optimizer` may be a wrapper around it
             sharded.refresh()
             sharded.close()
-            pieces = [(e.bucket, e.start, e.end, e.param) for e in sharded.entries]
+            ranges = [(e.bucket, e.start, e.end, e.param) for e in sharded.entries]
             names = [[name_of(bucket, i) for bucket, i in places] for places in sharded.places]
-            own = {id(tensor): names[0] for names, tensor in replicated_of(flat, named_segments_of(flat))}
-            held = OptimizerParams(pieces, names, sharded=sharded)
+            own = {id(tensor): names[0] for names, tensor in replicated_of(flat)}
+            held = OptimizerParams(ranges, names, sharded=sharded)
             for plain, of_group in zip(sharded.plain, names, strict=True):
                 trained = [p for p in plain if p.requires_grad]
                 _refuse_foreign([p for p in trained if id(p) not in own], flat, call)
                 of_group += [own[id(p)] for p in trained]
                 held.plain |= {own[id(p)]: p for p in trained}
             return held
-        known = named_segments_of(flat)
-        mine = [[known.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
-        foreign = sharded is not None or flat.stage > 0 or not all(place for places in mine for place in places)
-        if foreign and any(mine):  # a frozen stage's optimizer has no parameters
+        places = {id(p): (bucket, i) for bucket in flat.buckets for i, p in enumerate(bucket.params)}
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        foreign = sharded is not None or flat.stage > 0 or any(id(p) not in places for p in params)
+        if foreign and params:  # the optimizer of a frozen stage has no parameters
             raise InvalidArgumentError(
                 f"{call}: rank {flat.ranks.rank} got a {type(optimizer).__name__} that is not the module's, expected "
                 "the one that ringcomm.shard returned with it; pass that"
             )
         held = OptimizerParams()
-        for group, places in zip(optimizer.param_groups, mine, strict=True):
-            found = [place for place in places if place is not None]
-            held.names.append([place.names[0] for place in found])
-            for p, place in zip(group["params"], found, strict=True):
-                segment = place.bucket.layout.segments[place.i]
-                held.pieces.append((place.bucket, segment.offset, segment.end, p))
+        for group in optimizer.param_groups:
+            held.names.append([name_of(*places[id(p)]) for p in group["params"]])
+            for p in group["params"]:
+                bucket, i = places[id(p)]
+                segment = bucket.layout.segments[i]
+                held.ranges.append((bucket, segment.offset, segment.end, p))
         return held
 
 
