@@ -1,10 +1,9 @@
-"""Keeps the buffers of modules that lie in no stage, such as those of the model itself, alike on all ranks. Every stage
-runs the code that writes into them, but only up to its own end; so the last stage alone has the values of a single
-process."""
+"""Keeps the buffers of modules that belong to no single stage, such as those of the model itself, equal on all ranks.
+Every stage runs the code that writes into them, but only up to the stage's own end, so only the last stage has the
+values that a single process would have."""
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,15 +14,16 @@ from torch import nn
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.pipeline_parallel.shape_only import ShapeOnlyTensor, make_plain, overwrites, reads
-from ringcomm.pipeline_parallel.side_effects import version_of
+from ringcomm.pipeline_parallel.side_effects import TensorShape, version_of
 
 
 class Buffers:
-    """The buffers of cut modules on this rank. After a batch all ranks have the values of the last stage that has any.
+    """The buffers of modules that are split over several stages, on this rank. During a step each stage has its own
+    values; after a batch all ranks have the values of the last stage that has any.
 
     Args:
-        modules: by name.
-        mine: this rank's stages. During a step each of them has its own values.
+        modules: these modules, by name.
+        mine: this rank's stages.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], mine: Sequence[int], stages: int) -> None:
@@ -34,7 +34,7 @@ class Buffers:
         self._read: set[tuple[int, int]] = set()  # (stage, number of a buffer that it read before its end)
 
     def begin(self) -> None:
-        """Begins a batch: notes versions, and makes a copy of the values for each of this rank's stages."""
+        """Begins a batch: records the buffers' versions, and copies their values for each of this rank's stages."""
         here = self._here()
         self._before = [(x, version_of(x)) for x in here]
         self._own = {stage: [x if x is None else x.clone() for x in here] for stage in sorted(self.mine)[:-1]}
@@ -49,8 +49,8 @@ class Buffers:
 
     @contextmanager
     def of(self, stage: int) -> Iterator[Callable[[Any, Any, Any], None]]:
-        """Swaps in the stage's values while it runs; gives a function to call with each torch function and its
-        arguments."""
+        """Gives the buffers the stage's values while it runs. Yields a function that must be called with each function
+        of torch and its arguments, before that function."""
         others = self._here()
         if stage in self._own:
             self._set(self._own[stage])
@@ -71,7 +71,7 @@ class Buffers:
                 self._set(others)
 
     def changed(self) -> list[float]:
-        """Returns, by buffer number, 1 where the batch changed the buffer here, else 0."""
+        """Returns 1 for each buffer that the batch changed on this rank, else 0."""
         now = zip(self._here(), self._before, strict=True)
         return [
             float(x is not old or isinstance(x, ShapeOnlyTensor) or version_of(x) != version)
@@ -80,10 +80,10 @@ class Buffers:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def sync(self, changed: torch.Tensor, comm: Communicator, rank_of: Sequence[int], several: bool) -> None:
-        """Gives all ranks the values of the last stage; a collective where a buffer has changed.
+        """Gives all ranks the values of the last stage; a collective if a buffer has changed.
 
         Args:
-            changed: the result of `changed` on the last stage's rank, as a tensor on the ranks' device.
+            changed: what the method `changed` returned on the last stage's rank, as a tensor on the ranks' device.
             several: whether the batch had several micro-batches.
         Raises: InvalidArgumentError, on all ranks: a stage has read a buffer that a later stage writes.
         """
@@ -91,15 +91,15 @@ class Buffers:
         if not numbers:
             return
         values = {stage: self._own.get(stage, self._here()) for stage in self.mine}
-        mine = [{stage: _shape_and_dtype(its[i]) for stage, its in values.items()} for i in numbers]
-        everyone = [pickle.loads(each) for each in comm.exchange(pickle.dumps(mine))]
+        mine = [{stage: _shape_of(its[i]) for stage, its in values.items()} for i in numbers]
+        everyone = comm.all_gather_object(mine)
         stale = ""
         for at, i in enumerate(numbers):
-            known = {stage: facts for theirs in everyone for stage, facts in theirs[at].items() if facts is not None}
+            known = {stage: found for theirs in everyone for stage, found in theirs[at].items() if found is not None}
             if not known:
                 continue
             stage = max(known)
-            (shape, dtype), owner = known[stage], rank_of[stage]
+            shape, dtype, owner = known[stage].shape, known[stage].dtype, rank_of[stage]
             (module, key, name), before = self._places[i], self._before[i][0]
             here = values[stage][i] if owner == comm.rank else torch.empty(shape, dtype=dtype, device=device)
             data = here.detach().contiguous()
@@ -119,13 +119,14 @@ class Buffers:
                         own.copy_(data)
             elif own is not here:
                 module._buffers[key] = data
-        refusal = next((each.decode() for each in comm.exchange(stale.encode()) if each), None)
+        refusal = next((each for each in comm.all_gather_object(stale) if each), None)
         if refusal is not None:
             raise InvalidArgumentError(refusal)
 
 
-def _shape_and_dtype(x: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
-    return None if x is None or isinstance(x, ShapeOnlyTensor) else (tuple(x.shape), x.dtype)
+def _shape_of(x: Any) -> TensorShape | None:
+    """Returns the shape and type of a buffer that has values here."""
+    return None if x is None or isinstance(x, ShapeOnlyTensor) else TensorShape(tuple(x.shape), x.dtype)
 
 
 def _is_same(x: Any, data: torch.Tensor) -> bool:

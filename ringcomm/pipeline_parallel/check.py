@@ -81,11 +81,11 @@ def check(schedule: Schedule) -> None:
     Raises:  InvalidArgumentError that names the first fault.
     """
     _refuse_ranks(schedule)
-    _refuse_strangers(schedule)
+    _refuse_misplaced(schedule)
     _refuse_incomplete(schedule)
     by_stage = _by_stage(schedule)
     _refuse_disorder(schedule, by_stage)
-    _refuse_other_bits(schedule, by_stage)
+    _refuse_gradient_disorder(schedule, by_stage)
     _refuse_crossed_messages(schedule, by_stage)
     _refuse_deadlock("check", schedule, [len(row) for row in _simulated(schedule, COSTS, 0.0)])
 
@@ -159,7 +159,7 @@ def _refuse_ranks(schedule: Schedule) -> None:
             )
 
 
-def _refuse_strangers(schedule: Schedule) -> None:
+def _refuse_misplaced(schedule: Schedule) -> None:
     for rank, row in enumerate(schedule.rows):
         for action in row:
             if not (0 <= action.stage < schedule.stages and 0 <= action.microbatch < schedule.microbatches):
@@ -208,7 +208,7 @@ def _microbatches(actions: Sequence[Action], kinds: tuple[Kind, ...]) -> list[in
     return [action.microbatch for action in actions if action.kind in kinds]
 
 
-def _refuse_other_bits(schedule: Schedule, by_stage: Sequence[Sequence[Action]]) -> None:
+def _refuse_gradient_disorder(schedule: Schedule, by_stage: Sequence[Sequence[Action]]) -> None:
     wanted = list(range(schedule.microbatches))
     for stage, actions in enumerate(by_stage):
         for kinds in (_GRADIENT, _LAST):
@@ -230,7 +230,7 @@ def _refuse_crossed_messages(schedule: Schedule, by_stage: Sequence[Sequence[Act
         if sent != expected:
             at = next(k for k, (x, y) in enumerate(zip(sent, expected, strict=True)) if x != y)
             got = f"has F{stage}.{expected[at]} where stage {stage - 1} sends micro-batch {sent[at]}"
-            raise _fail(schedule, schedule.rank_of[stage], "the sender's order", got, "order the two alike")
+            raise _fail(schedule, schedule.rank_of[stage], "the sender's order", got, "use one order in both")
 
 
 def _refuse_deadlock(call: str, schedule: Schedule, reached: Sequence[int]) -> None:
@@ -254,7 +254,7 @@ def _refuse_deadlock(call: str, schedule: Schedule, reached: Sequence[int]) -> N
     circle = ", ".join(links[rank] for rank in order[order.index(rank) :])
     raise InvalidArgumentError(
         f"{call}: schedule {schedule.name!r} cannot end, expected no circle of waiting ranks, got {circle}; "
-        "put what is waited for earlier"
+        "move the awaited actions earlier"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import pickle
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -160,13 +159,13 @@ class Pipeline(nn.Module):
         own = {id(p) for p in model.parameters()}
         found = [name for m in modules for name, p in m.named_parameters() if p.requires_grad and id(p) not in own]
         name = found[0] if found else None
-        replies = [pickle.loads(each) for each in self.comm.exchange(pickle.dumps((type(loss).__name__, name)))]
+        replies = self.comm.all_gather_object((type(loss).__name__, name))
         for rank, (kind, theirs) in enumerate(replies):
             if theirs is not None:
                 raise UnsupportedError(
                     f"Pipeline: rank {rank} got the loss {kind} with the parameter {theirs} that wants a gradient, "
-                    "expected none, since the loss is no part of the pipeline and is neither clipped nor saved; make "
-                    "it a module of the model that its last stage calls, or switch its gradients off"
+                    "expected none: the loss is no part of the pipeline, so its parameters would be neither clipped "
+                    "nor saved; make it a module of the model that the last stage calls, or switch its gradients off"
                 )
 
     def _agree(self, stages: Stages, options: tuple[Any, ...]) -> None:
@@ -176,7 +175,7 @@ class Pipeline(nn.Module):
         facts += [f"tied {', '.join(tied.names)}" for tied in stages.tied_params]
         facts += [f"carries {name}" for name in sorted(stages.carry)]
         facts += [f"{name} in stage {stage}" for name, stage in stages.stage_of.items()]
-        theirs = [pickle.loads(each) for each in self.comm.exchange(pickle.dumps(facts))]
+        theirs = self.comm.all_gather_object(facts)
         for rank, other in enumerate(theirs):
             if other != theirs[0]:
                 here, there = next(pair for pair in zip_longest(other, theirs[0]) if pair[0] != pair[1])
@@ -315,7 +314,7 @@ class Pipeline(nn.Module):
         For `ringcomm.pipeline_parallel.picture.draw`. A collective. Times of different ranks are comparable on one host
         only; on a device they are the times at which work was launched.
         """
-        rows = [pickle.loads(each) for each in self.comm.exchange(pickle.dumps(self._clock))]
+        rows = self.comm.all_gather_object(self._clock)
         start = min((row[0][1] for row in rows if row), default=0.0)
         return [[(action, begin - start, end - start) for action, begin, end in row] for row in rows]
 
@@ -340,7 +339,12 @@ def _schedule(schedule: str | Schedule, comm: Communicator, microbatches: int, s
 
 
 class _Step:
-    """One batch on its way through this rank's stages."""
+    """Runs this rank's actions for one batch.
+
+    Args:
+        flat: the sharded model, if `ringcomm.shard` has wrapped the pipeline.
+        computes: whether the last stage computes the loss.
+    """
 
     def __init__(
         self,

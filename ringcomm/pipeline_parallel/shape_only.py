@@ -1,4 +1,4 @@
-"""Tensors without values: they replace the results of earlier stages, whose values lie on other ranks."""
+"""Tensors without values, in place of the results of earlier stages, whose values are on other ranks."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ class ShapeOnlyTensor(torch.Tensor):
 
 
 class _NumberGuard(TorchDispatchMode):
-    """Inside, a function that uses a shape-only tensor as a number, such as a length, raises: torch would read its
-    value."""
+    """While it is on, a function that uses a shape-only tensor as a number, such as a length, raises, because torch
+    would read its value."""
 
     def __init__(self, func: Any) -> None:
         super().__init__()
@@ -121,8 +121,8 @@ class _NumberGuard(TorchDispatchMode):
 
 
 class ValueGuard(TorchFunctionMode):
-    """Inside, a function whose only shape-only arguments are used as numbers raises too: torch does not call an
-    argument's class then, but reads its value.
+    """While it is on, a function also raises if all of its shape-only arguments are used as numbers: torch reads their
+    values then, without calling the arguments' class.
 
     Args:
         before: called with each function and its arguments, before the function.

@@ -27,13 +27,13 @@ from ringcomm.modules.notes import NAME
 _OWN = {*vars(nn.Module()), NAME, "_flat_weights", "_flat_weight_refs"}
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _FOREIGN = ("torch", "ringcomm", "logging", "threading", "multiprocessing", "concurrent", "asyncio")
-"""Packages whose objects are not inspected, since what they record is not a result of the model."""
+"""Packages whose objects are not inspected, because they hold no results of the model."""
 _OPENED = 3  # how many levels of objects in attributes are inspected; objects in arguments are inspected at all levels
 Location = tuple[Any, ...]
 """The location of a container: the name of a module, or None for the arguments of the call, followed by keys."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SideEffect:
     """One side effect of a call.
 
@@ -56,15 +56,15 @@ class SideEffect:
     written: bool = False
 
 
-@dataclass(frozen=True)
-class Shape:
+@dataclass(frozen=True, slots=True)
+class TensorShape:
     """Placeholder of a tensor that stays on its rank: its shape and type."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CarriedTensor:
     """Placeholder of a tensor that is sent from stage to stage up to the last one: its number among the carried
     tensors."""
@@ -72,7 +72,7 @@ class CarriedTensor:
     number: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class UnsentObject:
     """Placeholder of an object that is neither a tensor nor a plain value: if it was an argument of the module, its
     position or name among the arguments; else the name of its class, and of the module that made it."""
@@ -82,11 +82,11 @@ class UnsentObject:
     of: str = ""
 
 
-PLACEHOLDERS = (Shape, CarriedTensor, UnsentObject)
+PLACEHOLDERS = (TensorShape, CarriedTensor, UnsentObject)
 
 
 class MissingObject:
-    """Replaces an object that was not sent on a later stage; every use of it raises."""
+    """What a later stage has in place of an object that was not sent; every use of it raises."""
 
     def __init__(self, original: UnsentObject) -> None:
         vars(self)["original"] = original
@@ -101,7 +101,7 @@ class MissingObject:
         )
         raise InvalidArgumentError(
             f"Pipeline: got a use of a {original.kind} {of}, expected tensors and plain values in tuples, lists, "
-            "dicts or dataclasses, which later stages can be told of; make it a dataclass, or pass inputs on every rank"
+            "dicts or dataclasses, which are sent to later stages; make it a dataclass, or pass inputs on every rank"
         )
 
     __getattr__ = __setattr__ = __delattr__ = __call__ = refuse

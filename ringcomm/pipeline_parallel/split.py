@@ -176,8 +176,8 @@ def _refuse_other_name(model: nn.Module, known: Sequence[str], name: str) -> Non
     first = next((each for each in known if model.get_submodule(each) is module), "") if module is not None else ""
     if first:
         raise InvalidArgumentError(
-            f"split: got {shown(name)}, which is {first} once more, expected the first name of each module; calls of a "
-            "shared module must lie in one stage: cut elsewhere, or give each place a module of its own"
+            f"split: got {shown(name)}, which is {first} under another name, expected the first name of each module; "
+            "calls of a shared module must lie in one stage: cut elsewhere, or give each place a module of its own"
         )
 
 

@@ -36,8 +36,8 @@ from ringcomm.pipeline_parallel.shape_only import (
 from ringcomm.pipeline_parallel.side_effects import (
     CarriedTensor,
     MissingObject,
-    Shape,
     SideEffect,
+    TensorShape,
     UnsentObject,
     apply_effect,
     can_be_sent,
@@ -53,10 +53,11 @@ from ringcomm.pipeline_parallel.side_effects import (
 from ringcomm.pipeline_parallel.split import Chain, Stages
 
 ANY = -1
+"""In place of a checksum: any values will do."""
 
 
 def recorded(tree: Any, origin: str = "", given: Mapping[Any, Any] | None = None) -> Any:
-    """Returns a nest with a `Shape` for each tensor, and a placeholder for all else that is not a plain value.
+    """Returns a nest with a `TensorShape` for each tensor, and a placeholder for all else that is not a plain value.
 
     Args:
         origin: the module that made the nest.
@@ -65,14 +66,14 @@ def recorded(tree: Any, origin: str = "", given: Mapping[Any, Any] | None = None
 
     def each(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
-            return Shape(tuple(x.shape), x.dtype)
+            return TensorShape(tuple(x.shape), x.dtype)
         return x if is_plain(x) else _not_sent(x, origin, given or {})
 
     return map_nest(each, tree)
 
 
-@dataclass(frozen=True)
-class Call:
+@dataclass(frozen=True, slots=True)
+class CallRecord:
     """The record of a call of one of this stage's modules, which later stages receive.
 
     Attributes:
@@ -87,7 +88,7 @@ class Call:
     effects: tuple[SideEffect, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StageMetadata:
     """The data that a stage sends to the next besides tensors.
 
@@ -107,8 +108,8 @@ class StageMetadata:
 
     leaves: tuple[tuple[str, Any] | None, ...]
     inputs: Any
-    usual: Shape
-    calls: Mapping[str, tuple[Call, ...]]
+    usual: TensorShape
+    calls: Mapping[str, tuple[CallRecord, ...]]
     carried: int
     draws: tuple[tuple[str, CarriedTensor | None], ...] = ()
     share: Fraction | None = None
@@ -128,12 +129,14 @@ class _StageBoundary(BaseException):
 
 @dataclass
 class _StageRun:
+    """The state of one forward pass through one stage."""
+
     stage: int
     metadata: StageMetadata | None
     received: list[torch.Tensor]
     entered: bool
     grads: bool  # whether gradients are on
-    calls: dict[str, list[Call]] = field(default_factory=dict)  # of modules of this stage and earlier ones
+    calls: dict[str, list[CallRecord]] = field(default_factory=dict)  # of modules of this stage and earlier ones
     replayed: Counter[str] = field(default_factory=Counter)  # calls of modules of earlier stages, so far
     carried: list[torch.Tensor] = field(default_factory=list)  # to the last stage, from this one and earlier ones
     versions: list[int] = field(default_factory=list)  # versions of the carried tensors after the last call of a module
@@ -155,7 +158,7 @@ class _StageRun:
 
 
 class StageRunner:
-    """The model on this rank.
+    """Runs this rank's stages of a model, one at a time.
 
     Args:
         mine: this rank's stages. The parameters of all other modules are freed.
@@ -362,7 +365,7 @@ class StageRunner:
                 if run.entered and run.replayed[name]:
                     raise InvalidArgumentError(
                         f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward called {name} of stage "
-                        f"{stage} once more, expected modules of its own; cut the model where all calls of a module "
+                        f"{stage} again, expected modules of its own; cut the model where all calls of a module "
                         "lie in one stage, or give each call a module of its own"
                     )
                 if run.entered:
@@ -428,7 +431,7 @@ class StageRunner:
                 self._carry_again(run, each.value)
         effects = tuple(replace(each, value=self._value_of(run, each, name)) for each in found)
         shown = self._as_recorded(run, output, name, {**dict(enumerate(args)), **kwargs})
-        run.calls.setdefault(name, []).append(Call(shown, tuple(hooked), effects))
+        run.calls.setdefault(name, []).append(CallRecord(shown, tuple(hooked), effects))
         run.versions = [version_of(x) for x in run.carried]
         return output
 
@@ -542,7 +545,7 @@ class StageRunner:
         assert run.metadata is not None
         calls, number = run.metadata.calls.get(name, ()), run.replayed[name]
         run.replayed[name] += 1
-        call = calls[min(number, len(calls) - 1)] if calls else Call(run.metadata.usual)
+        call = calls[min(number, len(calls) - 1)] if calls else CallRecord(run.metadata.usual)
         places = []
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         lasting = [each for each in call.effects if not each.written]
@@ -550,7 +553,7 @@ class StageRunner:
             try:
                 places.append(container_at(self.model, args, kwargs, each.place))
             except LookupError:
-                raise self._wrong(run.stage, f"has no place for what {name} leaves", "the same code on all") from None
+                raise self._wrong(run.stage, f"lacks what {name} has written into", "the same code on all") from None
             apply_effect(places[-1], each, self._materialized(each.value, name))
         for each in call.effects:
             if each.written:
@@ -584,7 +587,7 @@ class StageRunner:
             if isinstance(x, CarriedTensor):
                 assert run is not None
                 return run.carried[x.number]
-            return shape_only(x.shape, x.dtype, device, origin, self._memory) if isinstance(x, Shape) else x
+            return shape_only(x.shape, x.dtype, device, origin, self._memory) if isinstance(x, TensorShape) else x
 
         return map_nest(each, tree)
 
@@ -621,7 +624,7 @@ class StageRunner:
                 "modules that make what it is given in split(..., carry=[...]), as for dataclasses"
             )
         usual = recorded((sent or run.carried)[0]) if run.metadata is None else run.metadata.usual
-        calls = {name: tuple(its) for name, its in run.calls.items() if any(call != Call(usual) for call in its)}
+        calls = {name: tuple(its) for name, its in run.calls.items() if any(call != CallRecord(usual) for call in its)}
         sent += map(_sendable, run.carried)
         return sent, StageMetadata(tuple(facts), inputs, usual, calls, len(run.carried), tuple(run.draws))
 
@@ -740,13 +743,13 @@ def _is_equal(a: Any, b: Any) -> bool:
 
 def _is_other_input(mine: Any, theirs: Any) -> bool:
     """Returns whether two leaves of results of `recorded` differ."""
-    if isinstance(theirs, Shape):
-        return mine != theirs and (mine is None or isinstance(mine, Shape))
+    if isinstance(theirs, TensorShape):
+        return mine != theirs and (mine is None or isinstance(mine, TensorShape))
     return is_plain(mine) and is_plain(theirs) and not _is_equal(mine, theirs)
 
 
 def _input(x: Any) -> str:
-    return f"a tensor of shape {x.shape} and {x.dtype}" if isinstance(x, Shape) else repr(x)
+    return f"a tensor of shape {x.shape} and {x.dtype}" if isinstance(x, TensorShape) else repr(x)
 
 
 def _refuse_hidden(effect: SideEffect) -> None:
@@ -758,7 +761,7 @@ def _refuse_hidden(effect: SideEffect) -> None:
         raise UnsupportedError(
             f"Pipeline: got {type(effect.value).__name__} in {where}{''.join(f'[{key!r}]' for key in keys if key)}, "
             "left by a module beside its result, expected tensors and plain values in lists, dicts or dataclasses, "
-            "which later stages can be told of; leave the tensors themselves there"
+            "which are sent to later stages; leave the tensors themselves there"
         )
 
 

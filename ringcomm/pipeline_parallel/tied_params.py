@@ -1,5 +1,5 @@
-"""Gives a parameter that several stages use, such as an embedding that is also the output layer's weight, one
-gradient."""
+"""Adds up the gradients of a parameter that several stages use, such as an embedding that is also the weight of the
+output layer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ringcomm.pipeline_parallel.split import TiedParam
 
 
 class TiedParams:
-    """This rank's share of the parameters that several stages use.
+    """The tied parameters of this rank's stages.
 
     While a step runs, forward passes use a placeholder of each parameter, which collects its gradients. At the end the
-    rank of the first stage adds the gradients of all ranks, in the order of their stages, and every rank gets the sum
-    as its gradient.
+    rank of the first stage adds the gradients of all ranks, in the order of their stages, and sends the sum to the
+    other ranks.
 
     Args:
         exact: whether gradients are added for each micro-batch, from the last use to the first, which gives the bits of
@@ -47,15 +47,14 @@ class TiedParams:
         self.unsent = {*range(len(tied_params))}  # numbers of tied parameters, the same on every rank
 
     def broadcast_values(self) -> None:
-        """Sends the first stage's values to all ranks, so that they agree however each rank initialised them; a
-        collective, also of the ranks that share shards. A parameter on meta is sent before the first step in which it
-        is on meta nowhere.
+        """Sends the first stage's values to all ranks, because each rank may have initialised the parameter otherwise;
+        a collective, also of the ranks that share shards. A parameter that is on the meta device on some rank is sent
+        later, before the first step in which no rank has it on meta.
         """
         if not self.unsent:
             return
         on_meta = [tied.number for tied in self.local if tied.number in self.unsent and tied.is_meta]
-        replies = self.messages.comm.exchange(" ".join(map(str, on_meta)).encode())
-        later = {int(number) for each in replies for number in each.split()}
+        later = {number for each in self.messages.comm.all_gather_object(on_meta) for number in each}
         for tied in self.local:
             if tied.number in self.unsent - later:
                 tied.send_value()
@@ -69,7 +68,7 @@ class TiedParams:
 
     @contextmanager
     def with_placeholders(self) -> Iterator[None]:
-        """Puts placeholders in the places of parameters for the length of a step."""
+        """Replaces the parameters by placeholders for one step."""
         try:
             for tied in self.local:
                 tied.enter()
@@ -79,19 +78,19 @@ class TiedParams:
                 tied.leave()
 
     def of_stage(self, stage: int) -> Iterator[_LocalTiedParam]:
-        """Yields the trained ones that a stage uses."""
+        """Yields the tied parameters of a stage that are trained."""
         return (tied for tied in self.local if tied.param.requires_grad and stage in tied.here)
 
     def reduce_grads(self) -> None:
-        """After all backward passes: gives every rank's parameters the sum; a collective of the ranks that share
-        them."""
+        """Gives every rank's parameters the sums of the gradients, after all backward passes; a collective of the
+        ranks that share a parameter."""
         for tied in self.local:
             if tied.param.requires_grad:
                 tied.reduce_grads()
 
 
 class _LocalTiedParam:
-    """One tied parameter on one of its ranks. Adds up the gradients of the ranks once a step.
+    """One tied parameter on this rank. The gradients of its ranks are added once a step.
 
     Args:
         number: its number among the model's tied parameters, the same on every rank.
@@ -141,13 +140,13 @@ class _LocalTiedParam:
         return param
 
     def enter(self) -> None:
-        """Begins a step: puts the placeholder in the parameter's place."""
+        """Begins a step: replaces the parameter by a placeholder."""
         self.param = self._current()
         self._install(self.param.detach().requires_grad_(self.param.requires_grad))
         self.total: torch.Tensor | None = None  # of 16-bit gradients, in float32
 
     def leave(self) -> None:
-        """Ends a step: puts the parameter back."""
+        """Ends a step: restores the parameter."""
         self._install(self.param)
 
     def _install(self, x: torch.Tensor) -> None:
@@ -165,7 +164,7 @@ class _LocalTiedParam:
         return self.messages.receive_tied(like.new_empty(like.shape), rank, self._row(stage))
 
     def _send_sum(self, total: torch.Tensor | None, rank: int, stage: int = 0) -> None:
-        """Sends a byte that tells whether there is a gradient, then the gradient."""
+        """Sends a byte, 1 if there is a gradient, and then the gradient."""
         there = torch.tensor([total is not None], dtype=torch.uint8, device=self.messages.device)
         self.messages.send_tied(there, rank, self._row(stage), counts=False)
         if total is not None:
@@ -194,7 +193,8 @@ class _LocalTiedParam:
             self.placeholder.grad = None
 
     def reduce_grads(self) -> None:
-        """Receives one sum from each further rank, and sends the total back; sums that do not exist are not sent."""
+        """On the first stage's rank: receives a sum from each other rank, and sends the total to them. A rank without
+        a gradient sends none."""
         total = self.placeholder.grad if self.total is None else self.total
         wide = torch.float32 if self.param.dtype.itemsize < 4 else self.param.dtype
         like = torch.empty((), dtype=wide, device=self.messages.device).expand(self.placeholder.shape)

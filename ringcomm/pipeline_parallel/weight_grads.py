@@ -41,7 +41,8 @@ def backward(
 
 
 class DeferWeightGrads(TorchFunctionMode):
-    """Inside, linear layers leave the gradients of their weights in ``deferred``, with autograd's bits.
+    """While it is on, linear layers put the computation of their weights' gradients into ``deferred``. The gradients
+    have the bits that autograd would compute.
 
     This applies to calls of torch.nn.functional.linear, and of torch.addmm as transformers' Conv1D makes them, on
     parameters themselves. Everything else gets its gradients at once: calls whose arguments autocast converts; weights
@@ -100,7 +101,7 @@ def _trained(nest: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer; ``turned``: its weight has the shape (in, out)."""
+    """A linear layer; ``transposed``: its weight has the shape (in, out)."""
 
     @staticmethod
     def forward(
@@ -109,12 +110,12 @@ class _Linear(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         deferring: DeferWeightGrads,
-        turned: bool,
+        transposed: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.own = weight, bias  # a checkpoint returns other objects from saved_tensors
-        ctx.deferring, ctx.turned = deferring, turned
-        if turned:
+        ctx.deferring, ctx.transposed = deferring, transposed
+        if transposed:
             assert bias is not None
             return torch.addmm(bias, x, weight)
         return F.linear(x, weight, bias)
@@ -123,11 +124,11 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, values = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
-        turned = ctx.turned
+        transposed = ctx.transposed
 
         def of_weight() -> torch.Tensor:
             inputs = x.detach().reshape(-1, x.shape[-1])
-            return inputs.t().mm(rows) if turned else rows.t().mm(inputs)
+            return inputs.t().mm(rows) if transposed else rows.t().mm(inputs)
 
         def of_bias() -> torch.Tensor:
             return rows.sum(0)
@@ -139,12 +140,12 @@ class _Linear(torch.autograd.Function):
             now.append(gradient() if others else None)
             if wanted and not others:
                 ctx.deferring.deferred.append((p, gradient))
-        dx = _of_input(rows, values.t() if turned else values, x).view(x.shape) if ctx.needs_input_grad[0] else None
+        dx = _of_input(rows, values.t() if transposed else values, x).view(x.shape) if ctx.needs_input_grad[0] else None
         return dx, *now, None, None
 
 
 def _of_input(rows: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Computes the input's gradient as autograd does, whose kernel depends on whether the input is column-major."""
     inputs = x.reshape(-1, x.shape[-1])
-    turned = inputs.stride() == (1, inputs.shape[0])
-    return weight.t().mm(rows.t()).t() if turned else rows.mm(weight)
+    column_major = inputs.stride() == (1, inputs.shape[0])
+    return weight.t().mm(rows.t()).t() if column_major else rows.mm(weight)

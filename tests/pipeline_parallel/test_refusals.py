@@ -618,7 +618,7 @@ class OfState(Block):
         ("dataclass", "blocks.2", "no tensor on but State"),
         ("skipped", "blocks.2", "at modules that every forward pass calls"),
         ("shared", "blocks.1", "give each call a module of its own"),
-        ("shared", "blocks.2", "which is blocks.0 once more"),
+        ("shared", "blocks.2", "which is blocks.0 under another name"),
         ("target", "blocks.2", "by name: what has none goes to forward"),
     ],
 )

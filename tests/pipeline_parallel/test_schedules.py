@@ -314,7 +314,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "two ranks wait for each other": (
         lambda: with_row(gpipe(2, 2), 0, "F0.0 B0.0 F0.1 B0.1"),
         r"^check: schedule 'gpipe' cannot end, expected no circle of waiting ranks, got "
-        r"rank 0 with B0.0 for B1.0 of rank 1, rank 1 with F1.1 for F0.1 of rank 0; put what is waited for earlier$",
+        r"rank 0 with B0.0 for B1.0 of rank 1, rank 1 with F1.1 for F0.1 of rank 0; move the awaited actions earlier$",
     ),
 }
 
@@ -334,7 +334,7 @@ def test_a_schedule_that_cannot_end_has_no_times() -> None:
     with pytest.raises(InvalidArgumentError, match=r"^times: .* rank 1 waits with F1.0, expected F0.0 on rank 0, got"):
         times(lacking)
     backwards = with_row(gpipe(1, 1), 0, "B0.0 F0.0")
-    with pytest.raises(InvalidArgumentError, match=r"^times: .* got rank 0 with B0.0 for F0.0 of rank 0; put"):
+    with pytest.raises(InvalidArgumentError, match=r"^times: .* got rank 0 with B0.0 for F0.0 of rank 0; move"):
         times(backwards)
 
 

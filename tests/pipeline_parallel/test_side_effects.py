@@ -865,7 +865,7 @@ def test_a_module_that_is_called_again_behind_the_cut(carry: list[str]) -> None:
         pipe = Pipeline(ringcomm.split(models[comm.rank], ["blocks.1"], carry=carry), comm, microbatches=1)
         with pytest.raises((InvalidArgumentError, AbortedError)) as error:
             pipe.step(torch.ones(2, DIM))
-        assert "rank 1 ran stage 1, whose forward called blocks.0 of stage 0 once more" in str(error.value)
+        assert "rank 1 ran stage 1, whose forward called blocks.0 of stage 0 again" in str(error.value)
 
     ringcomm.run_ranks(rank_main, 2, ranks="threads", timeout=30)
 
