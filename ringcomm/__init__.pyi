@@ -17,7 +17,7 @@ from ringcomm.comm.work import Work as Work
 from ringcomm.comm.work import wait_all as wait_all
 from ringcomm.comm.work import wait_any as wait_any
 from ringcomm.context.attention import ring_attention as ring_attention
-from ringcomm.context.mode import context_parallel as context_parallel
+from ringcomm.context.parallel import context_parallel as context_parallel
 from ringcomm.data_parallel import hooks as hooks
 from ringcomm.data_parallel.asynchronous import AsynchronousDataParallel as AsynchronousDataParallel
 from ringcomm.data_parallel.ddp import DistributedDataParallel as DistributedDataParallel

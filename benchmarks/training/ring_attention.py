@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 import ringcomm
 from ringcomm.context import ring_attention, shard_sequence
-from ringcomm.context.blocks import FLASH_CPU, Scores, merge
+from ringcomm.context.blocks import FLASH_CPU, ScoreParams, merge
 from ringcomm.context.sequence import Block, block_of
 
 TOLERANCE = 1e-5  # relative to the largest value
@@ -57,8 +57,8 @@ class GatherFirst(torch.autograd.Function):
         out = lse = q
         for source, block in GatherFirst.blocks(comm, q.shape[2]):
             keys, values = whole[source][:, :, :, block.keys]
-            how = Scores(block.causal, q.shape[-1] ** -0.5)
-            part = FLASH_CPU.forward(q[:, :, block.rows], keys, values, how)
+            params = ScoreParams(block.causal, q.shape[-1] ** -0.5)
+            part = FLASH_CPU.forward(q[:, :, block.rows], keys, values, params)
             if source == comm.rank:
                 out, lse = part
             else:
@@ -74,8 +74,8 @@ class GatherFirst(torch.autograd.Function):
         for source, block in GatherFirst.blocks(ctx.comm, q.shape[2]):
             upper, queries, output, total = (x[:, :, block.rows] for x in (grad, q, out, lse))
             keys, values = whole[source][:, :, :, block.keys]
-            how = Scores(block.causal, q.shape[-1] ** -0.5)
-            parts = FLASH_CPU.backward(upper, queries, keys, values, output, total, how)
+            params = ScoreParams(block.causal, q.shape[-1] ** -0.5)
+            parts = FLASH_CPU.backward(upper, queries, keys, values, output, total, params)
             of_q[:, :, block.rows] += parts[0]
             grads[source][:, :, :, block.keys] += torch.stack(parts[1:])
         mine = torch.empty_like(grads[0])

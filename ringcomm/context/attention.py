@@ -20,8 +20,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.context.blocks import FLOATS, Kernel, Scores, kernel_for, merge, wide_type, with_dense_rows
-from ringcomm.context.ring import Link, Pair, Sums
+from ringcomm.context.blocks import FLOATS, Kernel, ScoreParams, kernel_for, merge, wide_type, with_dense_rows
+from ringcomm.context.ring import GRADS, Ring, RingBuffer
 from ringcomm.context.sequence import Block, blocks_of, check_layout
 from ringcomm.errors import DeviceError, DtypeError, ShapeError, UnsupportedError
 from ringcomm.modules.arguments import TENSOR
@@ -40,7 +40,7 @@ def num_calls() -> int:
 
 
 _Visit = tuple[int, torch.Tensor, torch.Tensor, list[Block]]
-"""A rank, its keys and values, and the blocks of them that this rank's queries attend to."""
+"""A rank, its keys, its values, and the blocks of these that this rank's queries attend to."""
 
 
 @expects(
@@ -112,11 +112,11 @@ def ring_attention(
     q, k, v = _autocast(q, k, v)
     _check(q, k, v, comm, layout)
     _check_key_mask(key_mask, k, comm)
-    how = Scores(causal, 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale), softcap)
+    params = ScoreParams(causal, 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale), softcap)
     if window is not None and window >= k.shape[2] * comm.world_size:
         window = None  # it hides nothing
     kernel = kernel_for(q, k, v, softcap, masked=window is not None or key_mask is not None)
-    call = _Call(Link(comm, overlap), kernel, how, layout, window, key_mask)
+    call = _AttentionCall(Ring(comm, overlap), kernel, params, layout, window, key_mask)
     _THREAD.num_calls = num_calls() + 1
     return _RingAttention.apply(q, k, v, call)
 
@@ -158,11 +158,11 @@ def cached_attention(
     visible = (ahead <= 0 if comm.rank == 0 else torch.ones_like(ahead, dtype=torch.bool))[None, None]
     if key_mask is not None:
         visible = visible & key_mask[:, None, None, :count]
-    how = Scores(False, 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale), softcap, visible)
+    params = ScoreParams(False, 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale), softcap, visible)
     q, k, v = with_dense_rows(q, k, v)
     _THREAD.num_calls = num_calls() + 1
     with torch.autocast(q.device.type, enabled=False):
-        out, lse = kernel_for(q, k, v, softcap, masked=True).forward(q, k, v, how)
+        out, lse = kernel_for(q, k, v, softcap, masked=True).forward(q, k, v, params)
         mine = torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1)
         every = mine.new_empty((comm.world_size, *mine.shape))
         comm.all_gather(mine, out=every)
@@ -220,61 +220,66 @@ def _check_key_mask(mask: torch.Tensor | None, k: torch.Tensor, comm: Communicat
         )
 
 
-class _Call:
-    """One ring attention: the ring, the kernel and the arguments.
+class _AttentionCall:
+    """One call of `ring_attention`, for its forward and its backward pass.
 
     Args:
-        seen: the key_mask of this rank's keys (B, S/W), until `forward` has gathered those of all ranks; None: all are
-            seen.
+        seen: the key_mask of this rank's keys (B, S/W); None: all keys are seen.
     """
 
     def __init__(
-        self, link: Link, kernel: Kernel, how: Scores, layout: str, window: int | None, seen: torch.Tensor | None
+        self,
+        ring: Ring,
+        kernel: Kernel,
+        params: ScoreParams,
+        layout: str,
+        window: int | None,
+        seen: torch.Tensor | None,
     ) -> None:
-        self.link, self.kernel, self.how = link, kernel, how
+        self.ring, self.kernel, self.params = ring, kernel, params
         self.layout, self.window = layout, window
         self.seen = seen
-        self.masks: list[torch.Tensor | None] = [None] * link.world_size  # by rank; None: all of its keys are seen
+        self.masks: list[torch.Tensor | None] = [None] * ring.world_size  # by rank; None: all of its keys are seen
 
     def facts(self, which: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
         """Returns the facts that must be equal on all ranks, as text."""
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} of {q.dtype}"
-        more = f"window={self.window}, softcap={self.how.softcap}, {'no ' if self.seen is None else ''}key_mask"
-        return f"{which} of {shapes}, causal={self.how.causal}, scale={self.how.scale!r}, {self.layout}, {more}"
+        more = f"window={self.window}, softcap={self.params.softcap}, {'no ' if self.seen is None else ''}key_mask"
+        return f"{which} of {shapes}, causal={self.params.causal}, scale={self.params.scale!r}, {self.layout}, {more}"
 
     def blocks(self, which: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[_Visit]:
         """Yields every rank's keys, this rank's own first; the next ones arrive while the caller computes."""
-        link = self.link
-        for source, keys, values in link.travel(self.facts(which, q, k, v), k, v):
-            args = (q.shape[2], self.how.causal, self.layout, link.world_size, self.window)
-            yield source, keys, values, blocks_of(link.rank, source, *args)
+        ring = self.ring
+        for source, keys, values in ring.travel(self.facts(which, q, k, v), k, v):
+            args = (q.shape[2], self.params.causal, self.layout, ring.world_size, self.window)
+            yield source, keys, values, blocks_of(ring.rank, source, *args)
 
     def collect_masks(self) -> None:
         """Gathers every rank's key_mask; a collective."""
         if self.seen is None:
             return
-        every = self.seen.new_empty((self.link.world_size, *self.seen.shape))
-        self.link.comm.all_gather(self.seen.contiguous().view(torch.uint8), out=every.view(torch.uint8))
+        every = self.seen.new_empty((self.ring.world_size, *self.seen.shape))
+        self.ring.comm.all_gather(self.seen.contiguous().view(torch.uint8), out=every.view(torch.uint8))
         unmasked = every.flatten(1).all(1).tolist()
         self.masks = [None if done else mask for done, mask in zip(unmasked, every, strict=True)]
 
-    def scores(self, source: int, block: Block, device: torch.device) -> Scores:
-        """Returns how the scores of the block are computed."""
+    def scores(self, source: int, block: Block, device: torch.device) -> ScoreParams:
+        """Returns the parameters of the block's scores."""
         mask = self.masks[source]
         if mask is None and block.distance is None:
-            return self.how._replace(causal=block.causal)
+            return self.params._replace(causal=block.causal)
         visible = block.visible(self.window, device)
         if mask is not None:
             keys = mask[:, None, None, block.keys]
             visible = keys if visible is None else visible & keys
-        return self.how._replace(causal=False, visible=visible)
+        return self.params._replace(causal=False, visible=visible)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the output, and the log-sum-exp over all keys, both in the wide type."""
         wide = wide_type(q.dtype)
         out = lse = None
         for source, keys, values, blocks in self.blocks("forward", q, k, v):
-            if source == self.link.rank:
+            if source == self.ring.rank:
                 self.collect_masks()
             for block in blocks:
                 parts = (q[:, :, block.rows], keys[:, :, block.keys], values[:, :, block.keys])
@@ -304,31 +309,38 @@ class _Call:
         """Returns the gradients of q, k and v, in the wide type."""
         wide = wide_type(q.dtype)
         of_q = torch.zeros(q.shape, dtype=wide, device=q.device)
-        own = Pair.empty_like(k, v, wide)
-        own.flat.zero_()
-        sums = Sums(self.link, k, v, wide)
+        own_keys, own_values = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
+        sums = None  # gradients of the current keys and values over the ranks that these have visited
         for source, keys, values, blocks in self.blocks("backward", q, k, v):
             found = []
             for block in blocks:  # computed while the sums are travelling
                 upper, queries, output, total = (x[:, :, block.rows] for x in (grad, q, out, lse))
                 parts = (upper, queries, keys[:, :, block.keys], values[:, :, block.keys], output, total)
                 found.append(self.kernel.backward(*parts, self.scores(source, block, q.device)))
-            into = own if source == self.link.rank else sums.take()
+            if source == self.ring.rank:
+                of_k, of_v = own_keys, own_values
+            else:
+                if sums is None:
+                    sums = RingBuffer(self.ring, GRADS, k, v, wide)
+                    sums.flat.zero_()
+                else:
+                    sums.receive()
+                of_k, of_v = sums.keys, sums.values
             for block, (of_rows, of_keys, of_values) in zip(blocks, found, strict=True):
                 of_q[:, :, block.rows] += of_rows
-                into.keys[:, :, block.keys] += of_keys
-                into.values[:, :, block.keys] += of_values
-            if source != self.link.rank:
-                sums.pass_on()
-        if self.link.world_size > 1:
-            home = sums.take()
-            return of_q, home.keys.add_(own.keys), home.values.add_(own.values)
-        return of_q, own.keys, own.values
+                of_k[:, :, block.keys] += of_keys
+                of_v[:, :, block.keys] += of_values
+            if sums is not None:
+                sums.send()
+        if sums is None:
+            return of_q, own_keys, own_values
+        sums.receive()
+        return of_q, sums.keys.add_(own_keys), sums.values.add_(own_values)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> torch.Tensor:
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _AttentionCall) -> torch.Tensor:
         q, k, v = with_dense_rows(q, k, v)
         with torch.autocast(q.device.type, enabled=False):
             out, lse = call.forward(q, k, v)

@@ -20,10 +20,10 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _GREATEST_HEAD_DIM = 192  # largest head_dim for the fused kernel on CUDA; above it, some devices have no backward
 
 
-class Scores(NamedTuple):
-    """How a score is computed from the product of a query and a key.
+class ScoreParams(NamedTuple):
+    """The parameters of attention scores, which are computed from the product of a query and a key.
 
-    Args:
+    Attributes:
         causal: whether to apply a causal mask; only for a square block.
         softcap: scores become softcap tanh(score / softcap).
         visible: (B or 1, 1, S, T), True where a query sees a key; causal is False then. None: everywhere.
@@ -35,12 +35,12 @@ class Scores(NamedTuple):
     visible: torch.Tensor | None = None
 
 
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Scores], tuple[torch.Tensor, torch.Tensor]]
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ScoreParams], tuple[torch.Tensor, torch.Tensor]]
 """Computes the output (B, H, S, D) and log-sum-exp (B, H, S) of queries (B, H, S, D), keys and values (B, Hkv, T, D).
 
 A query that sees no key has the output 0 and the log-sum-exp -inf."""
 Backward = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Scores],
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, ScoreParams],
     tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ]
 """Computes a block's part of the gradients of q, k and v, from the gradient of the output, q, k, v, the complete output
@@ -97,18 +97,22 @@ def merge(out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, block_l
 # ---- fused -------------------------------------------------------------------------------------------------------
 
 
-def _additive(how: Scores, dtype: torch.dtype) -> torch.Tensor | None:
+def _additive(params: ScoreParams, dtype: torch.dtype) -> torch.Tensor | None:
     """Returns the mask in the form that torch's kernel adds to scores."""
-    if how.visible is None:
+    if params.visible is None:
         return None
-    return torch.zeros(how.visible.shape, dtype=dtype, device=how.visible.device).masked_fill_(~how.visible, -math.inf)
+    return torch.zeros(params.visible.shape, dtype=dtype, device=params.visible.device).masked_fill_(
+        ~params.visible, -math.inf
+    )
 
 
-def _flash_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Scores) -> tuple[torch.Tensor, torch.Tensor]:
+def _flash_cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: ScoreParams
+) -> tuple[torch.Tensor, torch.Tensor]:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = flash(q, k, v, 0.0, how.causal, attn_mask=_additive(how, q.dtype), scale=how.scale)
-    if how.visible is not None:
-        lse = lse.masked_fill(~how.visible.any(-1), -math.inf)  # where the kernel returns 0
+    out, lse = flash(q, k, v, 0.0, params.causal, attn_mask=_additive(params, q.dtype), scale=params.scale)
+    if params.visible is not None:
+        lse = lse.masked_fill(~params.visible.any(-1), -math.inf)  # where the kernel returns 0
     return out, lse
 
 
@@ -119,16 +123,18 @@ def _flash_cpu_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    how: Scores,
+    params: ScoreParams,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    mask = _additive(how, q.dtype)
-    return flash(grad, q, k, v, out, lse, 0.0, how.causal, attn_mask=mask, scale=how.scale)
+    mask = _additive(params, q.dtype)
+    return flash(grad, q, k, v, out, lse, 0.0, params.causal, attn_mask=mask, scale=params.scale)
 
 
-def _flash_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Scores) -> tuple[torch.Tensor, torch.Tensor]:
+def _flash_cuda(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: ScoreParams
+) -> tuple[torch.Tensor, torch.Tensor]:
     flash = torch.ops.aten._scaled_dot_product_flash_attention
-    out, lse, *_ = flash(q, k, v, 0.0, how.causal, False, scale=how.scale)
+    out, lse, *_ = flash(q, k, v, 0.0, params.causal, False, scale=params.scale)
     return out, lse
 
 
@@ -139,33 +145,33 @@ def _flash_cuda_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    how: Scores,
+    params: ScoreParams,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of dropout, which is off
     rows, keys = q.shape[2], k.shape[2]
     lse = lse.contiguous()  # the kernel ignores its strides
     return flash(
-        grad, q, k, v, out, lse, None, None, rows, keys, 0.0, how.causal, unused, unused, scale=how.scale
+        grad, q, k, v, out, lse, None, None, rows, keys, 0.0, params.causal, unused, unused, scale=params.scale
     )  # None: all sequences have one length
 
 
 # ---- plain -------------------------------------------------------------------------------------------------------
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, how: Scores) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _scores(q: torch.Tensor, k: torch.Tensor, params: ScoreParams) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns the scores as (B, Hkv, G S, T) in the wide type, with G query heads for each key head, -inf where masked.
 
     The second result is the slope of the softcap, or None without one.
     """
-    scores = (q @ k.transpose(-1, -2)) * how.scale
+    scores = (q @ k.transpose(-1, -2)) * params.scale
     slope = None
-    if how.softcap is not None:
-        scores = scores.div_(how.softcap).tanh_()
+    if params.softcap is not None:
+        scores = scores.div_(params.softcap).tanh_()
         slope = 1 - scores.square()
-        scores = scores.mul_(how.softcap)
-    hidden = None if how.visible is None else ~how.visible
-    if how.causal:
+        scores = scores.mul_(params.softcap)
+    hidden = None if params.visible is None else ~params.visible
+    if params.causal:
         length = k.shape[-2]
         hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
     if hidden is not None:
@@ -180,11 +186,11 @@ def _grouped(x: torch.Tensor, heads: int) -> torch.Tensor:
     return x.to(wide_type(x.dtype)).unflatten(1, (heads, -1)).flatten(2, 3)
 
 
-def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Scores) -> tuple[torch.Tensor, torch.Tensor]:
+def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: ScoreParams) -> tuple[torch.Tensor, torch.Tensor]:
     wide = wide_type(q.dtype)
-    scores, _ = _scores(_grouped(q, k.shape[1]), k.to(wide), how)
+    scores, _ = _scores(_grouped(q, k.shape[1]), k.to(wide), params)
     lse = scores.logsumexp(-1, keepdim=True)
-    shift = lse if how.visible is None else lse.masked_fill(lse == -math.inf, 0.0)
+    shift = lse if params.visible is None else lse.masked_fill(lse == -math.inf, 0.0)
     out = scores.sub_(shift).exp_() @ v.to(wide)
     shape = q.shape[:3]
     return out.view(*shape, v.shape[-1]), lse.view(shape)
@@ -197,15 +203,15 @@ def _plain_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    how: Scores,
+    params: ScoreParams,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     heads, wide = k.shape[1], wide_type(q.dtype)
     rows, upper, out = _grouped(q, heads), _grouped(grad, heads), _grouped(out, heads)
     keys, values = k.to(wide), v.to(wide)
-    scores, slope = _scores(rows, keys, how)
+    scores, slope = _scores(rows, keys, params)
     weights = scores.sub_(_grouped(lse, heads).unsqueeze(-1)).exp_()
     inner = (upper @ values.transpose(-1, -2)).sub_((upper * out).sum(-1, keepdim=True))
-    of_scores = inner.mul_(weights).mul_(how.scale)
+    of_scores = inner.mul_(weights).mul_(params.scale)
     if slope is not None:
         of_scores = of_scores.mul_(slope)
     grad_k, grad_v = of_scores.transpose(-1, -2) @ rows, weights.transpose(-1, -2) @ upper

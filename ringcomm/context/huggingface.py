@@ -1,82 +1,29 @@
-"""Finds out which keys models of Hugging Face transformers attend to, where they make masks and choose their attention
-function.
+"""Finds out which keys the queries of Hugging Face transformers' models see.
 
-A rank's model makes its masks from the length of the rank's part, so the mask itself says nothing about the complete
-sequence: a window that is longer than the part leaves no trace in it. Inside of a context, transformers uses the
-functions of this module for masks and for attention; outside of one, and in other threads, it uses its own.
+A rank's model makes its masks from the length of the rank's part, so a mask says nothing about the complete sequence: a
+window that is longer than the part leaves no trace in it. Inside of a context, transformers therefore uses the
+functions of this module to make masks and to compute attention; outside, and in other threads, it uses its own.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 import threading
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from functools import partial
 from types import CodeType
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
-from ringcomm.comm.communicator import Communicator
+from ringcomm.context.mode import CALL, ContextParallelMode, MaskRule, current, makes_rules, with_rule
 from ringcomm.context.sequence import positions
 from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError, shown
 
-CALL = "context_parallel"
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _TOKENWISE = {"moe", "dense", "sparse", "mlp"}
 """Names in a configuration's layer_types of layers that work on each token separately, so that a rank's part
 suffices."""
-
-
-class Rule(NamedTuple):
-    """Which keys a query sees, in place of a mask.
-
-    Args:
-        window: see `ring_attention`.
-        key_mask: (B, keys), boolean; None: all.
-        part: with a cache, how many of the keys belong to this rank's part; every rank has the other ones. None: no
-            cache.
-    """
-
-    causal: bool
-    window: int | None = None
-    key_mask: torch.Tensor | None = None
-    part: int | None = None
-
-
-class Context(Protocol):
-    """The context that this thread is inside of."""
-
-    comm: Communicator
-    layout: str
-    local: bool
-    part: int | None
-    parts: MutableMapping[Any, int]
-
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        """Computes attention; takes the arguments of torch's function."""
-
-
-CURRENT = threading.local()
-
-
-def current() -> Context | None:
-    """Returns the innermost context of this thread."""
-    return getattr(CURRENT, "context", None)
-
-
-def with_rule(rule: Rule, *shape: int, device: Any) -> torch.Tensor:
-    """Returns a mask of this shape that takes no memory. Its views carry the rule, too; tensors computed from it do
-    not."""
-    mask = torch.ones((), dtype=torch.bool, device=device)
-    mask.untyped_storage().ringcomm_rule = rule
-    return mask.expand(shape)
-
-
-def rule_of(mask: torch.Tensor) -> Rule | None:
-    """Returns the rule that `with_rule` gave the mask."""
-    return getattr(mask.untyped_storage(), "ringcomm_rule", None)
 
 
 # ---- transformers --------------------------------------------------------------------------------------------------
@@ -84,22 +31,12 @@ def rule_of(mask: torch.Tensor) -> Rule | None:
 _INSTALLING = threading.Lock()
 
 
-def is_imported() -> bool:
-    """Returns whether there can be models of transformers."""
-    return "transformers.modeling_utils" in sys.modules
-
-
-def is_installed() -> bool:
-    """Returns whether transformers calls the functions of this module."""
-    return is_imported() and isinstance(_masking()._preprocess_mask_arguments, partial)
-
-
 def install() -> None:
     """Makes transformers call the functions of this module, once."""
     from transformers import modeling_utils
 
     with _INSTALLING:
-        if is_installed():
+        if makes_rules():
             return
         masking = _masking()
         masks, attention = masking.AttentionMaskInterface, modeling_utils.AttentionInterface
@@ -136,7 +73,7 @@ def _preprocess(
     return original(*call.args, **call.kwargs)
 
 
-def _check_layers(config: Any, context: Context) -> None:
+def _check_layers(config: Any, context: ContextParallelMode) -> None:
     mixing = set(getattr(config, "layer_types", None) or ()) - _ATTENTION - _TOKENWISE
     if mixing and not context.local:
         raise UnsupportedError(
@@ -146,7 +83,7 @@ def _check_layers(config: Any, context: Context) -> None:
         )
 
 
-def _check_positions(where: torch.Tensor, past: int, padded: bool, context: Context) -> None:
+def _check_positions(where: torch.Tensor, past: int, padded: bool, context: ContextParallelMode) -> None:
     """Raises where the positions are visibly not those of this rank's part."""
     comm, length = context.comm, where.shape[1]
     if past:
@@ -200,11 +137,13 @@ def _mask(
     plain = window is None and attention_mask is None and not past
     if skip and plain and (name == "sdpa" or not causal):
         return None
-    rule = Rule(causal, window, attention_mask, context.part if past else None)
+    rule = MaskRule(causal, window, attention_mask, context.part if past else None)
     return with_rule(rule, batch_size, 1, q_length, kv_length, device=options.get("device", "cpu"))
 
 
-def _check_cache(past: int, q_length: int, kv_length: int, causal: bool, window: int | None, context: Context) -> None:
+def _check_cache(
+    past: int, q_length: int, kv_length: int, causal: bool, window: int | None, context: ContextParallelMode
+) -> None:
     if causal and window is None and past and kv_length == past + q_length and context.part is not None:
         return
     raise UnsupportedError(
@@ -214,7 +153,7 @@ def _check_cache(past: int, q_length: int, kv_length: int, causal: bool, window:
     )
 
 
-def _read(function: Callable[..., Any], masking: Any, context: Context) -> tuple[bool, int | None]:
+def _read(function: Callable[..., Any], masking: Any, context: ContextParallelMode) -> tuple[bool, int | None]:
     """Returns whether a mask function of transformers is causal, and its window."""
     found: set[tuple[str, int]] = set()
 
@@ -267,7 +206,7 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attention(
-    context: Context,
+    context: ContextParallelMode,
     may_be_causal: bool,
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -1,12 +1,13 @@
-"""Replaces torch's own attention by ring attention, for models that do not call it themselves."""
+"""The mode of torch in which torch's own attention is ring attention."""
 
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +16,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.mesh import refuse_mesh
-from ringcomm.context import huggingface
 from ringcomm.context.attention import cached_attention, num_calls, ring_attention
-from ringcomm.context.huggingface import CURRENT, Rule, rule_of
-from ringcomm.context.sequence import check_layout, places
+from ringcomm.context.sequence import places
 from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError
 from ringcomm.modules.dynamo import eager
-from ringcomm.validation import FLAG, expects
 
 CALL = "context_parallel"
 _BACKWARD = {torch.Tensor.backward: "gradient", torch.autograd.backward: "grad_tensors"}
@@ -46,53 +43,62 @@ _WITH_LABELS = ("transformers.loss.", "transformers.models.", "transformers.mode
 """Modules in which transformers computes losses from the labels given to a model."""
 
 
-@expects(CALL, overlap=FLAG, local=FLAG)
-@contextmanager
-def context_parallel(
-    comm: Communicator, *, layout: str = "zigzag", overlap: bool = True, local: bool = False
-) -> Iterator[None]:
-    """Inside, ``torch.nn.functional.scaled_dot_product_attention`` of this thread is `ring_attention` over ``comm``.
+# ---- masks -------------------------------------------------------------------------------------------------------
 
-    A model that attends through this function works on parts of a sequence without changes, if it is given the parts'
-    `positions` where it uses positions. ``is_causal``, ``scale`` and ``enable_gqa`` have their usual meaning;
-    ``attn_mask`` may hide keys of this rank's part from all queries (B, 1, 1, S/W). With activation checkpointing, call
-    ``loss.backward()`` inside as well, since it computes the attention again. Outside, or with ``inputs=`` or
-    torch.autograd.grad, checkpoints raise CheckpointError. Checkpoints with ``use_reentrant=True`` do not raise:
-    outside they would continue with attention within a rank's part. Over one rank the context changes nothing.
 
-    For models of Hugging Face transformers it supports attn_implementation "sdpa", and "eager" for most models (which
-    returns no weights here), with softcaps, sliding windows, and this rank's part of ``attention_mask``. A DynamicCache
-    that was filled inside (without windows) may be used for decoding inside: every rank passes the same new tokens, and
-    their positions in the complete sequence.
-
-    Operations that mix tokens in other ways stay within a rank's part. They raise where they are detected: softmax
-    weights that are multiplied with values, convolutions over the sequence, recurrent layers, Fourier transforms,
-    running sums, tokens shifted by a pad or roll, labels that a loss of transformers shifts (pass ``shift_labels``), a
-    loss from one token of each sequence, and layers other than attention in a configuration of transformers. A backward
-    pass, or the end of the context, also raises where linear layers but no attention have been computed inside.
+class MaskRule(NamedTuple):
+    """Which keys a query sees, in place of a mask.
 
     Args:
-        layout, overlap: as in `ring_attention`.
-        local: True: operations that mix tokens in other ways are meant to stay within a rank's part, or there are none.
-    Raises:  in a call inside: as `ring_attention`; UnsupportedError: another attn_mask, dropout_p other than 0,
-             nn.MultiheadAttention, and the operations named above; InvalidArgumentError: positions that are not those
-             of the part.
+        window: see `ring_attention`.
+        key_mask: (B, keys), boolean; None: all.
+        part: with a cache, how many of the keys belong to this rank's part; every rank has the other ones. None: no
+            cache.
     """
-    refuse_mesh(comm, CALL, "cp")
-    check_layout(layout, CALL, comm.rank)
-    if comm.world_size == 1:
-        yield
-        return
-    if huggingface.is_imported():
-        huggingface.install()
-    mode, before = _Mode(comm, layout, overlap, local), huggingface.current()
-    CURRENT.context = mode
-    try:
-        with mode:
-            yield
-            mode.check_attended()
-    finally:
-        CURRENT.context = before
+
+    causal: bool
+    window: int | None = None
+    key_mask: torch.Tensor | None = None
+    part: int | None = None
+
+
+CURRENT = threading.local()
+"""``CURRENT.mode`` is the thread's mode."""
+
+
+def current() -> ContextParallelMode | None:
+    """Returns the mode of the innermost context of this thread; None outside of all contexts."""
+    return getattr(CURRENT, "mode", None)
+
+
+def with_rule(rule: MaskRule, *shape: int, device: Any) -> torch.Tensor:
+    """Returns a mask of this shape that takes no memory. Its views carry the rule, too; tensors computed from it do
+    not."""
+    mask = torch.ones((), dtype=torch.bool, device=device)
+    mask.untyped_storage().ringcomm_rule = rule
+    return mask.expand(shape)
+
+
+def rule_of(mask: torch.Tensor) -> MaskRule | None:
+    """Returns the rule that `with_rule` gave the mask."""
+    return getattr(mask.untyped_storage(), "ringcomm_rule", None)
+
+
+def has_transformers() -> bool:
+    """Returns whether there can be models of transformers."""
+    return "transformers.modeling_utils" in sys.modules
+
+
+def makes_rules() -> bool:
+    """Returns whether transformers makes masks that carry a `MaskRule` (`huggingface.install`)."""
+    if not has_transformers():
+        return False
+    from transformers import masking_utils
+
+    return isinstance(masking_utils._preprocess_mask_arguments, partial)
+
+
+# ---- what a call mixes --------------------------------------------------------------------------------------------
 
 
 def _backward(tensors: Any, grads: Any = None, **options: Any) -> None:
@@ -221,11 +227,11 @@ def _rows(numbers: Any) -> torch.Tensor:
     return numbers
 
 
-class _Mode(TorchFunctionMode):
-    """One context.
+class ContextParallelMode(TorchFunctionMode):
+    """While it is on, torch's attention is ring attention, and operations that mix tokens in other ways raise.
 
-    Args:
-        part: the length of this rank's part, where the last call had a cache that was filled inside.
+    Attributes:
+        part: the length of this rank's part, if the last call had a cache that was filled inside the context.
         parts: these lengths by cache.
     """
 
@@ -415,15 +421,15 @@ class _Mode(TorchFunctionMode):
         options |= {"causal": rule.causal, "window": rule.window, "key_mask": rule.key_mask}
         return ring_attention(query, key, value, self.comm, scale=scale, **options)
 
-    def _rule(self, mask: torch.Tensor | None, is_causal: bool, key: torch.Tensor) -> Rule:
+    def _rule(self, mask: torch.Tensor | None, is_causal: bool, key: torch.Tensor) -> MaskRule:
         """Returns which keys the queries see."""
-        if huggingface.is_imported() and not huggingface.is_installed():
+        if has_transformers() and not makes_rules():
             raise UnsupportedError(
                 f"{CALL}: rank {self.comm.rank} got attention where transformers was imported inside of the context, "
                 "expected it imported before: a model's window would not be seen; import it before the context"
             )
         if mask is None:
-            return Rule(is_causal)
+            return MaskRule(is_causal)
         rule = rule_of(mask)
         if rule is not None:
             return rule
@@ -435,7 +441,7 @@ class _Mode(TorchFunctionMode):
                 f"all queries, (batch, 1, 1, {key.shape[-2]}), or none: a rank's mask says nothing about the keys of "
                 "others; use is_causal=True, call ring_attention with causal, window and key_mask, or call it outside"
             )
-        return Rule(False, None, seen)
+        return MaskRule(False, None, seen)
 
     def _refuse(self, dropout_p: float) -> None:
         if dropout_p != 0.0:

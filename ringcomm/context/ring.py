@@ -1,10 +1,9 @@
-"""The messages round the ring: to the next rank and from the previous one, while a block is computed."""
+"""Sends keys, values and their gradients round the ring of ranks while blocks are computed."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 
@@ -16,35 +15,8 @@ FACTS, KEYS, GRADS = 0x52494E47, 0x52494E48, 0x52494E49  # tags that only these 
 FACTS_NBYTES = 256
 
 
-class Pair:
-    """Keys and values, or their gradients, in one buffer, which is sent as one message."""
-
-    def __init__(self, flat: torch.Tensor, shapes: tuple[torch.Size, torch.Size]) -> None:
-        self.flat, self.shapes = flat, shapes
-        middle = shapes[0].numel()
-        self.keys, self.values = flat[:middle].view(shapes[0]), flat[middle:].view(shapes[1])
-
-    @staticmethod
-    def empty_like(keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> Pair:
-        """Returns uninitialised memory for keys and values."""
-        count = keys.numel() + values.numel()
-        return Pair(torch.empty(count, dtype=dtype, device=keys.device), (keys.shape, values.shape))
-
-    @staticmethod
-    def of(keys: torch.Tensor, values: torch.Tensor) -> Pair:
-        """Returns a copy of keys and values."""
-        made = Pair.empty_like(keys, values, keys.dtype)
-        made.keys.copy_(keys)
-        made.values.copy_(values)
-        return made
-
-    def another(self) -> Pair:
-        """Returns another buffer of the same shapes."""
-        return Pair(torch.empty_like(self.flat), self.shapes)
-
-
-class Link:
-    """This rank's place in the ring.
+class Ring:
+    """Sends to the next rank and receives from the previous one.
 
     Args:
         overlap: whether messages travel while a block is computed; False: `start` waits for each message.
@@ -64,10 +36,10 @@ class Link:
         return started.works
 
     def compare(self, facts: str, device: torch.device) -> Callable[[], None]:
-        """Starts to send the facts of this rank's call to the next rank; the returned function raises if the previous
-        rank's differ.
+        """Starts to send the facts of this rank's call to the next rank. The returned function raises if the facts of
+        the previous rank differ.
 
-        On a device nothing is sent: to read the answer, the host would have to wait for the device.
+        On a device nothing is sent, because the host would have to wait for the device to compare them.
         """
         if device.type != "cpu" or self.world_size == 1:
             return _nothing
@@ -89,27 +61,25 @@ class Link:
     def travel(
         self, facts: str, keys: torch.Tensor, values: torch.Tensor
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Yields every rank with its keys and values: this rank's own, then those of the previous ranks, nearest first.
+        """Yields each rank with its keys and values: first this rank, then the previous ranks, nearest first.
 
-        The next ones arrive while the caller works on the current ones, which are valid until the next step.
+        The next keys and values arrive while the caller uses the current ones, which are valid until the next step.
         """
-        check = self.compare(facts, keys.device)
-        here = there = None
+        check, last = self.compare(facts, keys.device), self.world_size - 1
+        buffer = None
         for step in range(self.world_size):
-            works: list[Work] = []
-            if step + 1 < self.world_size:
-                here = here or Pair.of(keys, values)
-                there = there or here.another()
-                works = self.start(KEYS, here.flat, there.flat)
+            if step < last:
+                if buffer is None:
+                    buffer = RingBuffer(self, KEYS, keys, values, keys.dtype)
+                    buffer.keys.copy_(keys)
+                    buffer.values.copy_(values)
+                buffer.send()
             yield (self.rank - step) % self.world_size, keys, values
             if step == 0:
                 check()
-            finish(works)
-            here, there = there, here
-            if step + 2 >= self.world_size:
-                there = None  # nothing more arrives
-            if here is not None:
-                keys, values = here.keys, here.values
+            if buffer is not None and step < last:
+                buffer.receive(is_last=step + 1 == last)
+                keys, values = buffer.keys, buffer.values
 
     def _refuse(self, facts: str, theirs: str) -> None:
         with contextlib.suppress(UnsupportedError):  # a process group cannot abort: the others time out
@@ -120,39 +90,51 @@ class Link:
         )
 
 
-class Sums:
-    """Sums of the gradients of keys and values. They travel with these round the ring, and end on the rank that owns
-    them."""
+class RingBuffer:
+    """Keys and values, or their gradients, in one buffer that is sent round the ring as one message. A second buffer
+    receives the message of the previous rank.
 
-    def __init__(self, link: Link, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> None:
-        self._link, self._empty = link, partial(Pair.empty_like, keys, values, dtype)
-        self._here: Pair | None = None
-        self._there: Pair | None = None
+    Attributes:
+        keys, values: the current contents, with the shapes of the constructor's arguments; at first uninitialised.
+    """
+
+    def __init__(self, ring: Ring, tag: int, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> None:
+        self.ring, self.tag = ring, tag
+        self._shapes = keys.shape, values.shape
+        self._received: torch.Tensor | None = None
         self._works: list[Work] = []
+        self._set(torch.empty(keys.numel() + values.numel(), dtype=dtype, device=keys.device))
 
-    def take(self) -> Pair:
-        """Returns the sums for the current keys, once they have arrived; at first zeros."""
-        if self._there is None:
-            self._here = self._empty()
-            self._here.flat.zero_()
-        else:
-            finish(self._works)
-            self._here, self._there = self._there, self._here
-        assert self._here is not None
-        return self._here
+    def _set(self, flat: torch.Tensor) -> None:
+        of_keys, of_values = self._shapes
+        middle = of_keys.numel()
+        self.flat, self.keys, self.values = flat, flat[:middle].view(of_keys), flat[middle:].view(of_values)
 
-    def pass_on(self) -> None:
-        """Starts to send the sums that `take` returned, and to receive the next ones."""
-        assert self._here is not None
-        self._there = self._there or self._empty()
-        self._works = self._link.start(GRADS, self._here.flat, self._there.flat)
+    def send(self) -> None:
+        """Starts to send the contents to the next rank, and to receive those of the previous rank."""
+        if self._received is None:
+            self._received = torch.empty_like(self.flat)
+        self._works = self.ring.start(self.tag, self.flat, self._received)
+
+    def receive(self, is_last: bool = False) -> None:
+        """Waits until the previous rank's contents have arrived, and replaces the contents by them.
+
+        Args:
+            is_last: whether nothing is sent any more; frees the other buffer.
+        """
+        finish(self._works)
+        self._works = []
+        assert self._received is not None
+        sent = self.flat
+        self._set(self._received)
+        self._received = None if is_last else sent
 
 
 def finish(works: list[Work]) -> None:
-    """Waits for all."""
+    """Waits until all works have ended."""
     for work in works:
         work.wait()
 
 
 def _nothing() -> None:
-    """Does nothing; the check where no facts were sent."""
+    """Does nothing: the check if no facts were sent."""

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import ringcomm
 from ringcomm.context import attention as attention_module
 from ringcomm.context import gather_sequence, positions, ring_attention, shard_sequence
-from ringcomm.context.blocks import FLASH_CPU, FLASH_CUDA, PLAIN, Kernel, Scores, kernel_for, merge, wide_type
+from ringcomm.context.blocks import FLASH_CPU, FLASH_CUDA, PLAIN, Kernel, ScoreParams, kernel_for, merge, wide_type
 from ringcomm.context.ring import FACTS, FACTS_NBYTES, GRADS, KEYS
 from ringcomm.context.sequence import LAYOUTS, Block, block_of
 from ringcomm.errors import AbortedError, DtypeError, InvalidArgumentError, MismatchError, ShapeError
@@ -206,11 +206,11 @@ def test_fused_and_plain_kernels_agree(dtype: torch.dtype, causal: bool) -> None
         k, v = k[:, :, :5], v[:, :, :5]  # other lengths, and slices of a larger tensor
     eps = torch.finfo(dtype).eps
     found = []
-    how = Scores(causal, 0.4)
+    params = ScoreParams(causal, 0.4)
     for kernel in (FLASH_CPU, PLAIN):
-        out, lse = kernel.forward(q, k, v, how)
+        out, lse = kernel.forward(q, k, v, params)
         assert lse.dtype == wide_type(dtype)
-        found.append([out, lse, *kernel.backward(grad, q, k, v, out.to(dtype), lse, how)])
+        found.append([out, lse, *kernel.backward(grad, q, k, v, out.to(dtype), lse, params)])
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x.double(), y.double(), rtol=16 * eps, atol=16 * eps)
 
@@ -226,11 +226,11 @@ def test_which_kernel_serves_what() -> None:
 
 def test_merging_blocks_is_attention_to_all_their_keys() -> None:
     q, k, v, _ = inputs((2, 3, 3, 9, 4, 4), 1)
-    how = Scores(False, 1.0)
-    out, lse = PLAIN.forward(q, k[:, :, :2], v[:, :, :2], how)
+    params = ScoreParams(False, 1.0)
+    out, lse = PLAIN.forward(q, k[:, :, :2], v[:, :, :2], params)
     for part in (slice(2, 3), slice(3, 9)):
-        merge(out, lse, *PLAIN.forward(q, k[:, :, part], v[:, :, part], how))
-    expected = PLAIN.forward(q, k, v, how)
+        merge(out, lse, *PLAIN.forward(q, k[:, :, part], v[:, :, part], params))
+    expected = PLAIN.forward(q, k, v, params)
     torch.testing.assert_close((out, lse), expected, rtol=1e-13, atol=1e-13)
 
 
@@ -240,10 +240,10 @@ def test_the_fused_kernel_of_cuda_agrees_with_the_plain_one(causal: bool) -> Non
     q, k, v, grad = (x.cuda() for x in inputs((2, 6, 2, 64, 32, 32), 1, torch.bfloat16))
     assert kernel_for(q, k, v) is FLASH_CUDA
     found = []
-    how = Scores(causal, 0.2)
+    params = ScoreParams(causal, 0.2)
     for kernel in (FLASH_CUDA, PLAIN):
-        out, lse = kernel.forward(q, k, v, how)
-        found.append([out, lse, *kernel.backward(grad, q, k, v, out.to(q.dtype), lse, how)])
+        out, lse = kernel.forward(q, k, v, params)
+        found.append([out, lse, *kernel.backward(grad, q, k, v, out.to(q.dtype), lse, params)])
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x.double(), y.double(), rtol=2**-5, atol=2**-5)
 

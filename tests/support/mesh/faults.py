@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ringcomm.context import attention
-from ringcomm.context.attention import _Call
-from ringcomm.context.ring import Sums
+from ringcomm.context.attention import _AttentionCall
+from ringcomm.context.ring import GRADS, RingBuffer
 from ringcomm.pipeline_parallel import pipeline, stage_runner
 from ringcomm.pipeline_parallel.messages import Messages
 from ringcomm.pipeline_parallel.stage_runner import StageRunner
@@ -138,16 +138,16 @@ def blocks_merged_without_their_weights(right: Function) -> Function:
     return wrong
 
 
-@fault(_Call, "scores", "cp 2", "block heads")
+@fault(_AttentionCall, "scores", "cp 2", "block heads")
 def keys_of_the_future(right: Function) -> Function:
     return lambda *args: right(*args)._replace(causal=False)
 
 
-@fault(Sums, "take", "cp 2", "block heads")
+@fault(RingBuffer, "receive", "cp 2", "block heads")
 def gradients_of_keys_from_other_ranks_lost(right: Function) -> Function:
-    def wrong(sums: Sums) -> Any:
-        found = right(sums)
-        found.flat.zero_()
-        return found
+    def wrong(buffer: RingBuffer, *args: Any, **options: Any) -> None:
+        right(buffer, *args, **options)
+        if buffer.tag == GRADS:
+            buffer.flat.zero_()
 
     return wrong
