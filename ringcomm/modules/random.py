@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -307,13 +307,6 @@ class _Dropout(torch.autograd.Function):
 # ---- initial values ----------------------------------------------------------------------------------------------
 
 
-class Values(Protocol):
-    """The distribution of a parameter's initial values."""
-
-    def fill(self, tensor: torch.Tensor, seed: int, name: str, start: int = 0) -> torch.Tensor:
-        """Fills a fragment that begins at element ``start`` of the parameter ``name``."""
-
-
 @dataclass(frozen=True)
 class Constant:
     """One value for every element."""
@@ -321,7 +314,7 @@ class Constant:
     value: float
 
     def fill(self, tensor: torch.Tensor, seed: int, name: str, start: int = 0) -> torch.Tensor:
-        """Fills ``tensor``; ``start`` does not matter."""
+        """Fills a fragment of a parameter."""
         del seed, name, start
         with torch.no_grad():
             return tensor.fill_(self.value)
@@ -334,7 +327,7 @@ class Uniform:
     bound: float
 
     def fill(self, tensor: torch.Tensor, seed: int, name: str, start: int = 0) -> torch.Tensor:
-        """Calls `uniform_`."""
+        """Fills a fragment that begins at element ``start`` of the parameter ``name``."""
         return uniform_(tensor, seed, name, start, low=-self.bound, high=self.bound)
 
 
@@ -347,7 +340,7 @@ class Normal:
     zeros: range = range(0)
 
     def fill(self, tensor: torch.Tensor, seed: int, name: str, start: int = 0) -> torch.Tensor:
-        """Calls `normal_`, and writes the zeros."""
+        """Fills a fragment that begins at element ``start`` of the parameter ``name``."""
         normal_(tensor, self.mean, self.std, seed, name, start)
         begin, end = (min(max(edge - start, 0), tensor.numel()) for edge in (self.zeros.start, self.zeros.stop))
         if begin < end:
@@ -357,7 +350,9 @@ class Normal:
         return tensor
 
 
-Rule = Callable[[str, nn.Parameter, nn.Module], "Values | None"]
+Values = Constant | Uniform | Normal
+"""The distribution of a parameter's initial values."""
+Rule = Callable[[str, nn.Parameter, nn.Module], Values | None]
 """Maps a parameter's name, the parameter and its module to its initial distribution; None: the module's own."""
 
 
@@ -407,7 +402,7 @@ def _values(name: str, p: nn.Parameter, owner: nn.Module, local: str, fn: Rule |
     if values is None:
         raise InvalidArgumentError(
             f"init_parameters: got {name}, a parameter of {type(owner).__name__}, expected one of a module of torch; "
-            "pass fn, which gives such as ringcomm.modules.random.Normal(0, 0.02) for it"
+            "pass fn, and return a distribution for it, such as ringcomm.modules.random.Normal(0, 0.02)"
         )
     return values
 

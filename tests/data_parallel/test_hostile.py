@@ -48,7 +48,6 @@ ELSEWHERE = {
     "random.Constant": "a value, which init_parameters gives",
     "random.Normal": "a value, which init_parameters gives",
     "random.Uniform": "a value, which init_parameters gives",
-    "random.Values": "a protocol",
     "random.philox": "takes words of this module's own making",
     "record.Call": "a value, which records gives",
     "record.Record": "a value, which records gives",
