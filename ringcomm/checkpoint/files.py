@@ -87,8 +87,8 @@ def _inside(shape: Sequence[int], row: int, start: int, end: int) -> list[Box]:
 
 
 @dataclass
-class Part:
-    """A box of a tensor."""
+class TensorBox:
+    """The values of a box of a tensor."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
@@ -96,46 +96,46 @@ class Part:
     values: torch.Tensor
 
 
-def parts_of(
+def boxes_of(
     name: str, shape: Sequence[int], values: torch.Tensor, start: int = 0, spec: ShardSpec = PLAIN
-) -> list[Part]:
+) -> list[TensorBox]:
     """Returns views of ``values``, which are a tensor's elements from ``start`` on, as boxes of the tensor.
 
     Args:
         spec: the tensor's place in a larger tensor; the boxes are then those of the larger tensor, without padding.
     """
-    found = _parts_here(name, shape, values, start)
-    return [each for part in found for each in _moved(part, spec)] if spec.dim is not None else found
+    found = _boxes_here(name, shape, values, start)
+    return [each for box in found for each in _moved(box, spec)] if spec.dim is not None else found
 
 
-def _moved(part: Part, spec: ShardSpec) -> list[Part]:
+def _moved(box: TensorBox, spec: ShardSpec) -> list[TensorBox]:
     """Converts a box of this rank's part of a tensor to boxes of the whole tensor."""
     dim, found = spec.dim, []
     assert dim is not None
-    shape = spec.unsharded_shape(part.shape)
+    shape = spec.unsharded_shape(box.shape)
     if 0 in shape:
         unsharded = ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))
-        return [Part(part.name, shape, unsharded, part.values.reshape(-1)[:0].view(shape))]
-    for first, start, count in spec.boxes(part.chunk.offsets, part.chunk.sizes):
-        offsets, sizes = [*part.chunk.offsets], [*part.chunk.sizes]
+        return [TensorBox(box.name, shape, unsharded, box.values.reshape(-1)[:0].view(shape))]
+    for first, start, count in spec.boxes(box.chunk.offsets, box.chunk.sizes):
+        offsets, sizes = [*box.chunk.offsets], [*box.chunk.sizes]
         offsets[dim], sizes[dim] = start, count
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        found.append(Part(part.name, shape, chunk, part.values.narrow(dim, first, count)))
+        found.append(TensorBox(box.name, shape, chunk, box.values.narrow(dim, first, count)))
     return found
 
 
-def _parts_here(name: str, shape: Sequence[int], values: torch.Tensor, start: int) -> list[Part]:
+def _boxes_here(name: str, shape: Sequence[int], values: torch.Tensor, start: int) -> list[TensorBox]:
     flat, shape = values.detach().reshape(-1), tuple(shape)
     if not flat.numel():
         unsharded = ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))
-        return [Part(name, shape, unsharded, flat.view(shape))] if math.prod(shape) == 0 else []
+        return [TensorBox(name, shape, unsharded, flat.view(shape))] if math.prod(shape) == 0 else []
     most = max(1, MOST_BOX_BYTES // flat.itemsize)
     found, at = [], 0
     for first in range(start, start + flat.numel(), most):
         for offsets, sizes in boxes(shape, first, min(first + most, start + flat.numel())):
             numel = math.prod(sizes)
             chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            found.append(Part(name, shape, chunk, flat[at : at + numel].view(sizes)))
+            found.append(TensorBox(name, shape, chunk, flat[at : at + numel].view(sizes)))
             at += numel
     return found
 
@@ -144,7 +144,7 @@ def _parts_here(name: str, shape: Sequence[int], values: torch.Tensor, start: in
 
 
 class ShardSavePlanner(DefaultSavePlanner):
-    """The tensors and values that a rank writes.
+    """The tensors and values that a rank writes, for torch's writer.
 
     Attributes:
         paths: by name, the path in nested dicts.
@@ -153,21 +153,21 @@ class ShardSavePlanner(DefaultSavePlanner):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts: dict[MetadataIndex, Part] = {}
+        self.boxes: dict[MetadataIndex, TensorBox] = {}
         self.values: dict[str, bytes] = {}
         self.paths: dict[str, Names] = {}
         self.aliases: dict[str, list[str]] = {}
 
-    def tensor(
+    def add_tensor(
         self, path: Names, shape: Sequence[int], values: torch.Tensor, start: int = 0, spec: ShardSpec = PLAIN
     ) -> None:
-        """Adds a tensor's elements from ``start`` on; arguments as of `parts_of`."""
+        """Adds a tensor's elements from ``start`` on; arguments as of `boxes_of`."""
         name = ".".join(path)
         self.paths[name] = path
-        for part in parts_of(name, shape, values, start, spec):
-            self.parts[MetadataIndex(part.name, part.chunk.offsets)] = part
+        for box in boxes_of(name, shape, values, start, spec):
+            self.boxes[MetadataIndex(box.name, box.chunk.offsets)] = box
 
-    def value(self, path: Names, value: bytes) -> None:
+    def add_value(self, path: Names, value: bytes) -> None:
         """Adds a small value, packed by `pack_value`."""
         name = ".".join(path)
         self.paths[name] = path
@@ -177,7 +177,7 @@ class ShardSavePlanner(DefaultSavePlanner):
         """Returns what torch's writer is to write."""
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self.values[write_item.index.fqn])
-        return self.parts[write_item.index].values
+        return self.boxes[write_item.index].values
 
 
 def pack_value(call: str, rank: int, what: str, value: Any) -> bytes:
@@ -205,14 +205,16 @@ def unpack_value(raw: bytes) -> Any:
             return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
 
 
-class _Writer(FileSystemWriter):
+class _FileWriter(FileSystemWriter):
+    """Leaves the folder's name out of the metadata, because the folder is renamed later."""
+
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(save_id=self.save_id)  # the folder is renamed later
+        return StorageMeta(save_id=self.save_id)
 
 
 @dataclass
 class WriteReport:
-    """A rank's report of what it has written, for the rank that finishes."""
+    """What a rank has written; rank 0 gathers the reports and writes the index."""
 
     plan: SavePlan
     results: list[Any]
@@ -220,16 +222,16 @@ class WriteReport:
     aliases: dict[str, list[str]]
 
 
-def _item(part: Part) -> WriteItem:
-    data = TensorWriteData(part.chunk, TensorProperties.create_from_tensor(part.values), torch.Size(part.shape))
-    return WriteItem(MetadataIndex(part.name, part.chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+def _item(box: TensorBox) -> WriteItem:
+    data = TensorWriteData(box.chunk, TensorProperties.create_from_tensor(box.values), torch.Size(box.shape))
+    return WriteItem(MetadataIndex(box.name, box.chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 def write(folder: Path, rank: int, planner: ShardSavePlanner) -> WriteReport:
     """Writes this rank's file into an existing folder; returns its report, with checksums of the file as read back."""
     values = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in planner.values]
-    plan = SavePlan([*map(_item, planner.parts.values()), *values], planner_data=planner.paths)
-    writer = _Writer(folder)
+    plan = SavePlan([*map(_item, planner.boxes.values()), *values], planner_data=planner.paths)
+    writer = _FileWriter(folder)
     writer.set_up_storage_writer(rank == 0, rank=rank)
     plan = writer.prepare_global_plan([plan] * (rank + 1))[rank]  # names this rank's file
     results = writer.write_data(plan, planner).wait() if plan.items else []
@@ -265,7 +267,7 @@ def finish(folder: Path, path: Path, everyone: Sequence[WriteReport]) -> None:
     results = [result for written in everyone for result in written.results]
     for name, others in ((name, others) for written in everyone for name, others in written.aliases.items() if others):
         results += _also(metadata, results, name, others)
-    _Writer(folder).finish(metadata, [results])
+    _FileWriter(folder).finish(metadata, [results])
     checksums[METADATA] = {0: _C.crc32c((folder / METADATA).read_bytes())}
     with (folder / CHECKSUMS).open("w") as stream:
         json.dump({"crc32c": checksums}, stream)
@@ -421,15 +423,15 @@ class Source:
         if _kind(facts.properties.dtype) != _kind(dtype):
             raise self._wrong(f"{name} in {facts.properties.dtype}", f"{dtype} or of its kind", DtypeError)
 
-    def read(self, parts: Sequence[Part]) -> None:
+    def read(self, wanted: Sequence[TensorBox]) -> None:
         """Fills boxes of one tensor that passed `check`; each box in the checkpoint is read once."""
-        if not parts:
+        if not wanted:
             return
-        name = parts[0].name
-        here = {MetadataIndex(name, part.chunk.offsets): part.values for part in parts}
+        name = wanted[0].name
+        here = {MetadataIndex(name, box.chunk.offsets): box.values for box in wanted}
         facts = self.metadata.state_dict_metadata[name]
-        items = create_read_items_for_chunk_list(name, facts, [part.chunk for part in parts])
-        missing = sum(part.values.numel() for part in parts) - sum(math.prod(item.lengths) for item in items)
+        items = create_read_items_for_chunk_list(name, facts, [box.chunk for box in wanted])
+        missing = sum(box.values.numel() for box in wanted) - sum(math.prod(item.lengths) for item in items)
         if missing:
             raise self._damaged(name, f"{missing} elements are missing")
         stored: tuple[MetadataIndex | None, Any] = (None, None)
@@ -453,7 +455,7 @@ class Source:
         if missing > 0:
             raise self._damaged(name, f"{missing} elements are missing")
         unsharded = torch.empty(facts.size, dtype=facts.properties.dtype)
-        self.read(parts_of(name, unsharded.shape, unsharded))
+        self.read(boxes_of(name, unsharded.shape, unsharded))
         return unsharded
 
     def _stored(self, name: str, index: MetadataIndex, unpack: Callable[[bytes], Any]) -> Any:

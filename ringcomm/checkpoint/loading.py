@@ -18,7 +18,7 @@ from ringcomm.checkpoint.contents import (
     unsharded_shape,
     with_extra_state,
 )
-from ringcomm.checkpoint.files import Names, Source, parts_of
+from ringcomm.checkpoint.files import Names, Source, boxes_of
 from ringcomm.checkpoint.state import (
     ABOUT,
     COMMON,
@@ -121,7 +121,7 @@ class Loader:
                 name = self._name(names[id(bucket.params[i])])
                 values = master[first - bucket.start : last - bucket.start]
                 cut = part_of(bucket.params[i])
-                self.source.read(parts_of(name, segment.shape, values, first - segment.offset, cut))
+                self.source.read(boxes_of(name, segment.shape, values, first - segment.offset, cut))
             self.masters.append(master)
 
     def _name(self, names: list[str]) -> str:
@@ -183,12 +183,12 @@ class Loader:
     ) -> None:
         if len(saved) != len(mine):
             raise self._wrong(f"an optimizer's state of {len(saved)} parameter groups", f"{len(mine)}")
-        for number, (theirs, ours, everybodys) in enumerate(zip(saved, mine, all_names, strict=True)):
+        for number, (theirs, ours, of_all_ranks) in enumerate(zip(saved, mine, all_names, strict=True)):
             for name in ours:
                 if name not in theirs and name not in frozen:
                     raise self._wrong(f"an optimizer's state without {name} in group {number}", "the same groups")
             for name in theirs:
-                if name not in everybodys:
+                if name not in of_all_ranks:
                     raise self._wrong(f"an optimizer's state with {name} in group {number}", "the same groups")
 
     def _counters(self, name: str, keys: dict[str, list[str]], alike: set[str]) -> tuple[object, ...]:
@@ -218,7 +218,7 @@ class Loader:
                         dtype = self._state_type(names[i], facts.properties.dtype, param)
                         state[key] = torch.zeros(end - start, dtype=dtype)
                     values = state[key][first - start : last - start]
-                    self.source.read(parts_of(name, segment.shape, values, first - segment.offset, cut))
+                    self.source.read(boxes_of(name, segment.shape, values, first - segment.offset, cut))
                     continue
                 value = self.source.value((*STATE, names[i], key)) if facts is None else self.source.tensor(name)
                 refuse_cut("load", self.rank, bucket, i, key, value)

@@ -31,7 +31,9 @@ _NAMES = {  # classes that torch.distributed.checkpoint writes
 }
 
 
-class _Reader(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
+    """Refuses every class that torch.distributed.checkpoint does not write."""
+
     def find_class(self, module: str, name: str) -> Any:
         if module == "pathlib._local":  # Python 3.13's name for it, which other versions do not have
             module = "pathlib"
@@ -46,7 +48,7 @@ def read_metadata(raw: bytes) -> Metadata:
 
     Raises:  an exception that says what is wrong with the metadata.
     """
-    metadata = _Reader(io.BytesIO(raw)).load()
+    metadata = _MetadataUnpickler(io.BytesIO(raw)).load()
     if not isinstance(metadata, Metadata):
         raise ValueError(f"it is {type(metadata).__name__}")
     for name, facts in metadata.state_dict_metadata.items():

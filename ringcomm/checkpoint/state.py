@@ -57,6 +57,9 @@ class _Facts:
 
 
 class Saver:
+    """Collects what this rank writes into a checkpoint, in two steps: `facts`, which the ranks exchange, and then
+    `planner`."""
+
     def __init__(
         self, flat: ShardedModel, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any], world: World
     ) -> None:
@@ -123,8 +126,8 @@ class Saver:
         self._refuse_two_primary_copies(everyone)
         self._refuse_other_groups(everyone)
         if self.world.replica == 0:  # other replicas have the same values
-            self._parameters(out)
-            self._optimizer_state(out)
+            self._add_parameters(out)
+            self._add_optimizer_state(out)
         keys = sorted({key for facts in everyone for key in facts.digests})
         differing = [key for key in keys if self._differs(key, everyone)]
         own: dict[str, dict[str, Any]] = {kind: {} for kind in self.mine}
@@ -132,13 +135,13 @@ class Saver:
             if key in self.mine[kind]:
                 own[kind][key] = self.mine[kind][key]
         if differing:
-            out.value((*EACH, str(self.rank)), pack_value("save", self.rank, "extra", own))
-        self._once(out, everyone)
+            out.add_value((*EACH, str(self.rank)), pack_value("save", self.rank, "extra", own))
+        self._add_replicated(out, everyone)
         if self.rank == 0:
             alike = set().union(*(facts.alike for facts in everyone)) - set().union(
                 *(facts.other for facts in everyone)
             )
-            self._for_all(out, {key for kind, key in differing if kind == "extra"}, sorted(alike), everyone)
+            self._add_common(out, {key for kind, key in differing if kind == "extra"}, sorted(alike), everyone)
         return out
 
     def _differs(self, key: tuple[str, str], everyone: list[_Facts]) -> bool:
@@ -155,12 +158,12 @@ class Saver:
             for name in facts.primary:
                 if first.setdefault(name, rank) != rank:
                     raise InvalidArgumentError(
-                        f"save: rank {self.rank} heard of {name} from rank {first[name]} and from rank {rank}, which "
-                        "are apart along an axis of the mesh that cuts models, expected it from one of them; use a "
+                        f"save: rank {self.rank} got {name} from rank {first[name]} and from rank {rank}, which "
+                        "differ along an axis of the mesh that splits models, expected it from one of them; use a "
                         "Pipeline over that axis, or a mesh without it"
                     )
 
-    def _parameters(self, out: ShardSavePlanner) -> None:
+    def _add_parameters(self, out: ShardSavePlanner) -> None:
         for bucket in self.flat.buckets:
             start, end = bucket.layout.shard_range(self.flat.ranks.rank)
             for i, first, last in spans_of(bucket, start, end):
@@ -168,11 +171,11 @@ class Saver:
                     continue
                 segment = bucket.layout.segments[i]
                 values = self.masters[bucket][first - bucket.start : last - bucket.start]
-                out.tensor(
+                out.add_tensor(
                     (name_of(bucket, i),), segment.shape, values, first - segment.offset, part_of(bucket.params[i])
                 )
 
-    def _optimizer_state(self, out: ShardSavePlanner) -> None:
+    def _add_optimizer_state(self, out: ShardSavePlanner) -> None:
         for bucket, first_here, end_here, param in self.held.ranges:
             start, end = bucket.layout.shard_range(self.flat.ranks.rank)
             spans = spans_of(bucket, max(start, first_here), min(end, end_here))
@@ -183,19 +186,20 @@ class Saver:
                     path = (*STATE, name_of(bucket, i), key)
                     if is_alike(key, value, param):
                         values = value.reshape(-1)[first - first_here : last - first_here]
-                        out.tensor(path, segment.shape, values, first - segment.offset, cut)
+                        out.add_tensor(path, segment.shape, values, first - segment.offset, cut)
                         continue
                     refuse_cut("save", self.rank, bucket, i, key, value)
                     if first == segment.offset and (self.world.ranks.mesh is None or self.world.ranks.mesh.counts):
-                        self._other(out, path, value)  # one of the ranks that have it writes
+                        self._add_either(out, path, value)  # only one of the ranks that have the value writes it
 
-    def _other(self, out: ShardSavePlanner, path: Names, value: Any) -> None:
+    def _add_either(self, out: ShardSavePlanner, path: Names, value: Any) -> None:
+        """Adds a value that may be a tensor."""
         if torch.is_tensor(value):
-            out.tensor(path, value.shape, value)
+            out.add_tensor(path, value.shape, value)
         else:
-            out.value(path, pack_value("save", self.rank, ".".join(path), value))
+            out.add_value(path, pack_value("save", self.rank, ".".join(path), value))
 
-    def _once(self, out: ShardSavePlanner, everyone: list[_Facts]) -> None:
+    def _add_replicated(self, out: ShardSavePlanner, everyone: list[_Facts]) -> None:
         """Adds the values that are written by the first rank that has them."""
 
         def is_first(key: tuple[str, str]) -> bool:
@@ -207,38 +211,38 @@ class Saver:
                 if is_writer(bucket, i):
                     first, *others = param_names[id(p)]
                     if not bucket.layout.segments[i].numel:
-                        out.tensor((first,), unsharded_shape(bucket, i), bucket.master[:0])
+                        out.add_tensor((first,), unsharded_shape(bucket, i), bucket.master[:0])
                     out.aliases[first] = others
         for names, tensor in self.replicated:
             if is_first(("module", names[0])):
-                out.tensor((names[0],), tensor.shape, tensor)
+                out.add_tensor((names[0],), tensor.shape, tensor)
                 out.aliases[names[0]] = names[1:]
         for name, _ in with_extra_state(self.flat):
             if is_first(("module", name)):
-                out.value((name,), pack_value("save", self.rank, name, self.mine["module"][name]))
+                out.add_value((name,), pack_value("save", self.rank, name, self.mine["module"][name]))
         for name, p in self.held.plain.items():
             for key, value in self._state(p).items():
                 if is_first(("optimizer", ".".join((*STATE, name, key)))):
-                    self._other(out, (*STATE, name, key), value)
+                    self._add_either(out, (*STATE, name, key), value)
         for key, value in self._common_state().items():
             if is_first(("optimizer", ".".join((*STATE, key)))):
-                self._other(out, (*STATE, key), value)
+                self._add_either(out, (*STATE, key), value)
 
-    def _for_all(self, out: ShardSavePlanner, differing: set[str], alike: list[str], everyone: list[_Facts]) -> None:
+    def _add_common(self, out: ShardSavePlanner, differing: set[str], alike: list[str], everyone: list[_Facts]) -> None:
         """Adds the values that one rank writes for all."""
         extra = {key: value for key, value in self.mine["extra"].items() if key not in differing}
         world = {"world_size": self.world.world_size, "axes": self.world.axes}
         about = {"version": 1, **world, "stage": self.flat.stage, "extra": extra}
-        out.value(COMMON, pack_value("save", self.rank, "extra", about))
+        out.add_value(COMMON, pack_value("save", self.rank, "extra", about))
         if self.optimizer is not None:
             frozen = sorted(set().union(*(facts.frozen for facts in everyone)))
             kind = {"class": type(self.optimizer).__name__, "alike": alike, "frozen": frozen}
-            out.value(ABOUT, pack_value("save", self.rank, "optimizer", kind))
+            out.add_value(ABOUT, pack_value("save", self.rank, "optimizer", kind))
             names = joined([[names for names, _ in facts.groups] for facts in everyone])
             groups = [
                 {**settings_of(group), "params": of} for (group, _), of in zip(self._groups(), names, strict=True)
             ]
-            out.value(GROUPS, pack_value("save", self.rank, "the optimizer's param_groups", groups))
+            out.add_value(GROUPS, pack_value("save", self.rank, "the optimizer's param_groups", groups))
 
     def _refuse_other_groups(self, everyone: list[_Facts]) -> None:
         """Raises if the optimizers of a pipeline's stages have different groups, because they are saved as one
