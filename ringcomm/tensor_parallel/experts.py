@@ -32,15 +32,15 @@ def shard_experts(found: nn.Module, group: TensorParallelGroup, name: str, style
             f"parallelize: rank {group.rank} got {name}, a {type(found).__name__} whose forward was replaced on the "
             "object, expected the one of its class; replace it afterwards, or leave it out of the plan"
         )
-    inner, parts, features, turned = _layout_of(found, group, name, style)
+    inner, parts, features, transposed = _layout_of(found, group, name, style)
     p = dict(found.named_parameters())
     made = copy.copy(found)
     made.__dict__ = attributes_of(found)
     apart = getattr(found, "is_concatenated", True)  # fused outputs lie one after the other; else interleaved
     outputs, inputs = f"parallelize: outputs of {name}.{inner}", f"parallelize: inputs of {name}.{style.outer}"
     part = shard_along([features] * parts if apart else [features * parts], group, outputs)
-    set_shard(made, inner, p[inner], part, 2 if turned else 1)
-    set_shard(made, style.outer, p[style.outer], shard_along([features], group, inputs), 1 if turned else 2)
+    set_shard(made, inner, p[inner], part, 2 if transposed else 1)
+    set_shard(made, style.outer, p[style.outer], shard_along([features], group, inputs), 1 if transposed else 2)
     if inner + BIAS in p:
         set_shard(made, inner + BIAS, p[inner + BIAS], part, 1)
     if group.world_size > 1:  # no hooks, since a pipeline also runs the hooks of earlier stages' modules
@@ -87,13 +87,13 @@ def _layout_of(found: nn.Module, group: TensorParallelGroup, name: str, style: E
     known = known and p[inner].dim() == p[style.outer].dim() == 3 and not getattr(found, "has_post_expert_norm", False)
     if known:
         (count, *sides), (_, *others) = p[inner].shape, p[style.outer].shape
-        turned = getattr(found, "is_transposed", sides[0] == others[1] != others[0])
-        outputs, features = (sides[1], others[0]) if turned else (sides[0], others[1])
-        biases = {inner + BIAS: (count, outputs), style.outer + BIAS: (count, others[1] if turned else others[0])}
+        transposed = getattr(found, "is_transposed", sides[0] == others[1] != others[0])
+        outputs, features = (sides[1], others[0]) if transposed else (sides[0], others[1])
+        biases = {inner + BIAS: (count, outputs), style.outer + BIAS: (count, others[1] if transposed else others[0])}
         known = p[style.outer].shape[0] == count and outputs == parts * features
         known = known and all(tuple(p[key].shape) == shape for key, shape in biases.items() if key in p)
         if known:
-            return inner, parts, features, turned
+            return inner, parts, features, transposed
     shapes = ", ".join(f"{key} of {tuple(each.shape)}" for key, each in p.items())
     norm = " and has_post_expert_norm=True" if getattr(found, "has_post_expert_norm", False) else ""
     raise UnsupportedError(

@@ -36,9 +36,9 @@ class TensorParallelGroup:
 
     Attributes:
         traffic: "<op> calls" and "<op> elements"; elements are those of the complete message.
-        outputs: the numbers of outputs of the layers made so far, by the columns on each rank. Entries of deleted
-            layers stay: garbage collectors run at different times on different ranks, and all ranks must find the same
-            entries.
+        outputs: by the number of outputs on each rank, the numbers of outputs of the complete layers. Entries of
+            deleted layers stay: garbage collectors run at different times on different ranks, and all ranks must find
+            the same entries.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -163,22 +163,24 @@ class _Operator(torch.autograd.Function):
     too."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: TensorParallelGroup, dim: int, there: str, back: str) -> torch.Tensor:
-        ctx.group, ctx.dim, ctx.there, ctx.back = group, dim, there, back
-        return getattr(group, there)(x, dim)
+    def forward(
+        ctx: Any, x: torch.Tensor, group: TensorParallelGroup, dim: int, forward_op: str, backward_op: str
+    ) -> torch.Tensor:
+        ctx.group, ctx.dim, ctx.forward_op, ctx.backward_op = group, dim, forward_op, backward_op
+        return getattr(group, forward_op)(x, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         ctx.group.forget_entered()  # else a leaf as input would keep the result alive
-        return _Operator.apply(grad, ctx.group, ctx.dim, ctx.back, ctx.there), None, None, None, None
+        return _Operator.apply(grad, ctx.group, ctx.dim, ctx.backward_op, ctx.forward_op), None, None, None, None
 
 
 @expects("tensor parallel", x=TENSOR, dim=validate_int(-64, 64, "a dimension"))
-def _operate(x: torch.Tensor, comm: Communicator, dim: int, there: str, back: str) -> torch.Tensor:
+def _operate(x: torch.Tensor, comm: Communicator, dim: int, forward_op: str, backward_op: str) -> torch.Tensor:
     refuse_mesh(comm, "tensor parallel", "tp")
-    if comm.world_size == 1 or (there == "identity" and not (torch.is_grad_enabled() and x.requires_grad)):
+    if comm.world_size == 1 or (forward_op == "identity" and not (torch.is_grad_enabled() and x.requires_grad)):
         return x
-    return _Operator.apply(x, TensorParallelGroup.of(comm), dim, there, back)
+    return _Operator.apply(x, TensorParallelGroup.of(comm), dim, forward_op, backward_op)
 
 
 def f(x: torch.Tensor, comm: Communicator) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Detects plans in which a style seems to be missing, and which would train on wrong values without an error or fail
-with an error of torch."""
+"""Detects plans in which a style seems to be missing: they would train on wrong values without an error, or fail with
+an error of torch."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ def check_sequence_is_split(modules: Mapping[str, nn.Module], group: TensorParal
 
 
 def explain_first_errors(module: nn.Module, layers: Mapping[str, nn.Module], group: TensorParallelGroup) -> None:
-    """Until a forward pass of the module has succeeded, errors in modules with sharded layers mention the sharding:
-    such a module may use the number of heads, or parameters, of the unsharded model."""
+    """Makes errors in modules with sharded layers mention the sharding, until a forward pass of the module has
+    succeeded: such a module may use the number of heads, or parameters, of the unsharded model."""
     if group.world_size == 1 or not layers:
         return
     inner = {id(new): name for name, new in layers.items() if _is_inner(new)}
@@ -140,7 +140,7 @@ def explain_first_errors(module: nn.Module, layers: Mapping[str, nn.Module], gro
         grads = torch.is_grad_enabled()
         compiled = grads and any(map(is_compiled, module.modules()))  # Dynamo would compile the checks, too
         try:
-            with _Weights(rows, {} if compiled else linear, group) if grads else nullcontext():
+            with _WeightGuard(rows, {} if compiled else linear, group) if grads else nullcontext():
                 output = forward(*args, **kwargs)
         except RingcommError:
             raise
@@ -159,7 +159,7 @@ def explain_first_errors(module: nn.Module, layers: Mapping[str, nn.Module], gro
     module.forward = explained
 
 
-class _Weights(TorchFunctionMode):
+class _WeightGuard(TorchFunctionMode):
     """Refuses code outside of our layers that multiplies with the rows of an embedding, since a rank has only its part
     of them. Code whose input comes from `f` is allowed: it handles ranks itself. Warns of code that computes with the
     weight of a linear layer, which may be right where it uses a rank's own heads.
@@ -193,8 +193,8 @@ class _Weights(TorchFunctionMode):
         self.linear.clear()  # warns only once
         warnings.warn(
             f"parallelize: rank {self.group.rank} saw {func.__name__.strip('_')} with the weight of {name} outside of "
-            "the layer, which is cut: a rank has its part of the weight, and what is computed from it is this rank's; "
-            "add it up over the ranks, or leave the layer out of the plan",
+            "the layer, which is cut: a rank has only a part of the weight, and computes only its part of the result; "
+            "add the parts up over the ranks, or leave the layer out of the plan",
             stacklevel=3,
         )
 
@@ -218,7 +218,7 @@ def _is_entered(x: torch.Tensor) -> bool:
     node = x.grad_fn
     while node is not None and type(node).__name__ in ("ToCopyBackward0", "ViewBackward0"):
         node = node.next_functions[0][0]
-    return getattr(node, "back", None) in ("all_reduce", "reduce_scatter")  # the ``back`` of an `_Operator`
+    return getattr(node, "backward_op", None) in ("all_reduce", "reduce_scatter")  # set by `_Operator`
 
 
 def _is_ours(frame: Any) -> bool:
@@ -248,7 +248,7 @@ def _explanation(error: Exception, inner: Mapping[int, str]) -> str | None:
     kind, layer = found
     return (
         f"got {type(error).__name__} ({str(error).strip().partition(chr(10))[0]}) in the first forward pass of "
-        f"{layer.rpartition('.')[0] or 'the module'}, a {kind} whose {layer} is cut, expected a module that computes "
-        "with what a rank has: it may count heads, or have parameters, of the whole model; divide these ('heads', "
-        "Heads((...)), 'colwise'), or leave its layers out of the plan"
+        f"{layer.rpartition('.')[0] or 'the module'}, a {kind} whose {layer} is cut, expected a module that works "
+        "with a rank's part of the outputs: it may use the number of heads, or parameters, of the whole model; divide "
+        "these ('heads', Heads((...)), 'colwise'), or leave its layers out of the plan"
     )

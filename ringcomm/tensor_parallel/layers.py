@@ -19,7 +19,7 @@ from ringcomm.modules.arguments import DEVICE, DTYPE
 from ringcomm.modules.shard_spec import ShardSpec, note, renew_parts, take
 from ringcomm.tensor_parallel import overlapped
 from ringcomm.tensor_parallel.group import TensorParallelGroup, f, f_bar, g, g_bar, gather, scatter
-from ringcomm.tensor_parallel.outputs import ShardedOutputs
+from ringcomm.tensor_parallel.outputs import OutputSharding
 from ringcomm.validation import FLAG, expects, several, validate_int
 
 DIM = validate_int(-64, 64, "a dimension")
@@ -95,10 +95,10 @@ class _ParallelLayer(nn.Module):
     """A layer with sharded parameters, which stay marked as shards where torch replaces parameters.
 
     Attributes:
-        turned: whether the weight has the shape (in, out), like that of transformers' Conv1D.
+        transposed: whether the weight has the shape (in, out), like that of transformers' Conv1D.
     """
 
-    turned: bool
+    transposed: bool
     bias: nn.Parameter | None
     _init_from: Callable[..., None]
     """Takes over a module's values; the module's name is empty where the layer was constructed by itself."""
@@ -145,7 +145,7 @@ class _ParallelLayer(nn.Module):
 
     def weight_of(self) -> torch.Tensor:
         """Returns the weight with the shape (out, in)."""
-        return self.weight.t() if self.turned else self.weight
+        return self.weight.t() if self.transposed else self.weight
 
     def extra_repr(self) -> str:
         return (
@@ -178,7 +178,7 @@ class ColumnParallelLinear(_ParallelLayer):
         watched: checks how the first output is used; None: no check.
     """
 
-    watched: ShardedOutputs | None = None
+    watched: OutputSharding | None = None
 
     @expects("ColumnParallelLinear", gather_output=FLAG, parts=PARTS, pad=FLAG, entered=FLAG, **LINEAR)
     def __init__(
@@ -211,7 +211,7 @@ class ColumnParallelLinear(_ParallelLayer):
         entered: bool = False,
         multiple: int = 1,
     ) -> None:
-        self.turned, self.in_features, self.out_features = linear_shape(linear, self.group, name)
+        self.transposed, self.in_features, self.out_features = linear_shape(linear, self.group, name)
         extents = [self.out_features] if parts is None else list(parts)
         if sum(extents) != self.out_features or min(extents) < 1:
             raise InvalidArgumentError(
@@ -228,7 +228,7 @@ class ColumnParallelLinear(_ParallelLayer):
         self.local_features = sum(self.local_extents)
         if not gather_output:
             self.group.outputs.setdefault(self.local_features, set()).add(self.out_features)
-        set_shard(self, "weight", linear.weight, part, int(self.turned), self.local_features)
+        set_shard(self, "weight", linear.weight, part, int(self.transposed), self.local_features)
         self.bias = None
         if linear.bias is not None:
             set_shard(self, "bias", linear.bias, part, 0, self.local_features)
@@ -297,10 +297,10 @@ class RowParallelLinear(_ParallelLayer):
         self._init_from(nn.Linear(in_features, out_features, bias, device, dtype), "", input_is_parallel)
 
     def _init_from(self, linear: nn.Module, name: str, input_is_parallel: bool = True, multiple: int = 1) -> None:
-        self.turned, self.in_features, self.out_features = linear_shape(linear, self.group, name)
+        self.transposed, self.in_features, self.out_features = linear_shape(linear, self.group, name)
         self.input_is_parallel = input_is_parallel
         part = shard_along([self.in_features], self.group, f"{_call(self, name)}: inputs{_of(name)}", multiple=multiple)
-        set_shard(self, "weight", linear.weight, part, int(not self.turned))
+        set_shard(self, "weight", linear.weight, part, int(not self.transposed))
         self.bias = linear.bias
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ FUSED = (2, 3)
 
 
 @dataclass
-class ShardedOutputs:
+class OutputSharding:
     """How the outputs of a layer were sharded.
 
     Attributes:
@@ -36,7 +36,7 @@ class ShardedOutputs:
         total: the number of outputs on all ranks.
         divided: the numbers of heads of the modules around the layer, as this rank computes with them.
         width: the width of a head; 1: unknown.
-        done: whether the first output was watched; False again where it was refused, so that the next one is, too.
+        done: whether the first output has been watched; reset by an error, so that the next output is watched too.
     """
 
     name: str
@@ -48,21 +48,21 @@ class ShardedOutputs:
     done: bool = False
 
     def watch_first(self, y: torch.Tensor) -> torch.Tensor:
-        """Returns the layer's output; the first one is watched (`watch`)."""
+        """Returns the layer's output; `watch` watches the first one."""
         if self.done or torch.compiler.is_compiling():
             return y
         self.done = True
         return self.watch(y)
 
     def watch(self, y: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor as one that raises where it is split elsewhere than the layer's outputs were."""
+        """Returns the tensor as one that raises if it is split at other places than the layer's outputs were."""
         if type(y) is not torch.Tensor or torch.compiler.is_compiling():
             return y
-        watched = y.as_subclass(_ShardedOutput)
+        watched = y.as_subclass(_WatchedOutput)
         watched._sharding = self
         return watched
 
-    # ---- what is refused -----------------------------------------------------------------------------------------
+    # ---- refusals ------------------------------------------------------------------------------------------------
 
     def check_ends(self, function: str, ends: Iterable[int], step: int) -> None:
         """Refuses ends of slices that are not ends of the rank's parts.
@@ -77,8 +77,8 @@ class ShardedOutputs:
             return
         where = f"at {wrong[0]}" if wrong else f"in steps of {step}"
         if len(self.extents) > 1:
-            self._refuse(f"{function} parts the outputs {where}", "the ends of the rank's parts")
-        self._refuse(f"{function} parts the outputs {where}", "a layer whose outputs are not fused")
+            self._refuse(f"{function} splits the outputs {where}", "the ends of the rank's parts")
+        self._refuse(f"{function} splits the outputs {where}", "a layer whose outputs are not fused")
 
     def check_factors(self, function: str, asked: Sequence[int]) -> None:
         """Refuses a view that splits the outputs in another order than the shards do: for one part the first factor
@@ -88,13 +88,13 @@ class ShardedOutputs:
             fits = all(extent % others[-1] == 0 for extent in self.extents) and self.width in (1, others[-1])
             if first != len(self.extents) and not (len(others) == 1 and fits):  # heads of one part, then of the next
                 self._refuse(
-                    f"{function} parts the outputs by heads, and within each by what is fused",
+                    f"{function} splits the outputs by heads, and each head into its fused parts",
                     "a style without parts, such as 'colwise'",
                 )
         elif first in FUSED and len(others) > 1 and first not in {*self.divided, *others}:
-            self._refuse(f"{function} parts the outputs into {first} first", "a layer whose outputs are not fused")
+            self._refuse(f"{function} splits the outputs into {first} first", "a layer whose outputs are not fused")
 
-    def refuse_mixed(self, function: str, does: str = "goes over all of them") -> None:
+    def refuse_mixed(self, function: str, does: str = "needs all of them") -> None:
         """Refuses a function over all outputs, since it would only see this rank's."""
         self.done = False
         raise InvalidArgumentError(
@@ -118,10 +118,10 @@ class ShardedOutputs:
         )
 
 
-class _ShardedOutput(torch.Tensor):
+class _WatchedOutput(torch.Tensor):
     """The outputs of a layer, sharded along their last dimension, until another tensor is computed from them."""
 
-    _sharding: ShardedOutputs | None = None
+    _sharding: OutputSharding | None = None
 
     @classmethod
     def __torch_function__(
@@ -130,18 +130,18 @@ class _ShardedOutput(torch.Tensor):
         given = dict(kwargs or {})
         x: Any = args[0] if args else given.get("input", given.get("tensors"))
         sharding, name = _sharding_of(x), getattr(func, "__name__", "")
-        if sharding is not None and name in _PARTED:
-            ends, step = _PARTED[name](x, *args[1:], **{key: each for key, each in given.items() if key != "input"})
+        if sharding is not None and name in _SPLITS:
+            ends, step = _SPLITS[name](x, *args[1:], **{key: each for key, each in given.items() if key != "input"})
             sharding.check_ends(name.strip("_"), ends, step)
         if sharding is not None and name in _MIXES and _mixes_last(name, x, args[1:], given):
             sharding.refuse_mixed(name.removeprefix("linalg_"))
         if name in _JOINS and _is_last(x[0], given.get("dim", args[1] if len(args) > 1 else 0)):
             joined = next((each for each in map(_sharding_of, x) if each is not None), None)
             if joined is not None:  # the next layer is sharded as if all inputs were concatenated before
-                joined.refuse_mixed(name, "lays others beside them")
+                joined.refuse_mixed(name, "joins others to them")
         with torch._C.DisableTorchFunctionSubclass():
             made = func(*args, **given)
-        if sharding is None or type(made) not in (torch.Tensor, _ShardedOutput):
+        if sharding is None or type(made) not in (torch.Tensor, _WatchedOutput):
             return made
         if name in VIEWS:
             asked = _factors(name, x, made, args[1:], given)
@@ -151,14 +151,14 @@ class _ShardedOutput(torch.Tensor):
         return sharding.watch(made) if name in KEEPS and made.shape == x.shape else made
 
 
-def _sharding_of(x: Any) -> ShardedOutputs | None:
+def _sharding_of(x: Any) -> OutputSharding | None:
     """Returns how a watched tensor is sharded; None for anything else."""
-    return x._sharding if isinstance(x, _ShardedOutput) else None
+    return x._sharding if isinstance(x, _WatchedOutput) else None
 
 
 def unwatched(x: torch.Tensor) -> torch.Tensor:
     """Returns a watched tensor as a plain one, for code that knows how the layer's outputs were sharded."""
-    if type(x) is not _ShardedOutput:
+    if type(x) is not _WatchedOutput:
         return x
     with torch._C.DisableTorchFunctionSubclass():
         return x.as_subclass(torch.Tensor)
@@ -182,7 +182,7 @@ def _factors(
     return [found[0], *made.shape[1 - count :]] if count > 1 else found
 
 
-# ---- where functions part the last dimension -----------------------------------------------------------------------
+# ---- where functions split the last dimension ----------------------------------------------------------------------
 
 _MIXES = {
     **dict.fromkeys(("mean", "sum", "prod", "std", "var", "std_mean", "var_mean", "softmax", "log_softmax"), (1, None)),
@@ -268,7 +268,7 @@ def _getitem(x: torch.Tensor, index: Any) -> Ends:
     return ([first if step == 1 else 0, end], step)
 
 
-_PARTED: dict[str, Any] = {
+_SPLITS: dict[str, Any] = {
     "chunk": _chunk, "split": _sections, "split_with_sizes": _sections, "tensor_split": _tensor_split,
     "unsafe_chunk": _chunk, "unsafe_split": _sections, "hsplit": _hsplit, "glu": _glu,
     "narrow": _narrow, "__getitem__": _getitem,

@@ -38,7 +38,7 @@ from ringcomm.tensor_parallel.layers import (
     set_shard,
     shard_along,
 )
-from ringcomm.tensor_parallel.outputs import ShardedOutputs
+from ringcomm.tensor_parallel.outputs import OutputSharding
 from ringcomm.tensor_parallel.sequence import gather_before, split_and_gather, sum_gradients, sum_last_outputs
 from ringcomm.tensor_parallel.styles import (
     FOREIGN,
@@ -187,8 +187,7 @@ class _Target:
         if self.layer is not None:
             self.layer.train(self.module.training)
         for name in self.names if self.layer is not None else ():
-            parent, _, key = name.rpartition(".")
-            setattr(module.get_submodule(parent), key, self.layer)
+            _replace_submodule(module, name, self.layer)
         for each in _heads(self, group):
             setattr(self.module, each, getattr(self.module, each) // group.world_size)
         if self.key:
@@ -206,13 +205,18 @@ class _Target:
             split_and_gather(self.module, group, dim)
 
 
+def _replace_submodule(module: nn.Module, name: str, new: nn.Module) -> None:
+    parent, _, key = name.rpartition(".")
+    setattr(module.get_submodule(parent), key, new)
+
+
 def _is_plan(value: Any) -> bool:
     return isinstance(value, Mapping) and all(isinstance(pattern, str) for pattern in value)
 
 
 @expects(
     "parallelize", plan=that("styles by the names of submodules", _is_plan), sequence_dim=DIM, overlap=FLAG, verify=FLAG
-)  # within the code whose errors the other ranks are told of
+)  # checked here, so that the other ranks learn of the error
 def _targets(
     module: nn.Module,
     group: TensorParallelGroup,
@@ -234,7 +238,7 @@ def _targets(
         )
     chosen = resolve(module, _own_plan(module, group.rank) if plan is None else plan, group.rank)
     _check_sequence(module, chosen, sequence_dim, group.rank)
-    _refuse_unnamed(module, chosen, group.rank)
+    _refuse_unstyled(module, chosen, group.rank)
     targets: dict[int, _Target] = {}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for name, style in chosen.items():
@@ -277,11 +281,15 @@ def _without_repetitions(x: torch.Tensor) -> torch.Tensor:
 
 
 def _agree(comm: Communicator, asked: int) -> None:
-    """Raises where the ranks ask for different things. ``asked`` below 0: this rank raises an error of its own."""
-    everybody = [int(each) for each in comm.exchange(str(asked).encode())]
-    other = next((rank for rank, theirs in enumerate(everybody) if theirs != asked), None)
+    """Raises if the ranks ask for different things.
+
+    Args:
+        asked: a checksum of what this rank asks for; negative: this rank raises an error of its own.
+    """
+    everyone = comm.all_gather_object(asked)
+    other = next((rank for rank, theirs in enumerate(everyone) if theirs != asked), None)
     if asked >= 0 and other is not None:
-        theirs = "refused its plan" if everybody[other] < 0 else "got another module, plan or options"
+        theirs = "refused its plan" if everyone[other] < 0 else "got another module, plan or options"
         raise MismatchError(
             f"parallelize: rank {comm.rank} got a plan that it can follow where rank {other} {theirs}, expected the "
             "same on every rank; look at that rank's error, and at the shapes of the parameters"
@@ -297,8 +305,8 @@ def resolve(module: nn.Module, plan: Mapping[str, str | Style], rank: int) -> di
     parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     chosen: dict[str, Style] = {}
     by: dict[str, str] = {}
-    for pattern, wish in plan.items():
-        style = _style(pattern, wish, rank)
+    for pattern, given in plan.items():
+        style = _style(pattern, given, rank)
         found = [name for name in names if matches(pattern, name)]
         if pattern == "" and (isinstance(style, Heads) or style is ModuleStyle.REPLICATE):
             found = [""]  # the module itself
@@ -319,20 +327,20 @@ def resolve(module: nn.Module, plan: Mapping[str, str | Style], rank: int) -> di
     return chosen
 
 
-def _style(pattern: str, wish: Any, rank: int) -> Style:
-    if isinstance(wish, Style):
-        return wish
-    if isinstance(wish, str) and wish in FOREIGN:
+def _style(pattern: str, given: Any, rank: int) -> Style:
+    if isinstance(given, Style):
+        return given
+    if isinstance(given, str) and given in FOREIGN:
         raise UnsupportedError(
-            f"parallelize: rank {rank} got the style {shown(wish)} of transformers for {shown(pattern)}, which is "
-            f"not here, expected one of {', '.join(STYLES)}; pass a plan without it, what it names stays whole"
+            f"parallelize: rank {rank} got the style {shown(given)} of transformers for {shown(pattern)}, which "
+            f"is not supported, expected one of {', '.join(STYLES)}; leave it out of the plan, its modules stay whole"
         )
-    if not isinstance(wish, str) or wish not in STYLES:
+    if not isinstance(given, str) or given not in STYLES:
         raise InvalidArgumentError(
-            f"parallelize: rank {rank} got the style {shown(wish)} for {shown(pattern)}, expected one of "
+            f"parallelize: rank {rank} got the style {shown(given)} for {shown(pattern)}, expected one of "
             f"{', '.join(STYLES)}; pass one of these, or an object of ringcomm.tensor_parallel.styles"
         )
-    return STYLES[wish]
+    return STYLES[given]
 
 
 def _own_plan(module: nn.Module, rank: int) -> Mapping[str, str | Style]:
@@ -403,7 +411,7 @@ def _check_sequence(module: nn.Module, chosen: Mapping[str, Style], sequence_dim
             _check_region(module.get_submodule(name), got, inside)
 
 
-def _refuse_unnamed(module: nn.Module, chosen: Mapping[str, Style], rank: int) -> None:
+def _refuse_unstyled(module: nn.Module, chosen: Mapping[str, Style], rank: int) -> None:
     """Refuses modules of a sequence region that have no style: parameters would be trained on the rank's part only, and
     dropout would drop the same elements of every part."""
     for name, found in module.named_modules(remove_duplicate=False):
@@ -434,7 +442,7 @@ def _check_region(found: nn.Module, got: str, inside: bool) -> None:
     if (lists and len(found) == 0) or isinstance(found, nn.ModuleDict):
         raise InvalidArgumentError(
             f"{got}, {'an empty' if lists else 'a'} {type(found).__name__}, expected a module that is called, or a "
-            "list of such in their order; name another module"
+            "list of such modules in the order of their calls; name another module"
         )
     if lists and len({*found}) < len(found):
         raise InvalidArgumentError(
@@ -529,8 +537,7 @@ def _replace_owner(module: nn.Module, found: nn.Module, before: dict[str, Any], 
     made.__dict__ = attributes_of(found)
     for name, each in [*module.named_modules(remove_duplicate=False)]:
         if each is found:
-            parent, _, key = name.rpartition(".")
-            setattr(module.get_submodule(parent), key, made)
+            _replace_submodule(module, name, made)
     found.__dict__ = before
     keep_unsplit(found, {id(found): made}, comm)
 
@@ -570,7 +577,7 @@ def _watch_outputs(module: nn.Module, targets: list[_Target], group: TensorParal
         if isinstance(new, ColumnParallelLinear) and group.world_size > 1:
             heads = frozenset().union(*(divided.get(each, ()) for each in _ancestors(name)))
             width = _head_width(module.get_submodule(name.rpartition(".")[0]))
-            new.watched = ShardedOutputs(name, group.rank, tuple(new.local_extents), new.out_features, heads, width)
+            new.watched = OutputSharding(name, group.rank, tuple(new.local_extents), new.out_features, heads, width)
 
 
 def _verifier(

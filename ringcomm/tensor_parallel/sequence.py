@@ -17,17 +17,16 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def sum_gradients(module: nn.Module, group: TensorParallelGroup) -> None:
-    """Makes the gradients of parameters that every rank has, and applies to its own part of a tensor, the sums over the
-    ranks. Each call of the module looks for new parameters, since load_state_dict(assign=True) and to_empty() make
-    them."""
-
+    """Adds up the gradients of a module's parameters over the ranks, because each rank applies the module to its own
+    part of a tensor. Each call of the module looks for new parameters, since load_state_dict(assign=True) and
+    to_empty() make them."""
     sum_gradients_of(module, group)
     module.register_forward_pre_hook(lambda module, _: sum_gradients_of(module, group))
 
 
 def sum_gradients_of(module: nn.Module, group: TensorParallelGroup) -> None:
-    """Registers the sum once for each parameter that has memory, also where it is frozen now and may be trained
-    later."""
+    """Registers the sum as a hook of each parameter that has memory, once; also of frozen parameters, which may be
+    trained later."""
     for p in module.parameters():
         if not p.is_meta and group.all_reduce not in (p._backward_hooks or {}).values():
             _sum_gradient(p, group)
@@ -44,8 +43,8 @@ def _sum_gradient(p: nn.Parameter, group: TensorParallelGroup) -> None:
 
 
 def sum_last_outputs(layer: nn.Module, group: TensorParallelGroup, count: int) -> None:
-    """Sums the gradients of the layer's last outputs, which ranks use on their own heads. It replaces ``forward`` in
-    place of a hook, since a pipeline also runs the hooks of earlier stages' modules."""
+    """Adds up the gradients of the layer's last outputs, which ranks use on their own heads. It replaces ``forward``
+    instead of adding a hook, since a pipeline also runs the hooks of earlier stages' modules."""
     if group.world_size > 1:
         layer.forward = partial(_with_last_summed, layer.forward, group, count)
 
@@ -58,7 +57,7 @@ def _with_last_summed(
 
 
 def gather_before(module: nn.Module, group: TensorParallelGroup, dim: int) -> None:
-    """Gives the module the complete sequence."""
+    """Gathers the complete sequence before each call of the module."""
     _before(module, "gather_sequence", group, lambda x: g(x, group.comm, dim))
 
 

@@ -4,7 +4,6 @@ unsharded ones do."""
 from __future__ import annotations
 
 import copy
-import json
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -103,7 +102,7 @@ class Verifier:
         if self.same_input:
             found = [(path, x) for path, x in tree_leaves_with_path((args, kwargs)) if _is_plain(x)]
             mine = {f"input {keystr(path[1:])}": [digest(x) if torch.is_tensor(x) else x] for path, x in found}
-            self.compare(mine, "give all ranks of a tp group the same batch: seed what shuffles it alike")
+            self.compare(mine, "give all ranks of a tp group the same batch: seed the shuffling of the data alike")
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for path, y in tree_leaves_with_path(output):
@@ -136,14 +135,14 @@ class Verifier:
 
     def compare(self, mine: Mapping[str, list[Any]], advice: str) -> None:
         """Raises on all ranks where a rank's values differ from those of rank 0; a collective."""
-        everybody = [json.loads(each) for each in self.group.comm.exchange(json.dumps(mine).encode())]
-        first = everybody[0]
-        for rank, theirs in enumerate(everybody):
+        everyone = self.group.comm.all_gather_object(mine)
+        first = everyone[0]
+        for rank, theirs in enumerate(everyone):
             for what in [*first, *(each for each in theirs if each not in first)]:
                 a, b = first.get(what), theirs.get(what)
-                if a is None or b is None or len(a) != len(b) or any(map(_other, a, b)):
+                if a is None or b is None or len(a) != len(b) or any(map(_differ, a, b)):
                     raise MismatchError(
-                        f"parallelize: rank {self.group.rank} saw by verify=True that rank {rank} has another {what} "
+                        f"parallelize: rank {self.group.rank} found by verify=True that rank {rank} has another {what} "
                         f"than rank 0, {_described(b)} and {_described(a)}, expected the same on all; {advice}"
                     )
 
@@ -183,10 +182,10 @@ class Verifier:
 
     def _refuse_difference(self, name: str, styles: Sequence[str], difference: str | None) -> None:
         """Raises on all ranks where one found a difference; a collective."""
-        for rank, found in enumerate(map(json.loads, self.group.comm.exchange(json.dumps(difference).encode()))):
+        for rank, found in enumerate(self.group.comm.all_gather_object(difference)):
             if found is not None:
                 raise MismatchError(
-                    f"parallelize: rank {self.group.rank} saw by verify=True that {name or 'the module'} gives rank "
+                    f"parallelize: rank {self.group.rank} found by verify=True that {name or 'the module'} gives rank "
                     f"{rank} {found} before it was cut, expected rounding alone; look at the styles of "
                     f"{', '.join(styles)}: fused outputs need parts, numbers of heads 'heads'"
                 )
@@ -208,8 +207,8 @@ def _is_plain(x: Any) -> bool:
     return (type(x) in (torch.Tensor, nn.Parameter) and not x.is_meta) or type(x) in (int, float, bool, str)
 
 
-def _other(a: Any, b: Any) -> bool:
-    """Returns whether the ranks' values differ; gradients of outputs that are sharded themselves may differ."""
+def _differ(a: Any, b: Any) -> bool:
+    """Returns whether two ranks have different values. Gradients of outputs that are sharded may differ."""
     if not isinstance(a, list) or not isinstance(b, list):
         return bool(a != b)
     cut = len(a) > 4 and differ(a[4], b[4])

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.tensor_parallel.outputs import ShardedOutputs
+from ringcomm.tensor_parallel.outputs import OutputSharding
 from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import Colwise
 from tests.support.mesh.tensor_cases import on_ranks
@@ -75,15 +75,15 @@ REFUSED: list[tuple[str, Plan, str]] = [
     ("neox", {**NEOX, "*.query_key_value": Colwise(parts=3)},
      r"query_key_value, whose 144 outputs are cut as parts, here of \[24, 24, 24\], but view parts .* by heads"),
     ("phi3", {**MLP, "*.gate_up_proj": "colwise"},
-     r"gate_up_proj, whose 192 outputs are cut as one, here of 96, but chunk parts the outputs at 48, expected"),
+     r"gate_up_proj, whose 192 outputs are cut as one, here of 96, but chunk splits the outputs at 48, expected"),
     ("falcon", {**FALCON_PLAN, "*.query_key_value": Colwise(parts=(48, 16, 16))},
-     r"query_key_value, whose 80 outputs are cut as parts, here of \[24, 8, 8\], but view parts the outputs by heads"),
+     r"query_key_value, whose 80 outputs are cut as parts, here of \[24, 8, 8\], but view splits the outputs by heads"),
     ("falcon, old", {**FALCON_PLAN, "*.query_key_value": Colwise(parts=3)}, r"query_key_value, .* by heads"),
-    ("phi3", {"*.qkv_proj": "colwise", "*.o_proj": "rowwise"}, r"qkv_proj, .* but getitem parts the outputs at 48, ex"),
+    ("phi3", {"*.qkv_proj": "colwise", "*.o_proj": "rowwise"}, r"qkv_proj, .* but getitem splits the outputs at 48"),
     ("phi3", {"*.qkv_proj": Colwise(parts=(48, 16, 16)), "*.o_proj": "rowwise"},
-     r"qkv_proj, .* as parts, here of \[24, 8, 8\], but getitem parts the outputs at 48, expected the ends of the ran"),
-    ("gpt2", {**CONV, "*.c_attn": "colwise"}, r"c_attn, .* but split parts the outputs at 16, .*parts=\.\.\."),
-    ("bigcode", CONV, r"c_attn, .* but view parts the outputs by heads, and within each by what is fused"),
+     r"qkv_proj, .* as parts, here of \[24, 8, 8\], but getitem splits the outputs at 48, expected the ends of the ra"),
+    ("gpt2", {**CONV, "*.c_attn": "colwise"}, r"c_attn, .* but split splits the outputs at 16, .*parts=\.\.\."),
+    ("bigcode", CONV, r"c_attn, .* but view splits the outputs by heads, and each head into its fused parts"),
 ]  # fmt: skip
 
 
@@ -130,53 +130,53 @@ USES: list[tuple[tuple[int, ...], Callable[[torch.Tensor], Any], str | None]] = 
     (ONE, lambda y: y.roll(1, 0) + y.cummax(0)[0] + torch.fft.fft(y, dim=0).real + y.median(0)[0], None),
     (ONE, lambda y: y.unflatten(-1, (-1, 4)).softmax(-1), None),  # of heads
     (ONE, lambda y: torch.nn.functional.normalize(y) if y.dim() > 2 else y.norm(2, 0), None),
-    (ONE, lambda y: torch.relu(y).softmax(dim=-1), "softmax goes over all of them"),
-    (ONE, lambda y: y.pow(2).mean(-1, keepdim=True), "mean goes over all of them"),
-    (ONE, lambda y: y.std(False), "std goes over all of them"),
-    (ONE, lambda y: y.sum((0, 1)), "sum goes over all of them"),
-    (ONE, lambda y: y.max(1), "max goes over all of them"),
-    (ONE, lambda y: torch.linalg.vector_norm(y, dim=-1), "vector_norm goes over all of them"),
-    (ONE, lambda y: y.norm(), "norm goes over all of them"),
-    (ONE, lambda y: torch.nn.functional.normalize(y), "normalize goes over all of them"),
-    (ONE, lambda y: y.topk(2), "topk goes over all of them"),
-    (ONE, lambda y: torch.nn.functional.group_norm(y, 1), "group_norm goes over all of them"),
-    (ONE, lambda y: torch.nn.functional.cosine_similarity(y, y * 2, dim=-1), "cosine_similarity goes over all of them"),
-    (ONE, lambda y: torch.nn.functional.adaptive_avg_pool1d(y, 1), "adaptive_avg_pool1d goes over all of them"),
-    (ONE, lambda y: y.roll(1, -1), "roll goes over all of them"),
-    (ONE, lambda y: torch.fft.rfft(y), "fft_rfft goes over all of them"),
-    (ONE, lambda y: torch.linalg.vecdot(y, y), "vecdot goes over all of them"),
-    (ONE, lambda y: torch.cdist(y, y), "cdist goes over all of them"),
-    (ONE, lambda y: y.median(-1), "median goes over all of them"),
-    (ONE, lambda y: y.quantile(0.5), "quantile goes over all of them"),
-    (ONE, lambda y: torch.nn.functional.layer_norm(y, (12,)), "layer_norm goes over all of them"),
-    (ONE, lambda y: torch.nn.functional.cross_entropy(y, torch.zeros(2).long()), "cross_entropy goes over all of them"),
+    (ONE, lambda y: torch.relu(y).softmax(dim=-1), "softmax needs all of them"),
+    (ONE, lambda y: y.pow(2).mean(-1, keepdim=True), "mean needs all of them"),
+    (ONE, lambda y: y.std(False), "std needs all of them"),
+    (ONE, lambda y: y.sum((0, 1)), "sum needs all of them"),
+    (ONE, lambda y: y.max(1), "max needs all of them"),
+    (ONE, lambda y: torch.linalg.vector_norm(y, dim=-1), "vector_norm needs all of them"),
+    (ONE, lambda y: y.norm(), "norm needs all of them"),
+    (ONE, lambda y: torch.nn.functional.normalize(y), "normalize needs all of them"),
+    (ONE, lambda y: y.topk(2), "topk needs all of them"),
+    (ONE, lambda y: torch.nn.functional.group_norm(y, 1), "group_norm needs all of them"),
+    (ONE, lambda y: torch.nn.functional.cosine_similarity(y, y * 2, dim=-1), "cosine_similarity needs all of them"),
+    (ONE, lambda y: torch.nn.functional.adaptive_avg_pool1d(y, 1), "adaptive_avg_pool1d needs all of them"),
+    (ONE, lambda y: y.roll(1, -1), "roll needs all of them"),
+    (ONE, lambda y: torch.fft.rfft(y), "fft_rfft needs all of them"),
+    (ONE, lambda y: torch.linalg.vecdot(y, y), "vecdot needs all of them"),
+    (ONE, lambda y: torch.cdist(y, y), "cdist needs all of them"),
+    (ONE, lambda y: y.median(-1), "median needs all of them"),
+    (ONE, lambda y: y.quantile(0.5), "quantile needs all of them"),
+    (ONE, lambda y: torch.nn.functional.layer_norm(y, (12,)), "layer_norm needs all of them"),
+    (ONE, lambda y: torch.nn.functional.cross_entropy(y, torch.zeros(2).long()), "cross_entropy needs all of them"),
     (ONE, lambda y: torch.cat([y, y]), None),
     (ONE, lambda y: torch.cat([y.view(2, 3, 4), y.view(2, 3, 4)], -1), None),  # within heads
-    (ONE, lambda y: torch.cat([torch.ones(2, 1), y], -1), "cat lays others beside them"),
-    (ONE, lambda y: torch.concat(tensors=[y * 2, y], dim=1), "concat lays others beside them"),
-    (PARTS, lambda y: y.logsumexp(1), "logsumexp goes over all of them"),
-    (ONE, lambda y: y.chunk(3, -1), "chunk parts the outputs at 4"),
-    (ONE, lambda y: torch.chunk(y, 3, dim=-1), "chunk parts the outputs at 4"),
-    (ONE, lambda y: torch.nn.functional.glu(y), "glu parts the outputs at 6"),
-    (ONE, lambda y: torch.nn.functional.softplus(y).view(-1, 12).hsplit(2), "hsplit parts the outputs at 6"),
-    (ONE, lambda y: torch.nn.functional.gelu(y + 1).to(torch.float64).chunk(2, -1), "chunk parts the outputs at 6"),
-    (ONE, lambda y: y.split([8, 2, 2], dim=-1), "split parts the outputs at 8"),
-    (ONE, lambda y: torch.split(y, 6, dim=1), "split parts the outputs at 6"),
-    (ONE, lambda y: y.tensor_split((3, 6), dim=-1), "tensor_split parts the outputs at 3"),
-    (ONE, lambda y: y.narrow(-1, 0, 6), "narrow parts the outputs at 6"),
-    (ONE, lambda y: y[..., 6:], "getitem parts the outputs at 6"),
-    (ONE, lambda y: y[:, :18], "getitem parts the outputs at 18"),
-    (ONE, lambda y: y.view(-1, 12).chunk(2, -1), "chunk parts the outputs at 6"),
-    (ONE, lambda y: y.reshape(2, 3, 2, -1), "reshape parts the outputs into 3 first"),
-    (ONE, lambda y: y.unflatten(-1, (2, 1, 6)), "unflatten parts the outputs into 2 first"),
+    (ONE, lambda y: torch.cat([torch.ones(2, 1), y], -1), "cat joins others to them"),
+    (ONE, lambda y: torch.concat(tensors=[y * 2, y], dim=1), "concat joins others to them"),
+    (PARTS, lambda y: y.logsumexp(1), "logsumexp needs all of them"),
+    (ONE, lambda y: y.chunk(3, -1), "chunk splits the outputs at 4"),
+    (ONE, lambda y: torch.chunk(y, 3, dim=-1), "chunk splits the outputs at 4"),
+    (ONE, lambda y: torch.nn.functional.glu(y), "glu splits the outputs at 6"),
+    (ONE, lambda y: torch.nn.functional.softplus(y).view(-1, 12).hsplit(2), "hsplit splits the outputs at 6"),
+    (ONE, lambda y: torch.nn.functional.gelu(y + 1).to(torch.float64).chunk(2, -1), "chunk splits the outputs at 6"),
+    (ONE, lambda y: y.split([8, 2, 2], dim=-1), "split splits the outputs at 8"),
+    (ONE, lambda y: torch.split(y, 6, dim=1), "split splits the outputs at 6"),
+    (ONE, lambda y: y.tensor_split((3, 6), dim=-1), "tensor_split splits the outputs at 3"),
+    (ONE, lambda y: y.narrow(-1, 0, 6), "narrow splits the outputs at 6"),
+    (ONE, lambda y: y[..., 6:], "getitem splits the outputs at 6"),
+    (ONE, lambda y: y[:, :18], "getitem splits the outputs at 18"),
+    (ONE, lambda y: y.view(-1, 12).chunk(2, -1), "chunk splits the outputs at 6"),
+    (ONE, lambda y: y.reshape(2, 3, 2, -1), "reshape splits the outputs into 3 first"),
+    (ONE, lambda y: y.unflatten(-1, (2, 1, 6)), "unflatten splits the outputs into 2 first"),
     (PARTS, lambda y: y.chunk(3, -1), None),
     (PARTS, lambda y: (y[..., :8], y[..., 8:]), None),
     (PARTS, lambda y: y.view(2, 3, 2, 2).unbind(1), None),
     (PARTS, lambda y: y.view(2, 6, 2).split(2, 1), None),  # heads of one part, then of the next
-    (PARTS, lambda y: y.chunk(2, -1), "chunk parts the outputs at 6"),
-    (PARTS, lambda y: y[..., ::3], "getitem parts the outputs in steps of 3"),
-    (PARTS, lambda y: y.view(2, -1, 6), "view parts the outputs by heads"),
-    (PARTS, lambda y: y.view(2, 2, 3, 2), "view parts the outputs by heads"),
+    (PARTS, lambda y: y.chunk(2, -1), "chunk splits the outputs at 6"),
+    (PARTS, lambda y: y[..., ::3], "getitem splits the outputs in steps of 3"),
+    (PARTS, lambda y: y.view(2, -1, 6), "view splits the outputs by heads"),
+    (PARTS, lambda y: y.view(2, 2, 3, 2), "view splits the outputs by heads"),
 ]
 
 
@@ -184,7 +184,7 @@ USES: list[tuple[tuple[int, ...], Callable[[torch.Tensor], Any], str | None]] = 
 def test_uses_of_outputs(number: int) -> None:
     """What is allowed gives the same values, as plain tensors."""
     extents, use, sentence = USES[number]
-    cut = ShardedOutputs("a.b", 1, extents, 24, frozenset())
+    cut = OutputSharding("a.b", 1, extents, 24, frozenset())
     y = cut.watch(X.clone())
     if sentence is not None:
         with pytest.raises(InvalidArgumentError, match=f"rank 1 got a.b, whose 24 outputs are .* but {sentence}"):
@@ -197,7 +197,7 @@ def test_uses_of_outputs(number: int) -> None:
 
 def test_the_number_of_heads_is_no_number_of_parts() -> None:
     """Three heads on this rank, and another factor behind: refused if nothing says that three are heads."""
-    cut = ShardedOutputs("a", 0, (12,), 24, frozenset({3}))
+    cut = OutputSharding("a", 0, (12,), 24, frozenset({3}))
     assert cut.watch(X.clone()).view(2, 3, 2, 2).shape == (2, 3, 2, 2)
 
 

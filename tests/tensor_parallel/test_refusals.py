@@ -174,7 +174,7 @@ def test_a_module_that_computes_with_numbers_of_the_whole_model() -> None:
     assert said.startswith(
         "parallelize: rank got RuntimeError (shape '[-1, 3, 2]' is invalid for input of size 4) in the"
     )
-    assert "forward pass of unit, a Counting whose unit.inner is cut, expected a module that computes with what" in said
+    assert "forward pass of unit, a Counting whose unit.inner is cut, expected a module that works with a rank" in said
 
 
 class Functional(nn.Module):

@@ -14,7 +14,7 @@ from torch import nn
 
 import ringcomm
 from ringcomm.errors import MismatchError
-from ringcomm.tensor_parallel.outputs import ShardedOutputs
+from ringcomm.tensor_parallel.outputs import OutputSharding
 from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import Colwise
 from ringcomm.tensor_parallel.verify import CHUNK, differ, digest
@@ -43,7 +43,7 @@ def refused(model: nn.Module, plan: Plan | None, step: Callable[[nn.Module, int]
 
     found = on_ranks(rank, world_size)
     for number, said in enumerate(found):
-        assert said.startswith(f"parallelize: rank {number} saw by verify=True that ")
+        assert said.startswith(f"parallelize: rank {number} found by verify=True that ")
         assert "\n" not in said
         assert ", expected " in said
     return found
@@ -167,7 +167,7 @@ def test_layers_that_follow_one_another_in_a_list_are_compared_together() -> Non
     models = [nn.Sequential(*copy.deepcopy(layers)) for _ in range(2)]
     on_ranks(lambda comm: parallelize(models[comm.rank], plan, comm, verify=True)(torch.ones(2, 4)), 2)
     for said in refused(Penalised(*layers), plan, lambda cut, rank: cut(torch.ones(2, 4)), 2):
-        assert "saw by verify=True that the module gives rank 0 a difference of " in said
+        assert "found by verify=True that the module gives rank 0 a difference of " in said
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_block_that_computes_something_else(
     kind: str, plan: Plan, block: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing has seen what is made of the outputs."""
-    monkeypatch.setattr(ShardedOutputs, "watch", lambda self, y: y)
+    monkeypatch.setattr(OutputSharding, "watch", lambda self, y: y)
     for said in refused(MODELS[kind](), plan, lambda cut, _: run(cut), 2):
         assert f"that {block} gives rank 0 a difference of " in said
         assert "expected rounding alone; look at the styles of " in said
