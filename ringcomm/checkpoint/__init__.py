@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from ringcomm.checkpoint.contents import flat_of
-from ringcomm.checkpoint.files import Source, WriteReport, beside, finish, write
+from ringcomm.checkpoint.files import Source, WriteReport, finish, make_saving_folder, write
 from ringcomm.checkpoint.loading import Loader
 from ringcomm.checkpoint.state import ByRank, Saver
 from ringcomm.checkpoint.world import World
@@ -77,7 +77,7 @@ def save(
 def _save(flat: Any, optimizer: Any, extra: dict[str, Any], world: World, path: Path) -> None:
     saver = Saver(flat, optimizer, extra, world)
     facts = world.run_together(saver.facts)
-    folder = world.run_together(lambda: beside(path) if world.rank == 0 else None)[0]
+    folder = world.run_together(lambda: make_saving_folder(path) if world.rank == 0 else None)[0]
     try:
         written: list[WriteReport] = world.run_together(lambda: write(folder, world.rank, saver.planner(facts)))
         world.run_together(lambda: finish(folder, path, written) if world.rank == 0 else None)

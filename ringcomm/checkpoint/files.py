@@ -105,10 +105,10 @@ def boxes_of(
         spec: the tensor's place in a larger tensor; the boxes are then those of the larger tensor, without padding.
     """
     found = _boxes_here(name, shape, values, start)
-    return [each for box in found for each in _moved(box, spec)] if spec.dim is not None else found
+    return [each for box in found for each in _to_unsharded(box, spec)] if spec.dim is not None else found
 
 
-def _moved(box: TensorBox, spec: ShardSpec) -> list[TensorBox]:
+def _to_unsharded(box: TensorBox, spec: ShardSpec) -> list[TensorBox]:
     """Converts a box of this rank's part of a tensor to boxes of the whole tensor."""
     dim, found = spec.dim, []
     assert dim is not None
@@ -266,7 +266,7 @@ def finish(folder: Path, path: Path, everyone: Sequence[WriteReport]) -> None:
     _, metadata = DefaultSavePlanner().create_global_plan([written.plan for written in everyone])
     results = [result for written in everyone for result in written.results]
     for name, others in ((name, others) for written in everyone for name, others in written.aliases.items() if others):
-        results += _also(metadata, results, name, others)
+        results += _add_aliases(metadata, results, name, others)
     _FileWriter(folder).finish(metadata, [results])
     checksums[METADATA] = {0: _C.crc32c((folder / METADATA).read_bytes())}
     with (folder / CHECKSUMS).open("w") as stream:
@@ -276,7 +276,7 @@ def finish(folder: Path, path: Path, everyone: Sequence[WriteReport]) -> None:
     put_in_place(folder, path)
 
 
-def _also(metadata: Metadata, results: Sequence[Any], name: str, others: Sequence[str]) -> list[Any]:
+def _add_aliases(metadata: Metadata, results: Sequence[Any], name: str, others: Sequence[str]) -> list[Any]:
     """Adds other names for a tensor's boxes."""
     mine, found = [each for each in results if each.index.fqn == name], []
     for other in others:
@@ -290,7 +290,7 @@ def _also(metadata: Metadata, results: Sequence[Any], name: str, others: Sequenc
 # ---- in place ----------------------------------------------------------------------------------------------------
 
 
-def beside(path: Path) -> Path:
+def make_saving_folder(path: Path) -> Path:
     """Returns the folder in which a checkpoint is written before it is renamed; removes what an interrupted save
     left there."""
     if path.exists():
@@ -411,7 +411,7 @@ class Source:
     def value(self, path: Names) -> Any:
         """Returns a value that is not a tensor."""
         name = ".".join(path)
-        return self._stored(name, MetadataIndex(name), unpack_value)
+        return self._read_stored(name, MetadataIndex(name), unpack_value)
 
     def check(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Raises if a tensor is missing, or has another shape or kind of type."""
@@ -437,9 +437,9 @@ class Source:
         stored: tuple[MetadataIndex | None, Any] = (None, None)
         for item in sorted(items, key=lambda item: tuple(item.storage_index.offset)):
             if stored[0] != item.storage_index:
-                stored = item.storage_index, self._stored(name, item.storage_index, _box)
-            source = _narrowed(stored[1], item.storage_offsets, item.lengths)
-            _narrowed(here[item.dest_index], item.dest_offsets, item.lengths).copy_(source)
+                stored = item.storage_index, self._read_stored(name, item.storage_index, _unpack_box)
+            source = _narrow(stored[1], item.storage_offsets, item.lengths)
+            _narrow(here[item.dest_index], item.dest_offsets, item.lengths).copy_(source)
 
     def place(self, name: str) -> Any:
         """Returns the place of a tensor's boxes; it is equal for names of the same tensor."""
@@ -458,7 +458,7 @@ class Source:
         self.read(boxes_of(name, unsharded.shape, unsharded))
         return unsharded
 
-    def _stored(self, name: str, index: MetadataIndex, unpack: Callable[[bytes], Any]) -> Any:
+    def _read_stored(self, name: str, index: MetadataIndex, unpack: Callable[[bytes], Any]) -> Any:
         try:
             info = self.metadata.storage_data[index]
             with (self.path / info.relative_path).open("rb") as stream:
@@ -474,13 +474,13 @@ class Source:
             raise self._damaged(name, f"{type(error).__name__}") from error
 
 
-def _box(raw: bytes) -> torch.Tensor:
+def _unpack_box(raw: bytes) -> torch.Tensor:
     """Returns a box as torch has written it; without the lock of `unpack_value`, because ranks may be threads."""
     values: torch.Tensor = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
     return values
 
 
-def _narrowed(tensor: torch.Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> torch.Tensor:
+def _narrow(tensor: torch.Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> torch.Tensor:
     for axis, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         tensor = tensor.narrow(axis, offset, length)
     return tensor

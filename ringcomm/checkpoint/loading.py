@@ -26,8 +26,8 @@ from ringcomm.checkpoint.state import (
     GROUPS,
     STATE,
     ByRank,
-    joined,
-    refuse_cut,
+    merge_group_names,
+    refuse_sharded_state,
     settings_of,
     spans_of,
 )
@@ -154,7 +154,7 @@ class Loader:
             counts = [len(names) for names in everyone]
             raise self._wrong(f"optimizers of {', '.join(map(str, counts))} parameter groups", "as many on every rank")
         frozen = {*about.get("frozen", ())}  # if they are trained now, they begin without state
-        self._check_groups([group["params"] for group in groups], held.names, joined(everyone), frozen)
+        self._check_groups([group["params"] for group in groups], held.names, merge_group_names(everyone), frozen)
         self.hyperparameters = [settings_of(each) for each in groups]
         keys: dict[str, list[str]] = {}
         for path in self.source.paths.values():
@@ -221,7 +221,7 @@ class Loader:
                     self.source.read(boxes_of(name, segment.shape, values, first - segment.offset, cut))
                     continue
                 value = self.source.value((*STATE, names[i], key)) if facts is None else self.source.tensor(name)
-                refuse_cut("load", self.rank, bucket, i, key, value)
+                refuse_sharded_state("load", self.rank, bucket, i, key, value)
                 if key in state and not _same(state[key], value):
                     raise self._wrong(
                         f"{name} = {value}, where a parameter that travels with it has {state[key]}", "equal ones"

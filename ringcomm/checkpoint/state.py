@@ -188,7 +188,7 @@ class Saver:
                         values = value.reshape(-1)[first - first_here : last - first_here]
                         out.add_tensor(path, segment.shape, values, first - segment.offset, cut)
                         continue
-                    refuse_cut("save", self.rank, bucket, i, key, value)
+                    refuse_sharded_state("save", self.rank, bucket, i, key, value)
                     if first == segment.offset and (self.world.ranks.mesh is None or self.world.ranks.mesh.counts):
                         self._add_either(out, path, value)  # only one of the ranks that have the value writes it
 
@@ -238,7 +238,7 @@ class Saver:
             frozen = sorted(set().union(*(facts.frozen for facts in everyone)))
             kind = {"class": type(self.optimizer).__name__, "alike": alike, "frozen": frozen}
             out.add_value(ABOUT, pack_value("save", self.rank, "optimizer", kind))
-            names = joined([[names for names, _ in facts.groups] for facts in everyone])
+            names = merge_group_names([[names for names, _ in facts.groups] for facts in everyone])
             groups = [
                 {**settings_of(group), "params": of} for (group, _), of in zip(self._groups(), names, strict=True)
             ]
@@ -288,12 +288,12 @@ def settings_of(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def joined(groups: list[list[list[str]]]) -> list[list[str]]:
+def merge_group_names(groups: list[list[list[str]]]) -> list[list[str]]:
     """Returns the names in each of an optimizer's groups, over all ranks."""
     return [list(dict.fromkeys(name for names in each for name in names)) for each in zip(*groups, strict=True)]
 
 
-def refuse_cut(call: str, rank: int, bucket: Bucket, i: int, key: str, value: Any) -> None:
+def refuse_sharded_state(call: str, rank: int, bucket: Bucket, i: int, key: str, value: Any) -> None:
     """Raises for state with another shape than its parameter's, because its parts cannot be determined."""
     if torch.is_tensor(value) and value.numel() > 1 and part_of(bucket.params[i]).is_cut:
         raise UnsupportedError(

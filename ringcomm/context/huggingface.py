@@ -42,7 +42,7 @@ def install() -> None:
         masks, attention = masking.AttentionMaskInterface, modeling_utils.AttentionInterface
         for name in ("sdpa", "eager"):
             masks.register(name, partial(_mask, name, masks._global_mapping[name]))
-        attention.get_interface = _choosing(attention.get_interface)  # type: ignore[method-assign]
+        attention.get_interface = _wrap_get_interface(attention.get_interface)  # type: ignore[method-assign]
         masking._preprocess_mask_arguments = partial(_preprocess, masking._preprocess_mask_arguments)
 
 
@@ -124,7 +124,7 @@ def _mask(
     if context is None:
         sizes = (batch_size, q_length, kv_length, q_offset, kv_offset, function, attention_mask)
         return original(*sizes, **options)
-    causal, window = _read(function, masking, context)
+    causal, window = _read_mask_function(function, masking, context)
     past = int(q_offset)
     if attention_mask is not None and attention_mask.shape != (batch_size, kv_length):
         raise ShapeError(
@@ -153,7 +153,9 @@ def _check_cache(
     )
 
 
-def _read(function: Callable[..., Any], masking: Any, context: ContextParallelMode) -> tuple[bool, int | None]:
+def _read_mask_function(
+    function: Callable[..., Any], masking: Any, context: ContextParallelMode
+) -> tuple[bool, int | None]:
     """Returns whether a mask function of transformers is causal, and its window."""
     found: set[tuple[str, int]] = set()
 
@@ -185,7 +187,7 @@ def _read(function: Callable[..., Any], masking: Any, context: ContextParallelMo
 # ---- attention -----------------------------------------------------------------------------------------------------
 
 
-def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_get_interface(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a replacement of AttentionInterface.get_interface, which inside of a context returns ring attention."""
 
     def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,7 +198,7 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
         if attn_implementation == "sdpa":
             return partial(_attention, context, True)
         if attn_implementation == "eager":  # others are detected where they multiply weights and values
-            return partial(_attention, context, False) if _is_usual(found) else found
+            return partial(_attention, context, False) if _is_known_eager(found) else found
         raise UnsupportedError(
             f"{CALL}: rank {context.comm.rank} got attn_implementation={shown(attn_implementation)}, expected 'sdpa' "
             "or 'eager': others attend within a rank's part; call model.set_attn_implementation('sdpa')"
@@ -236,7 +238,7 @@ def _attention(
 _USUAL = ("llama", "gemma2", "bert")
 
 
-def _is_usual(eager: Callable[..., Any]) -> bool:
+def _is_known_eager(eager: Callable[..., Any]) -> bool:
     """Returns whether an eager attention function is, line by line, that of Llama, Gemma 2 or BERT, like most in
     transformers."""
     return any(_code(eager) == _code(_eager_of(name)) for name in _USUAL)

@@ -47,9 +47,9 @@ _WITH_LABELS = ("transformers.loss.", "transformers.models.", "transformers.mode
 
 
 class MaskRule(NamedTuple):
-    """Which keys a query sees, in place of a mask.
+    """Which keys a query sees; a mask carries it in place of values.
 
-    Args:
+    Attributes:
         window: see `ring_attention`.
         key_mask: (B, keys), boolean; None: all.
         part: with a cache, how many of the keys belong to this rank's part; every rank has the other ones. None: no
@@ -98,7 +98,7 @@ def makes_rules() -> bool:
     return isinstance(masking_utils._preprocess_mask_arguments, partial)
 
 
-# ---- what a call mixes --------------------------------------------------------------------------------------------
+# ---- detection ----------------------------------------------------------------------------------------------------
 
 
 def _backward(tensors: Any, grads: Any = None, **options: Any) -> None:
@@ -396,7 +396,7 @@ class ContextParallelMode(TorchFunctionMode):
         softcap: float | None = None,
     ) -> torch.Tensor:
         """Computes attention; takes the arguments of torch's function, and a softcap."""
-        self._refuse(dropout_p)
+        self._refuse_dropout(dropout_p)
         rule = self._rule(attn_mask, is_causal, key)
         if not query.dim() == key.dim() == value.dim() or query.dim() not in (3, 4):
             raise ShapeError(
@@ -443,7 +443,7 @@ class ContextParallelMode(TorchFunctionMode):
             )
         return MaskRule(False, None, seen)
 
-    def _refuse(self, dropout_p: float) -> None:
+    def _refuse_dropout(self, dropout_p: float) -> None:
         if dropout_p != 0.0:
             raise UnsupportedError(
                 f"{CALL}: rank {self.comm.rank} got dropout_p={dropout_p}, expected 0.0: blocks of one row would drop "

@@ -51,7 +51,7 @@ class Ring:
             finish(works)
             theirs = received.numpy().tobytes()
             if theirs != mine:
-                self._refuse(facts, theirs.decode(errors="replace").rstrip())
+                self._refuse_other_call(facts, theirs.decode(errors="replace").rstrip())
 
         if not self.overlap:
             check()
@@ -81,7 +81,7 @@ class Ring:
                 buffer.receive(is_last=step + 1 == last)
                 keys, values = buffer.keys, buffer.values
 
-    def _refuse(self, facts: str, theirs: str) -> None:
+    def _refuse_other_call(self, facts: str, theirs: str) -> None:
         with contextlib.suppress(UnsupportedError):  # a process group cannot abort: the others time out
             self.comm.abort(f"rank {self.rank} found that rank {self.prev} calls another ring_attention")
         raise MismatchError(

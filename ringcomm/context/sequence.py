@@ -24,11 +24,11 @@ DIM = validate_int(-(1 << 31), 1 << 31, "a dimension")
 
 
 class Block(NamedTuple):
-    """Queries of this rank and keys of another rank's part: all queries see all of these keys, or (causal) each the
-    keys up to its own position.
+    """Some queries of this rank, and some keys of the same or another rank.
 
-    Args:
-        distance: from the first key to the first query, in tokens of the complete sequence, where the edge of a window
+    Attributes:
+        causal: whether each query sees only the keys up to its own position; else every query sees all of these keys.
+        distance: from the first key to the first query, in tokens of the complete sequence, if the edge of a window
             lies in the block; None: the window contains the block.
     """
 
@@ -38,7 +38,8 @@ class Block(NamedTuple):
     distance: int | None = None
 
     def visible(self, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """Returns (1, 1, rows, keys): whether a query sees a key, by their positions alone; None: each sees all."""
+        """Returns whether each query sees each key, by their positions alone: (1, 1, rows, keys), boolean. None: every
+        query sees every key."""
         if self.distance is None and not self.causal:
             return None
         rows, keys = (torch.arange(each.stop - each.start, device=device) for each in (self.rows, self.keys))

@@ -31,7 +31,7 @@ from ringcomm.pipeline_parallel.microbatches import MicroBatch, merge_outputs, s
 from ringcomm.pipeline_parallel.schedules import MOST, Action, Kind, Schedule, schedule_of
 from ringcomm.pipeline_parallel.shape_only import ShapeOnlyTensor
 from ringcomm.pipeline_parallel.split import Chain, Stages, split
-from ringcomm.pipeline_parallel.stage_runner import StageMetadata, StageRunner, staged
+from ringcomm.pipeline_parallel.stage_runner import StageMetadata, StageRunner, is_staged
 from ringcomm.pipeline_parallel.tied_params import TiedParams
 from ringcomm.pipeline_parallel.weight_grads import DeferredGrad, DeferWeightGrads, backward, run_weight_grads
 from ringcomm.validation import FLAG, FUNCTION, Requirement, a, expects, one_of, several, validate_int
@@ -133,7 +133,7 @@ class Pipeline(nn.Module):
         self.microbatches, self.reduction = self.schedule.microbatches, reduction
         self.__dict__["_loss"] = loss  # it may be a module, and must not become a submodule
         self.local_stages = self.schedule.stages_of(comm.rank)
-        if staged(stages.model):
+        if is_staged(stages.model):
             raise InvalidArgumentError(
                 f"Pipeline: rank {comm.rank} got a model of which another pipeline has a part, expected a complete "
                 "one; make or load it again"
@@ -358,7 +358,7 @@ class _Step:
         self.pipe, self.inputs, self.scaler, self.flat, self.train = pipe, inputs, scaler, flat, train
         self.computes = computes
         self.loss: torch.Tensor | None = None
-        self.multi_use = frozenset({id(p) for p in pipe._runner.used_often()} | pipe._tied_params.placeholder_ids)
+        self.multi_use = frozenset({id(p) for p in pipe._runner.multi_use_params()} | pipe._tied_params.placeholder_ids)
         self.kept = {*self.multi_use}
         self.outputs: list[Any] = []
         self.clock: list[tuple[Action, float, float]] = []
@@ -408,7 +408,7 @@ class _Step:
         (args, kwargs, target), share = self.inputs[number]
         if metadata is not None and metadata.share is not None:
             if share not in (None, metadata.share):
-                raise self._other_share(stage, share, metadata.share)
+                raise self._share_error(stage, share, metadata.share)
             share = metadata.share
         if self.flat is not None:  # as on every rank of a model that is not split
             args, kwargs = self.flat.root.cast_inputs(args, kwargs)
@@ -442,7 +442,7 @@ class _Step:
                 "tensor that they are trained through"
             )
 
-    def _other_share(self, stage: int, got: Fraction | None, expected: Fraction) -> ShapeError:
+    def _share_error(self, stage: int, got: Fraction | None, expected: Fraction) -> ShapeError:
         return ShapeError(
             f"Pipeline: rank {self.rank} ran stage {stage} and got {got} of a batch's rows in a micro-batch, expected "
             f"{expected} of them as on the stage before, where {self.pipe.schedule.microbatches} micro-batches do not "

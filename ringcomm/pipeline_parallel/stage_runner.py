@@ -56,7 +56,7 @@ ANY = -1
 """In place of a checksum: any values will do."""
 
 
-def recorded(tree: Any, origin: str = "", given: Mapping[Any, Any] | None = None) -> Any:
+def placeholders_of(tree: Any, origin: str = "", given: Mapping[Any, Any] | None = None) -> Any:
     """Returns a nest with a `TensorShape` for each tensor, and a placeholder for all else that is not a plain value.
 
     Args:
@@ -67,7 +67,7 @@ def recorded(tree: Any, origin: str = "", given: Mapping[Any, Any] | None = None
     def each(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
             return TensorShape(tuple(x.shape), x.dtype)
-        return x if is_plain(x) else _not_sent(x, origin, given or {})
+        return x if is_plain(x) else _unsent_object(x, origin, given or {})
 
     return map_nest(each, tree)
 
@@ -187,19 +187,19 @@ class StageRunner:
         for name, stage in stages.stage_of.items():
             module = self.model.get_submodule(name)
             if stage not in mine:
-                self._elsewhere += _empty(module, device, seen)
+                self._elsewhere += _remove_tensors(module, device, seen)
             elif len(mine) < len(stages):
                 for inside in module.modules():
                     for key in [key for key, p in inside._parameters.items() if p is not None]:
                         note(inside, key, staged=True)
-            _guard(module, self._guarded(name, stage))
+            _intercept(module, self._interceptor(name, stage))
         often = Counter(id(each) for inside in self._inside.values() for each in inside.values())
         self._begins = [{name} for name in stages.first]  # names of the modules with which a stage may begin
         for name, stage in stages.stage_of.items():
             for key, each in _members(name, self.model.get_submodule(name)):
                 if often[id(each)] == 1:  # not shared: forward may call it by itself
                     self._inside[key] = _modules_by_name(key, each)
-                    _guard(each, self._guarded(key, stage))
+                    _intercept(each, self._interceptor(key, stage))
             if name == stages.first[stage]:
                 self._begins[stage] |= _first_members(name, self.model.get_submodule(name))
 
@@ -209,7 +209,7 @@ class StageRunner:
         found = next((p.device for p in self.model.parameters() if not p.is_meta), None)
         return self._device if found is None else found
 
-    def used_often(self) -> list[torch.Tensor]:
+    def multi_use_params(self) -> list[torch.Tensor]:
         """Returns the parameters here that more than one module has."""
         uses = Counter(id(p) for module in self.model.modules() for p in module._parameters.values() if p is not None)
         return [p for p in self.model.parameters() if uses[id(p)] > 1]
@@ -247,7 +247,7 @@ class StageRunner:
         """
         if metadata is not None:
             self._refuse_other_inputs({**dict(enumerate(args)), **kwargs}, metadata.inputs)
-            theirs = self._materialized(metadata.inputs)  # model inputs contain nothing carried
+            theirs = self._materialize(metadata.inputs)  # model inputs contain nothing carried
             args, kwargs = args or theirs[0], {**theirs[1], **kwargs}
         last = stage == len(self.stages) - 1
         grads = torch.is_grad_enabled() or (not last and stage not in self._named_grads)
@@ -271,23 +271,23 @@ class StageRunner:
                 torch.set_grad_enabled(grads),
                 self.all_parameters(),
                 self.buffers.of(stage) as read,
-                ValueGuard(before, partial(self._called, run)),
+                ValueGuard(before, partial(self._call_outside_modules, run)),
             ):
                 output = self.model(*args, **kwargs)
         except _StageBoundary as boundary:
-            return self._outputs(run, boundary, recorded((args, kwargs)))
+            return self._boundary_outputs(run, boundary, placeholders_of((args, kwargs)))
         finally:
             self.running = None
             for x in run.without_values:  # they may be the user's tensors
                 make_plain(x)
         if not last:
-            raise self._wrong(stage, "ended", f"a call of {self.stages.first[stage + 1]}")
+            raise self._order_error(stage, "ended", f"a call of {self.stages.first[stage + 1]}")
         if not run.entered:
-            raise self._wrong(stage, "ended", f"a call of {self.stages.first[stage]}")
+            raise self._order_error(stage, "ended", f"a call of {self.stages.first[stage]}")
         self._refuse_shape_only(run, "the end", output)
         return output, None
 
-    def _called(self, run: _StageRun, func: Any, args: Any, kwargs: Any) -> Any:
+    def _call_outside_modules(self, run: _StageRun, func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a function outside of modules of stages. What it draws at random is sent on to later stages."""
         name = "" if run.inside == "hooks" else random_op(func)
         if not name:
@@ -307,7 +307,7 @@ class StageRunner:
             return func(*args, **kwargs)
         result = replay(func, args, kwargs, run.carried[sent.number]) if sent and name == expected else None
         if result is None:
-            raise self._other_draws(run, f"by {name}", expected)
+            raise self._draws_error(run, f"by {name}", expected)
         run.replayed_in = checkpoint_around()
         return result
 
@@ -316,7 +316,7 @@ class StageRunner:
         tensors, such as labels, may be passed on some ranks only."""
         theirs = {**dict(enumerate(inputs[0])), **inputs[1]}
         for key, x in mine.items():
-            pairs = [*zip(tree_leaves(recorded(x)), tree_leaves(theirs.get(key)), strict=False)]
+            pairs = [*zip(tree_leaves(placeholders_of(x)), tree_leaves(theirs.get(key)), strict=False)]
             wrong = next((pair for pair in pairs if key in theirs and _is_other_input(*pair)), None)
             if wrong is not None:
                 raise InvalidArgumentError(
@@ -341,20 +341,20 @@ class StageRunner:
                 "as positional arguments, or name the module that makes it in split(..., carry=[...])"
             )
 
-    def _wrong(self, stage: int, got: str, expected: str) -> InvalidArgumentError:
+    def _order_error(self, stage: int, got: str, expected: str) -> InvalidArgumentError:
         return InvalidArgumentError(
             f"Pipeline: rank {self.rank} ran stage {stage}, whose forward {got}, expected {expected}; split the model "
             "where its modules are registered in the order of their calls, or name that in split(..., order=[...]), "
             "and at modules that every forward pass calls"
         )
 
-    def _other_draws(self, run: _StageRun, got: str, expected: Any) -> InvalidArgumentError:
+    def _draws_error(self, run: _StageRun, got: str, expected: Any) -> InvalidArgumentError:
         return InvalidArgumentError(
             f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward drew random numbers {got}, expected "
             f"{expected} as on the stage before; draw them in every forward pass, or in __init__"
         )
 
-    def _guarded(self, name: str, stage: int) -> Callable[..., Any]:
+    def _interceptor(self, name: str, stage: int) -> Callable[..., Any]:
         first = self.stages.first
 
         def call(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -369,11 +369,11 @@ class StageRunner:
                         "lie in one stage, or give each call a module of its own"
                     )
                 if run.entered:
-                    raise self._wrong(run.stage, f"called {name} of stage {stage}", "modules of its own")
-                return self._replayed_call(run, name, args, kwargs)
+                    raise self._order_error(run.stage, f"called {name} of stage {stage}", "modules of its own")
+                return self._replay_call(run, name, args, kwargs)
             if stage > run.stage:
                 if name not in self._begins[run.stage + 1] or not run.entered:
-                    raise self._wrong(
+                    raise self._order_error(
                         run.stage, f"called {name}", first[run.stage + 1] if run.entered else first[run.stage]
                     )
                 self._refuse_shape_only(run, name, (args, kwargs))
@@ -381,10 +381,10 @@ class StageRunner:
                 raise _StageBoundary(args, kwargs)
             if not run.entered:
                 if name not in self._begins[stage]:
-                    raise self._wrong(stage, f"called {name} first", first[stage])
+                    raise self._order_error(stage, f"called {name} first", first[stage])
                 assert run.metadata is not None
                 if run.draws_done != len(run.metadata.draws):
-                    raise self._other_draws(run, f"{run.draws_done} times before {name}", len(run.metadata.draws))
+                    raise self._draws_error(run, f"{run.draws_done} times before {name}", len(run.metadata.draws))
                 if run.replayed_in is not None and run.replayed_in is checkpoint_around():
                     raise InvalidArgumentError(
                         f"Pipeline: rank {self.rank} ran stage {stage}, which begins with {name} inside of a function "
@@ -402,11 +402,11 @@ class StageRunner:
                 if last or run.inside == "module":  # a nested call, which later stages do not reach
                     return forward(*args, **kwargs)
                 with run.within("module"):
-                    return self._recorded_call(run, name, forward, args, kwargs)
+                    return self._record_call(run, name, forward, args, kwargs)
 
         return call
 
-    def _recorded_call(
+    def _record_call(
         self, run: _StageRun, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Calls a module of this stage and records the call for later stages."""
@@ -430,7 +430,7 @@ class StageRunner:
             if each.changed:
                 self._carry_again(run, each.value)
         effects = tuple(replace(each, value=self._value_of(run, each, name)) for each in found)
-        shown = self._as_recorded(run, output, name, {**dict(enumerate(args)), **kwargs})
+        shown = self._record_result(run, output, name, {**dict(enumerate(args)), **kwargs})
         run.calls.setdefault(name, []).append(CallRecord(shown, tuple(hooked), effects))
         run.versions = [version_of(x) for x in run.carried]
         return output
@@ -478,11 +478,11 @@ class StageRunner:
         seen: list[Any] = []
 
         def noting(hook: Callable[..., Any], *call: Any) -> Any:
-            seen.append(self._as_recorded(run, call[-1], name))
+            seen.append(self._record_result(run, call[-1], name))
             return hook(*call)
 
         def ended(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            hooked.append((name, recorded((args, kwargs)), tuple(seen)))
+            hooked.append((name, placeholders_of((args, kwargs)), tuple(seen)))
             seen.clear()
 
         hooks = module._forward_hooks
@@ -494,20 +494,20 @@ class StageRunner:
 
         return [module.register_forward_hook(ended, with_kwargs=True).remove, restored]
 
-    def _as_recorded(self, run: _StageRun, output: Any, name: str, given: Mapping[Any, Any] | None = None) -> Any:
+    def _record_result(self, run: _StageRun, output: Any, name: str, given: Mapping[Any, Any] | None = None) -> Any:
         """Returns the form in which later stages receive a result."""
         if name in self.stages.carry:
             return self._carry(run, output, name, given or {})
-        return recorded(output, name, given)
+        return placeholders_of(output, name, given)
 
     def _value_of(self, run: _StageRun, effect: SideEffect, name: str) -> Any:
         """Returns the form in which later stages receive the value of a side effect."""
         if effect.written and not any(x is effect.value for x in run.carried):
-            return self._as_recorded(run, effect.value, name)
+            return self._record_result(run, effect.value, name)
         if can_be_sent(effect.value):
             return self._carry(run, effect.value, name, {})
-        _refuse_hidden(effect)
-        return _not_sent(effect.value, name, {})
+        _refuse_hidden_tensors(effect)
+        return _unsent_object(effect.value, name, {})
 
     def _carry_again(self, run: _StageRun, x: Any) -> None:
         """After a write into a carried tensor: makes earlier records of it shapes, so that later stages get only its
@@ -519,7 +519,9 @@ class StageRunner:
 
         def each(placeholder: Any) -> Any:
             return (
-                recorded(x) if isinstance(placeholder, CarriedTensor) and placeholder.number == number else placeholder
+                placeholders_of(x)
+                if isinstance(placeholder, CarriedTensor) and placeholder.number == number
+                else placeholder
             )
 
         run.calls = {name: map_nest(each, calls) for name, calls in run.calls.items()}
@@ -529,7 +531,7 @@ class StageRunner:
 
         def each(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
-                return x if is_plain(x) else _not_sent(x, name, given)
+                return x if is_plain(x) else _unsent_object(x, name, given)
             self._refuse_shape_only(run, f"what {name} leaves", x)
             known = next((i for i, other in enumerate(run.carried) if other is x), None)
             if known is None:
@@ -540,7 +542,7 @@ class StageRunner:
 
         return map_nest(each, nest)
 
-    def _replayed_call(self, run: _StageRun, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _replay_call(self, run: _StageRun, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Repeats the recorded call of a module of an earlier stage: its side effects, hooks and result."""
         assert run.metadata is not None
         calls, number = run.metadata.calls.get(name, ()), run.replayed[name]
@@ -553,18 +555,20 @@ class StageRunner:
             try:
                 places.append(container_at(self.model, args, kwargs, each.place))
             except LookupError:
-                raise self._wrong(run.stage, f"lacks what {name} has written into", "the same code on all") from None
-            apply_effect(places[-1], each, self._materialized(each.value, name))
+                raise self._order_error(
+                    run.stage, f"lacks what {name} has written into", "the same code on all"
+                ) from None
+            apply_effect(places[-1], each, self._materialize(each.value, name))
         for each in call.effects:
             if each.written:
                 self._write(run, given.get(each.key), each.value, name)
         there = [(place, copy.copy(place)) for place in places]
         for inner, inputs, outputs in call.hooked:
-            its_args, its_kwargs = (args, kwargs) if inner == name else self._materialized(inputs, inner)
-            made = [self._materialized(output, inner) for output in outputs]
+            its_args, its_kwargs = (args, kwargs) if inner == name else self._materialize(inputs, inner)
+            made = [self._materialize(output, inner) for output in outputs]
             with run.within("hooks"):
                 _run_hooks(self.model.get_submodule(inner), its_args, its_kwargs, made)
-        result = self._materialized(call.output, name, given)
+        result = self._materialize(call.output, name, given)
         for each, (place, before) in zip(lasting, there, strict=True):  # undoes what hooks did to the same places
             restore(each, place, before)
         return result
@@ -577,7 +581,7 @@ class StageRunner:
             run.carried[value.number] = x.fill(run.carried[value.number])
             run.versions[value.number] = version_of(x)
 
-    def _materialized(self, tree: Any, origin: str = "", given: Mapping[Any, Any] | None = None) -> Any:
+    def _materialize(self, tree: Any, origin: str = "", given: Mapping[Any, Any] | None = None) -> Any:
         """Returns a nest with tensors and objects in the places of their placeholders."""
         device, run = self.device, self.running
 
@@ -593,7 +597,7 @@ class StageRunner:
 
     # ---- between two stages ----------------------------------------------------------------------------------------
 
-    def _outputs(
+    def _boundary_outputs(
         self, run: _StageRun, boundary: _StageBoundary, inputs: Any
     ) -> tuple[list[torch.Tensor], StageMetadata]:
         self._refuse_written(run, self.stages.first[run.stage + 1])
@@ -623,7 +627,7 @@ class StageRunner:
                 f"expected tensors as arguments of {name}; hand tensors on, in tuples, lists or dicts, or name the "
                 "modules that make what it is given in split(..., carry=[...]), as for dataclasses"
             )
-        usual = recorded((sent or run.carried)[0]) if run.metadata is None else run.metadata.usual
+        usual = placeholders_of((sent or run.carried)[0]) if run.metadata is None else run.metadata.usual
         calls = {name: tuple(its) for name, its in run.calls.items() if any(call != CallRecord(usual) for call in its)}
         sent += map(_sendable, run.carried)
         return sent, StageMetadata(tuple(facts), inputs, usual, calls, len(run.carried), tuple(run.draws))
@@ -636,7 +640,7 @@ class StageRunner:
         leaves = tree_leaves((args, kwargs))
         name = self.stages.first[run.stage]
         if len(leaves) != len(run.metadata.leaves):
-            raise self._wrong(
+            raise self._order_error(
                 run.stage,
                 f"called {name} with {len(leaves)} values",
                 f"{len(run.metadata.leaves)}, as stage {run.stage - 1} did",
@@ -654,9 +658,9 @@ class StageRunner:
                 x = (run.carried if kind == "carried" else run.received)[number]
                 wrong = own is not x and not self._matches(own, x)
                 if own is not x and not wrong:
-                    others[id(own)] = self._filled(own, x)
+                    others[id(own)] = self._fill(own, x)
             if wrong:
-                raise self._other_values(name, own, _argument((args, kwargs), at))
+                raise self._values_error(name, own, _argument((args, kwargs), at))
         self._refuse_no_grad(run, name, run.received)
         replaced: tuple[tuple[Any, ...], dict[str, Any]] = _replaced((args, kwargs), others)
         return replaced
@@ -677,7 +681,7 @@ class StageRunner:
         alike = torch.is_tensor(own) and (own.shape, own.dtype) == (x.shape, x.dtype)
         return alike and (isinstance(own, ShapeOnlyTensor) or _checksum(own) == _checksum(x))
 
-    def _filled(self, own: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def _fill(self, own: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Returns a received tensor, if possible in the very object that the model has in its place. So all other code
         of the model that uses the object, such as a sum around the module, a checkpoint, or a mask for the next module,
         has the values too.
@@ -691,7 +695,7 @@ class StageRunner:
             return cast(ShapeOnlyTensor, own).fill(x)
         return writable(x)
 
-    def _other_values(self, name: str, own: Any, argument: str) -> InvalidArgumentError:
+    def _values_error(self, name: str, own: Any, argument: str) -> InvalidArgumentError:
         if isinstance(own, ShapeOnlyTensor) and own.origin:
             return InvalidArgumentError(
                 f"Pipeline: rank {self.rank} got no values for {argument} of {name}, which depends on a result of "
@@ -731,7 +735,7 @@ def _run_hooks(module: nn.Module, args: Any, kwargs: Any, outputs: Sequence[Any]
         _ = hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
 
 
-def _not_sent(x: Any, origin: str, given: Mapping[Any, Any]) -> UnsentObject:
+def _unsent_object(x: Any, origin: str, given: Mapping[Any, Any]) -> UnsentObject:
     """Returns a placeholder for an object that is neither a tensor nor a plain value."""
     key = next((key for key, each in given.items() if each is x), None)
     return UnsentObject(None, type(x).__name__, origin) if key is None else UnsentObject(key)
@@ -742,7 +746,7 @@ def _is_equal(a: Any, b: Any) -> bool:
 
 
 def _is_other_input(mine: Any, theirs: Any) -> bool:
-    """Returns whether two leaves of results of `recorded` differ."""
+    """Returns whether two leaves of results of `placeholders_of` differ."""
     if isinstance(theirs, TensorShape):
         return mine != theirs and (mine is None or isinstance(mine, TensorShape))
     return is_plain(mine) and is_plain(theirs) and not _is_equal(mine, theirs)
@@ -752,7 +756,7 @@ def _input(x: Any) -> str:
     return f"a tensor of shape {x.shape} and {x.dtype}" if isinstance(x, TensorShape) else repr(x)
 
 
-def _refuse_hidden(effect: SideEffect) -> None:
+def _refuse_hidden_tensors(effect: SideEffect) -> None:
     """Raises where a side effect contains tensors that cannot be sent to later stages."""
     if any(True for _ in tensors_inside(effect.value)):
         name, *keys = effect.place
@@ -836,7 +840,9 @@ def _first_members(name: str, module: nn.Module) -> set[str]:
 # ---- modules ------------------------------------------------------------------------------------------------------
 
 
-def _empty(module: nn.Module, device: torch.device, seen: set[int]) -> list[tuple[nn.Module, dict[str, torch.Tensor]]]:
+def _remove_tensors(
+    module: nn.Module, device: torch.device, seen: set[int]
+) -> list[tuple[nn.Module, dict[str, torch.Tensor]]]:
     """Removes a module's parameters and buffers. Shape-only tensors replace them, also in what is computed from them;
     those of tensors on meta are on ``device``.
 
@@ -870,8 +876,8 @@ def _in_function() -> bool:
     return False
 
 
-def _guard(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Makes each call of the module call ``call`` first: before hooks, and before a class's own ``__call__``."""
+def _intercept(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Replaces calls of the module by calls of ``call``, which comes before hooks and a class's own ``__call__``."""
     kind = type(module)
 
     def guarded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -889,6 +895,6 @@ def _guard(module: nn.Module, call: Callable[..., Any]) -> None:
     notes_on(module).in_pipeline = True
 
 
-def staged(model: nn.Module) -> bool:
+def is_staged(model: nn.Module) -> bool:
     """Returns whether a part of the model is in a pipeline already."""
     return any(notes_of(module).in_pipeline for module in model.modules())

@@ -30,6 +30,12 @@ COUNTS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "split_size")
 """Attributes that count heads and that modules usually compute with."""
 
 
+def ancestors_of(name: str) -> list[str]:
+    """Returns the names of the modules around a module, without the outermost one."""
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(1, len(parts))]
+
+
 def warn_of_undivided_heads(module: nn.Module, layers: Mapping[str, nn.Module], divided: Iterable[nn.Module]) -> None:
     """Warns of modules that have a number of heads which no style divides, although their layers are sharded.
 
@@ -74,7 +80,7 @@ def refuse_unsummed(module: nn.Module, layers: Mapping[str, nn.Module], named: C
         usual = {each.in_features for each in columns} | {each.out_features for each in rows}
         for name, p in module.get_submodule(above).named_parameters() if columns and rows else ():
             full = f"{above}.{name}" if above else name
-            around = [full[:at] for at, letter in enumerate(full) if letter == "."]
+            around = ancestors_of(full)
             inner = [each for each in around if len(each) > len(above)]
             nearer = any(layer.startswith(f"{each}.") for each in inner for layer in layers)  # belongs to other layers
             known = nearer or any(each in named for each in (full, *around))

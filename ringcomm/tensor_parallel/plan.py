@@ -22,6 +22,7 @@ from ringcomm.tensor_parallel.dropout import ShardedDropout
 from ringcomm.tensor_parallel.experts import shard_experts
 from ringcomm.tensor_parallel.group import TensorParallelGroup
 from ringcomm.tensor_parallel.hints import (
+    ancestors_of,
     check_sequence_is_split,
     explain_first_errors,
     refuse_unsummed,
@@ -111,7 +112,7 @@ def parallelize(
     """
     group = TensorParallelGroup.of(comm)
     try:
-        targets = _targets(module, group, plan, sequence_dim, overlap, verify)
+        targets = _make_targets(module, group, plan, sequence_dim, overlap, verify)
         asked = zlib.crc32(repr(_facts(module, targets, sequence_dim, overlap, verify)).encode())
     except RingcommError:
         _agree(comm, -1)
@@ -126,7 +127,7 @@ def parallelize(
     for target in targets:
         target.copy_values()
     _watch_outputs(module, targets, group)
-    verifier = _verifier(module, targets, group, sequence_dim) if verify else None
+    verifier = _make_verifier(module, targets, group, sequence_dim) if verify else None
     _keep_parameter_objects(targets)
     keep_unsplit(module, {id(target.module): target.layer for target in targets if target.layer is not None}, comm)
     owners = _meta_owners(targets)
@@ -188,7 +189,7 @@ class _Target:
             self.layer.train(self.module.training)
         for name in self.names if self.layer is not None else ():
             _replace_submodule(module, name, self.layer)
-        for each in _heads(self, group):
+        for each in _head_attributes(self, group):
             setattr(self.module, each, getattr(self.module, each) // group.world_size)
         if self.key:
             p = self.module._parameters[self.key]
@@ -206,8 +207,7 @@ class _Target:
 
 
 def _replace_submodule(module: nn.Module, name: str, new: nn.Module) -> None:
-    parent, _, key = name.rpartition(".")
-    setattr(module.get_submodule(parent), key, new)
+    setattr(_parent(module, name), name.rpartition(".")[2], new)
 
 
 def _is_plan(value: Any) -> bool:
@@ -217,7 +217,7 @@ def _is_plan(value: Any) -> bool:
 @expects(
     "parallelize", plan=that("styles by the names of submodules", _is_plan), sequence_dim=DIM, overlap=FLAG, verify=FLAG
 )  # checked here, so that the other ranks learn of the error
-def _targets(
+def _make_targets(
     module: nn.Module,
     group: TensorParallelGroup,
     plan: Mapping[str, str | Style] | None = None,
@@ -254,8 +254,8 @@ def _targets(
             )
     for target in targets.values():
         _refuse_own_arithmetic(module, target, group.rank)
-        target.layer = _replacement(module, target, group, chosen, sequence_dim, overlap)
-        _heads(target, group)
+        target.layer = _make_replacement(module, target, group, chosen, sequence_dim, overlap)
+        _head_attributes(target, group)
     _share_tied_shards(module, list(targets.values()), group.rank)
     if group.world_size > 1:
         _refuse_tensor_hooks(targets.values(), group.rank)
@@ -366,10 +366,10 @@ def _own_plan(module: nn.Module, rank: int) -> Mapping[str, str | Style]:
                 f"parallelize: rank {rank} got a {type(module).__name__} whose own plan cuts {pattern!r}, a parameter, "
                 "expected modules, and parameters of one dimension; pass a plan"
             )
-    return found | _additions(modules, found)
+    return found | _missing_styles(modules, found)
 
 
-def _additions(modules: Mapping[str, nn.Module], plan: Mapping[str, str | Style]) -> dict[str, str | Style]:
+def _missing_styles(modules: Mapping[str, nn.Module], plan: Mapping[str, str | Style]) -> dict[str, str | Style]:
     """Returns styles that plans of transformers omit: for embeddings tied to a sharded layer, and for activations with
     parameters, which ranks apply to their own features."""
     layers = {name: style for pattern, style in plan.items() for name in modules if matches(pattern, name)}
@@ -396,7 +396,7 @@ def _check_sequence(module: nn.Module, chosen: Mapping[str, Style], sequence_dim
                 f"{got} without a sequence_dim, expected one; pass sequence_dim=1 for tensors of (batch, sequence, "
                 "features)"
             )
-        inside = any(each in regions for each in _ancestors(name))
+        inside = any(each in regions for each in ancestors_of(name))
         if style in ON_SEQUENCE and regions and name not in regions and not inside:
             raise InvalidArgumentError(
                 f"{got} outside of {', '.join(regions)}, expected it in a sequence region: elsewhere ranks have the "
@@ -415,7 +415,7 @@ def _refuse_unstyled(module: nn.Module, chosen: Mapping[str, Style], rank: int) 
     """Refuses modules of a sequence region that have no style: parameters would be trained on the rank's part only, and
     dropout would drop the same elements of every part."""
     for name, found in module.named_modules(remove_duplicate=False):
-        around = [*_ancestors(name), name]
+        around = [*ancestors_of(name), name]
         region = next((each for each in around if chosen.get(each) is ModuleStyle.SEQUENCE_REGION), None)
         drops = isinstance(found, _DropoutNd)
         has = any(p is not None for p in found._parameters.values())
@@ -454,7 +454,7 @@ def _check_region(found: nn.Module, got: str, inside: bool) -> None:
 # ---- layers ------------------------------------------------------------------------------------------------------
 
 
-def _replacement(
+def _make_replacement(
     module: nn.Module,
     target: _Target,
     group: TensorParallelGroup,
@@ -470,10 +470,10 @@ def _replacement(
     if isinstance(style, Latent):
         _last_outputs(module, target, group.rank)
         return None
-    above = _ancestors(name)
+    above = ancestors_of(name)
     inside = sequence_dim is not None and _in_region(above, chosen)
     entered = inside and any(chosen.get(each) is ModuleStyle.GATHER_SEQUENCE for each in above)
-    multiple = _head_width(module.get_submodule(name.rpartition(".")[0]))
+    multiple = _head_width(_parent(module, name))
     if isinstance(style, Colwise):
         parts, outputs = style.parts, linear_shape(found, group, name)[2]
         if isinstance(parts, int):
@@ -546,7 +546,7 @@ def _last_outputs(module: nn.Module, target: _Target, rank: int) -> int:
     """Returns how many outputs of a layer of latent attention go to a rank's own heads."""
     assert isinstance(target.style, Latent)
     name = target.names[0]
-    owner = module.get_submodule(name.rpartition(".")[0])
+    owner = _parent(module, name)
     for each in (
         target.style.last,
         *(getattr(x, "qk_rope_head_dim", 0) for x in (owner, getattr(owner, "config", None))),
@@ -568,19 +568,19 @@ def _head_width(attention: nn.Module) -> int:
 def _watch_outputs(module: nn.Module, targets: list[_Target], group: TensorParallelGroup) -> None:
     """Makes layers that are sharded along their outputs check how the module uses these."""
     divided = {
-        name: {getattr(target.module, each) // group.world_size for each in _heads(target, group)}
+        name: {getattr(target.module, each) // group.world_size for each in _head_attributes(target, group)}
         for target in targets
         for name in target.names
     }
     for target in targets:
         name, new = target.names[0], target.layer
         if isinstance(new, ColumnParallelLinear) and group.world_size > 1:
-            heads = frozenset().union(*(divided.get(each, ()) for each in _ancestors(name)))
-            width = _head_width(module.get_submodule(name.rpartition(".")[0]))
+            heads = frozenset().union(*(divided.get(each, ()) for each in ancestors_of(name)))
+            width = _head_width(_parent(module, name))
             new.watched = OutputSharding(name, group.rank, tuple(new.local_extents), new.out_features, heads, width)
 
 
-def _verifier(
+def _make_verifier(
     module: nn.Module, targets: list[_Target], group: TensorParallelGroup, sequence_dim: int | None
 ) -> Verifier:
     sharded = [name for target in targets for name in target.names]
@@ -590,9 +590,8 @@ def _verifier(
     return Verifier(module, group, sharded, summed, same_input, complete)
 
 
-def _ancestors(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:depth]) for depth in range(1, len(parts))]
+def _parent(module: nn.Module, name: str) -> nn.Module:
+    return module.get_submodule(name.rpartition(".")[0])
 
 
 def _in_region(above: list[str], chosen: Mapping[str, Style]) -> bool:
@@ -606,7 +605,7 @@ def _refuse_own_arithmetic(module: nn.Module, target: _Target, rank: int) -> Non
     if not isinstance(target.style, (Colwise, Rowwise, Heads)) or target.key:
         return
     for name in target.names:
-        for owner in (target.module, module.get_submodule(name.rpartition(".")[0])):
+        for owner in (target.module, _parent(module, name)):
             if isinstance(owner, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
                 raise UnsupportedError(
                     f"parallelize: rank {rank} got {name}, of a {type(owner).__name__} of torch, which multiplies with "
@@ -664,7 +663,7 @@ def _keep_parameter_objects(targets: Sequence[_Target]) -> None:
             target.module._parameters[key], target.new_params[key] = unsharded[id(old)], old
 
 
-def _heads(target: _Target, group: TensorParallelGroup) -> tuple[str, ...]:
+def _head_attributes(target: _Target, group: TensorParallelGroup) -> tuple[str, ...]:
     """Returns the attributes with numbers of heads to divide; raises where one cannot be divided."""
     if not isinstance(target.style, Heads):
         return ()
