@@ -108,7 +108,7 @@ class OutputSharding:
         several = len(self.extents) > 1
         how = f"parts, here of {list(self.extents)}" if several else f"one, here of {self.extents[0]}"
         advice = (
-            "cut it as the module parts it, or"
+            "cut it as the module splits it, or"
             if several
             else "its style is Colwise(parts=...), with the number or the extents of the fused outputs, or"
         )

@@ -73,7 +73,7 @@ WORKS: list[tuple[str, Plan | None]] = [
 ]
 REFUSED: list[tuple[str, Plan, str]] = [
     ("neox", {**NEOX, "*.query_key_value": Colwise(parts=3)},
-     r"query_key_value, whose 144 outputs are cut as parts, here of \[24, 24, 24\], but view parts .* by heads"),
+     r"query_key_value, whose 144 outputs are cut as parts, here of \[24, 24, 24\], but view splits .* by heads"),
     ("phi3", {**MLP, "*.gate_up_proj": "colwise"},
      r"gate_up_proj, whose 192 outputs are cut as one, here of 96, but chunk splits the outputs at 48, expected"),
     ("falcon", {**FALCON_PLAN, "*.query_key_value": Colwise(parts=(48, 16, 16))},
