@@ -5,7 +5,6 @@ As `training.faults`: a fault patches one attribute of one class or module, name
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,20 +19,10 @@ from ringcomm.pipeline_parallel.tied_params import _ExactTiedParam, _LocalTiedPa
 from ringcomm.tensor_parallel import sequence
 from ringcomm.tensor_parallel.group import TensorParallelGroup
 from ringcomm.tensor_parallel.layers import VocabParallelEmbedding
-from tests.support.training.faults import Fault, Function
+from tests.support.training.faults import Fault, Function, registry
 
 FAULTS: list[Fault] = []
-
-
-def fault(home: Any, attribute: str, *needs: str) -> Callable[[Callable[[Function], Function]], Any]:
-    """Registers a fault under its function's name; ``needs``: of `Program.all_features`. Raises if there is no such
-    attribute any more."""
-    getattr(home, attribute)
-
-    def register(wrong: Callable[[Function], Function]) -> None:
-        FAULTS.append(Fault(wrong.__name__.replace("_", " "), home, attribute, wrong, frozenset(needs)))
-
-    return register
+fault = registry(FAULTS)  # a fault needs some of `Program.all_features`
 
 
 # ---- tensor parallel ---------------------------------------------------------------------------------------------

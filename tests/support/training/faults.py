@@ -40,17 +40,23 @@ class Fault:
         patch(self.home, self.attribute, self.wrong(getattr(self.home, self.attribute)))
 
 
+def registry(faults: list[Fault]) -> Callable[..., Callable[[Callable[[Function], Function]], None]]:
+    """Returns a decorator that adds a fault to the list under its function's name: `@fault(home, attribute, *needs)`.
+    It raises if there is no such attribute any more."""
+
+    def fault(home: Any, attribute: str, *needs: str) -> Callable[[Callable[[Function], Function]], None]:
+        getattr(home, attribute)
+
+        def register(wrong: Callable[[Function], Function]) -> None:
+            faults.append(Fault(wrong.__name__.replace("_", " "), home, attribute, wrong, frozenset(needs)))
+
+        return register
+
+    return fault
+
+
 FAULTS: list[Fault] = []
-
-
-def fault(home: Any, attribute: str, *needs: str) -> Callable[[Callable[[Function], Function]], Any]:
-    """Registers a fault under its function's name. Raises if there is no such attribute any more."""
-    getattr(home, attribute)
-
-    def register(wrong: Callable[[Function], Function]) -> None:
-        FAULTS.append(Fault(wrong.__name__.replace("_", " "), home, attribute, wrong, frozenset(needs)))
-
-    return register
+fault = registry(FAULTS)
 
 
 class Done:
