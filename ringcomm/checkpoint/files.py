@@ -151,8 +151,9 @@ class ShardSavePlanner(DefaultSavePlanner):
         aliases: by name, other names of the same boxes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
         super().__init__()
+        self.rank = rank
         self.boxes: dict[MetadataIndex, TensorBox] = {}
         self.values: dict[str, bytes] = {}
         self.paths: dict[str, Names] = {}
@@ -167,11 +168,11 @@ class ShardSavePlanner(DefaultSavePlanner):
         for box in boxes_of(name, shape, values, start, spec):
             self.boxes[MetadataIndex(box.name, box.chunk.offsets)] = box
 
-    def add_value(self, path: Names, value: bytes) -> None:
-        """Adds a small value, packed by `pack_value`."""
+    def add_value(self, path: Names, value: Any) -> None:
+        """Adds a value that is not a tensor."""
         name = ".".join(path)
         self.paths[name] = path
-        self.values[name] = value
+        self.values[name] = pack_value(self.rank, name, value)
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """Returns what torch's writer is to write."""
@@ -180,7 +181,7 @@ class ShardSavePlanner(DefaultSavePlanner):
         return self.boxes[write_item.index].values
 
 
-def pack_value(call: str, rank: int, what: str, value: Any) -> bytes:
+def pack_value(rank: int, what: str, value: Any) -> bytes:
     """Returns a value as bytes that can be loaded without running code.
 
     Raises:  InvalidArgumentError: the value is not made of tensors, arrays, numbers, strings, lists, tuples and dicts.
@@ -191,7 +192,7 @@ def pack_value(call: str, rank: int, what: str, value: Any) -> bytes:
         unpack_value(buffer.getvalue())
     except Exception as error:
         raise InvalidArgumentError(
-            f"{call}: rank {rank} got {what} of type {type(value).__name__}, expected tensors, arrays, numbers, "
+            f"save: rank {rank} got {what} of type {type(value).__name__}, expected tensors, arrays, numbers, "
             "strings, and lists, tuples and dicts of these, which load without running code; convert it"
         ) from error
     return buffer.getvalue()

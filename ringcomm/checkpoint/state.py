@@ -98,7 +98,7 @@ class Saver:
     def _digest(self, what: str, value: Any) -> bytes:
         with contextlib.suppress(RecursionError):  # a dict that holds itself
             value = _unshared_copy(value)
-        return hashlib.sha256(pack_value("save", self.rank, what, value)).digest()
+        return hashlib.sha256(pack_value(self.rank, what, value)).digest()
 
     def _groups(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
         if self.optimizer is not None:
@@ -122,7 +122,7 @@ class Saver:
 
     def planner(self, everyone: list[_Facts]) -> ShardSavePlanner:
         """Returns this rank's share of the checkpoint."""
-        out = ShardSavePlanner()
+        out = ShardSavePlanner(self.rank)
         self._refuse_two_primary_copies(everyone)
         self._refuse_other_groups(everyone)
         if self.world.replica == 0:  # other replicas have the same values
@@ -135,7 +135,7 @@ class Saver:
             if key in self.mine[kind]:
                 own[kind][key] = self.mine[kind][key]
         if differing:
-            out.add_value((*EACH, str(self.rank)), pack_value("save", self.rank, "extra", own))
+            out.add_value((*EACH, str(self.rank)), own)
         self._add_replicated(out, everyone)
         if self.rank == 0:
             alike = set().union(*(facts.alike for facts in everyone)) - set().union(
@@ -197,7 +197,7 @@ class Saver:
         if torch.is_tensor(value):
             out.add_tensor(path, value.shape, value)
         else:
-            out.add_value(path, pack_value("save", self.rank, ".".join(path), value))
+            out.add_value(path, value)
 
     def _add_replicated(self, out: ShardSavePlanner, everyone: list[_Facts]) -> None:
         """Adds the values that are written by the first rank that has them."""
@@ -219,7 +219,7 @@ class Saver:
                 out.aliases[names[0]] = names[1:]
         for name, _ in with_extra_state(self.flat):
             if is_first(("module", name)):
-                out.add_value((name,), pack_value("save", self.rank, name, self.mine["module"][name]))
+                out.add_value((name,), self.mine["module"][name])
         for name, p in self.held.plain.items():
             for key, value in self._state(p).items():
                 if is_first(("optimizer", ".".join((*STATE, name, key)))):
@@ -233,16 +233,16 @@ class Saver:
         extra = {key: value for key, value in self.mine["extra"].items() if key not in differing}
         world = {"world_size": self.world.world_size, "axes": self.world.axes}
         about = {"version": 1, **world, "stage": self.flat.stage, "extra": extra}
-        out.add_value(COMMON, pack_value("save", self.rank, "extra", about))
+        out.add_value(COMMON, about)
         if self.optimizer is not None:
             frozen = sorted(set().union(*(facts.frozen for facts in everyone)))
             kind = {"class": type(self.optimizer).__name__, "alike": alike, "frozen": frozen}
-            out.add_value(ABOUT, pack_value("save", self.rank, "optimizer", kind))
+            out.add_value(ABOUT, kind)
             names = merge_group_names([[names for names, _ in facts.groups] for facts in everyone])
             groups = [
                 {**settings_of(group), "params": of} for (group, _), of in zip(self._groups(), names, strict=True)
             ]
-            out.add_value(GROUPS, pack_value("save", self.rank, "the optimizer's param_groups", groups))
+            out.add_value(GROUPS, groups)
 
     def _refuse_other_groups(self, everyone: list[_Facts]) -> None:
         """Raises if the optimizers of a pipeline's stages have different groups, because they are saved as one

@@ -37,10 +37,11 @@ def shard_experts(found: nn.Module, group: TensorParallelGroup, name: str, style
     made = copy.copy(found)
     made.__dict__ = attributes_of(found)
     apart = getattr(found, "is_concatenated", True)  # fused outputs lie one after the other; else interleaved
-    outputs, inputs = f"parallelize: outputs of {name}.{inner}", f"parallelize: inputs of {name}.{style.outer}"
-    part = shard_along([features] * parts if apart else [features * parts], group, outputs)
+    extents = [features] * parts if apart else [features * parts]
+    part = shard_along(extents, group, "parallelize", f"outputs of {name}.{inner}")
+    outer = shard_along([features], group, "parallelize", f"inputs of {name}.{style.outer}")
     set_shard(made, inner, p[inner], part, 2 if transposed else 1)
-    set_shard(made, style.outer, p[style.outer], shard_along([features], group, inputs), 1 if transposed else 2)
+    set_shard(made, style.outer, p[style.outer], outer, 1 if transposed else 2)
     if inner + BIAS in p:
         set_shard(made, inner + BIAS, p[inner + BIAS], part, 1)
     if group.world_size > 1:  # no hooks, since a pipeline also runs the hooks of earlier stages' modules

@@ -27,12 +27,12 @@ PARTS = several("a list of extents", validate_int(1))
 
 
 def shard_along(
-    extents: Sequence[int], group: TensorParallelGroup, what: str, pad: bool = False, multiple: int = 1
+    extents: Sequence[int], group: TensorParallelGroup, call: str, what: str, pad: bool = False, multiple: int = 1
 ) -> ShardSpec:
     """Returns this rank's shard along dimension 0 of a fused weight: an equal share of each of its ``extents``.
 
     Args:
-        what: for an error: the call, and the name of the extents, separated by ": ".
+        call, what: for an error: the call, and the name of the extents.
         pad: whether an extent that does not divide is padded at its end, so that shares are equal.
         multiple: the share of an extent that is a multiple of this number must be one too; for instance the width of an
             attention head.
@@ -44,9 +44,8 @@ def shard_along(
         width = 1 if extent % multiple else multiple  # an extent such as one gate per head is not made of heads
         if (extent % group.world_size and not pad) or each % width:
             heads = f" ({extent // width} heads of {width})" if width > 1 else ""
-            call, _, name = what.partition(": ")
             raise InvalidArgumentError(
-                f"{call}: rank {group.rank} got {extent} {name}{heads}, expected {group.world_size} equal "
+                f"{call}: rank {group.rank} got {extent} {what}{heads}, expected {group.world_size} equal "
                 f"parts{' of whole heads' if width > 1 else ''}; use a number of ranks that divides it"
             )
         first = min(extent, group.rank * each)
@@ -223,7 +222,7 @@ class ColumnParallelLinear(_ParallelLayer):
                 f"{_call(self, name)}: rank {self.group.rank} got pad=True for the parts {extents}{_of(name)}, "
                 "expected one of the two: padding lies behind all parts; use extents that divide"
             )
-        part = shard_along(extents, self.group, f"{_call(self, name)}: outputs{_of(name)}", pad, multiple)
+        part = shard_along(extents, self.group, _call(self, name), f"outputs{_of(name)}", pad, multiple)
         self.gather_output, self.gathered, self.entered = gather_output, extents, entered
         self.local_features = sum(self.local_extents)
         if not gather_output:
@@ -299,7 +298,7 @@ class RowParallelLinear(_ParallelLayer):
     def _init_from(self, linear: nn.Module, name: str, input_is_parallel: bool = True, multiple: int = 1) -> None:
         self.transposed, self.in_features, self.out_features = linear_shape(linear, self.group, name)
         self.input_is_parallel = input_is_parallel
-        part = shard_along([self.in_features], self.group, f"{_call(self, name)}: inputs{_of(name)}", multiple=multiple)
+        part = shard_along([self.in_features], self.group, _call(self, name), f"inputs{_of(name)}", multiple=multiple)
         set_shard(self, "weight", linear.weight, part, int(not self.transposed))
         self.bias = linear.bias
 
@@ -372,7 +371,7 @@ class VocabParallelEmbedding(_ParallelLayer):
             for hooks in _HOOKS:  # they see the same inputs and outputs as before
                 self.__dict__[hooks] = vars(embedding)[hooks]
         self.num_embeddings, self.embedding_dim = embedding.weight.shape
-        part = shard_along([self.num_embeddings], group, "VocabParallelEmbedding: rows", pad=True)
+        part = shard_along([self.num_embeddings], group, "VocabParallelEmbedding", "rows", pad=True)
         self.rows = -(-self.num_embeddings // group.world_size)
         self.first, self.count = part.pieces[0]
         set_shard(self, "weight", embedding.weight, part, 0, self.rows)

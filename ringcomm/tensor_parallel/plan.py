@@ -513,7 +513,7 @@ def _part_of_vector(p: Any, group: TensorParallelGroup, name: str) -> ShardSpec:
             f"parallelize: rank {group.rank} got the parameter {name} of shape {tuple(p.shape)}{where}, expected one "
             "dimension, and on meta a parameter of a submodule; leave it out of the plan, with the layers beside it"
         )
-    return shard_along([p.shape[0]], group, f"parallelize: values of {name}")
+    return shard_along([p.shape[0]], group, "parallelize", f"values of {name}")
 
 
 def _meta_owners(targets: Sequence[_Target]) -> list[tuple[nn.Module, dict[str, Any]]]:
