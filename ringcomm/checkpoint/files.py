@@ -125,6 +125,7 @@ def _to_unsharded(box: TensorBox, spec: ShardSpec) -> list[TensorBox]:
 
 
 def _boxes_here(name: str, shape: Sequence[int], values: torch.Tensor, start: int) -> list[TensorBox]:
+    """Returns the boxes in this rank's part of a tensor."""
     flat, shape = values.detach().reshape(-1), tuple(shape)
     if not flat.numel():
         unsharded = ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))

@@ -339,6 +339,8 @@ class _AttentionCall:
 
 
 class _RingAttention(torch.autograd.Function):
+    """Runs an `_AttentionCall`, and keeps its tensors for backward."""
+
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _AttentionCall) -> torch.Tensor:
         q, k, v = with_dense_rows(q, k, v)

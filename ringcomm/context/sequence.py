@@ -197,6 +197,8 @@ def _sequence_dim(x: torch.Tensor, dim: int, call: str, rank: int) -> int:
 
 
 class _Gather(torch.autograd.Function):
+    """Gathers the parts of a sequence, and adds up their gradients over the ranks."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, comm: Communicator, dim: int, layout: str) -> torch.Tensor:
         ctx.comm, ctx.dim, ctx.layout = comm, dim, layout

@@ -396,6 +396,7 @@ def _named(module: nn.Module) -> list[tuple[str, nn.Parameter, nn.Module, str]]:
 
 
 def _values(name: str, p: nn.Parameter, owner: nn.Module, local: str, fn: Rule | None) -> Values:
+    """Returns the distribution of a parameter: that of ``fn``, or that of torch's own module."""
     values = fn(name, p, owner) if fn is not None else None
     if values is None:
         values = _usual(p, owner, local)

@@ -63,6 +63,7 @@ def _rows(shapes: Sequence[tuple[int, ...]], count: int, rank: int) -> int | Non
 
 
 def _parts(leaf: Any, count: int, rank: int) -> Sequence[Any]:
+    """Returns the part of an argument's leaf for each micro-batch."""
     if isinstance(leaf, Replicate):
         return [leaf.value] * count
     if isinstance(leaf, list):
@@ -90,10 +91,11 @@ def merge_outputs(outputs: Sequence[Any]) -> Any:
     spec = by_leaf[0][1]
     if any(other != spec for _, other in by_leaf):
         return [*outputs]
-    return tree_unflatten([_merged([leaves[i] for leaves, _ in by_leaf]) for i in range(len(by_leaf[0][0]))], spec)
+    return tree_unflatten([_merge([leaves[i] for leaves, _ in by_leaf]) for i in range(len(by_leaf[0][0]))], spec)
 
 
-def _merged(parts: Sequence[Any]) -> Any:
+def _merge(parts: Sequence[Any]) -> Any:
+    """Merges one leaf of the micro-batches' outputs."""
     first = parts[0]
     if all(isinstance(part, (int, float, bool, str, type(None))) and part == first for part in parts):
         return first

@@ -90,6 +90,8 @@ def draw(
 
 
 def _panel(what: str, rows: Sequence[Sequence[Timed]], caption: str, in_seconds: bool) -> _Panel:
+    """Returns the panel of some rows, whose times are moved to start at 0 and, if they are seconds, converted to a
+    fitting unit."""
     first = min((start for row in rows for _, start, _ in row), default=0.0)
     span = max((end for row in rows for _, _, end in row), default=0.0) - first
     if not 0 < span < math.inf:

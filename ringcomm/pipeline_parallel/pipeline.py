@@ -320,6 +320,7 @@ class Pipeline(nn.Module):
 
 
 def _schedule(schedule: str | Schedule, comm: Communicator, microbatches: int, stages: int) -> Schedule:
+    """Returns the schedule of that name, or the given one, after a check that it fits."""
     if isinstance(schedule, str):
         if stages % comm.world_size:
             raise InvalidArgumentError(

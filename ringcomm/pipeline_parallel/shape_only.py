@@ -256,6 +256,7 @@ def _is_of_tensors(func: Any, result: Any) -> bool:
 
 
 def _makes_shapes_of_values(func: Any, args: Any, kwargs: Any) -> bool:
+    """Returns whether the shape of the result depends on the values of an argument."""
     if func is torch.where:
         return len(args) + len(kwargs) == 1
     if func in _REPEATS:

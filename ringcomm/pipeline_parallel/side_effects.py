@@ -234,6 +234,7 @@ def _is_code(x: Any) -> bool:
 
 
 def _is_same(now: Any, before: Any, versions: Mapping[Any, int]) -> bool:
+    """Returns whether a container has the same objects as before, and nothing was written into its tensors."""
     if len(now) != len(before):
         return False
     if isinstance(now, set):

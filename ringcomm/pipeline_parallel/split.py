@@ -256,6 +256,7 @@ def _in_order(modules: Sequence[tuple[str, bool]], order: Sequence[str]) -> Iter
 
 
 def _carried(model: nn.Module, stage_of: Mapping[str, int], carry: Sequence[str]) -> frozenset[str]:
+    """Returns the names of the modules that the patterns of ``carry`` match; raises for one that matches none."""
     inside = {id(each) for name in stage_of for each in model.get_submodule(name).modules()}
     names = [name for name, each in model.named_modules() if id(each) in inside]
     for pattern in carry:

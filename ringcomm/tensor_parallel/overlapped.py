@@ -52,6 +52,8 @@ def linear_scatter(x: torch.Tensor, weight: torch.Tensor, comm: Communicator, di
 
 
 class _GatherLinear(torch.autograd.Function):
+    """Multiplies each rank's part of the sequence as it arrives."""
+
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: TensorParallelGroup, dim: int

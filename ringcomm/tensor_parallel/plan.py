@@ -328,6 +328,7 @@ def resolve(module: nn.Module, plan: Mapping[str, str | Style], rank: int) -> di
 
 
 def _style(pattern: str, given: Any, rank: int) -> Style:
+    """Returns the style that a plan gives to a pattern, which may be the style's name."""
     if isinstance(given, Style):
         return given
     if isinstance(given, str) and given in FOREIGN:
@@ -434,6 +435,12 @@ def _refuse_unstyled(module: nn.Module, chosen: Mapping[str, Style], rank: int) 
 
 
 def _check_region(found: nn.Module, got: str, inside: bool) -> None:
+    """Raises for a module that cannot be a sequence region.
+
+    Args:
+        got: the beginning of the error.
+        inside: whether the module lies in another region.
+    """
     lists = isinstance(found, (nn.Sequential, nn.ModuleList))
     if inside:
         raise InvalidArgumentError(
