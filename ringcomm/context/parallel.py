@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.mesh import refuse_mesh
 from ringcomm.context import huggingface
 from ringcomm.context.mode import CALL, CURRENT, ContextParallelMode, current, has_transformers
 from ringcomm.context.sequence import check_layout
-from ringcomm.mesh import refuse_mesh
 from ringcomm.validation import FLAG, expects
 
 
