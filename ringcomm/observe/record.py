@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -116,6 +117,33 @@ class Record:
     process: str  # "running" or "stopped", when it was read
     taken_ns: int  # when it was read, since 1970
     calls: tuple[Call, ...]
+
+    @cached_property
+    def current(self) -> Call | None:
+        """The call that the rank is in: its first collective that has not ended, which blocks all later ones; else its
+        first message that has not ended."""
+        unfinished = [call for call in self._accepted if call.open]
+        return next((call for call in unfinished if call.collective >= 0), unfinished[0] if unfinished else None)
+
+    @property
+    def last(self) -> Call | None:
+        """The newest call."""
+        return self._accepted[-1] if self._accepted else None
+
+    @cached_property
+    def front(self) -> tuple[int, bool] | None:
+        """The rank's progress, for comparisons: its current or next collective, and whether it is in it; None: that
+        collective is older than the record."""
+        if self.current is not None and self.current.collective >= 0:
+            return self.current.collective, True
+        collectives = [call.collective for call in self._accepted if call.collective >= 0]
+        if collectives:
+            return collectives[-1] + 1, False
+        return None if self._accepted else (0, False)
+
+    @cached_property
+    def _accepted(self) -> list[Call]:
+        return [call for call in self.calls if call.state != "refused"]
 
 
 _STEP = or_none(validate_int(said="a whole number from 0 on"))
@@ -418,34 +446,6 @@ def seconds(ns: int) -> str:
 
 
 @dataclass(frozen=True)
-class Position:
-    """The position of a rank."""
-
-    collective: int | None  # current or next collective; None: older than the record
-    call: Call | None  # the current call
-    last: Call | None  # if there is none: the previous call
-
-    @property
-    def front(self) -> tuple[int, bool] | None:
-        """The rank's progress, for comparisons; a rank inside a collective is further than one before it."""
-        if self.collective is None:
-            return None
-        return self.collective, self.call is not None and self.call.collective >= 0
-
-    @staticmethod
-    def of(record: Record) -> Position:
-        """Finds a rank's position: the first collective that has not ended blocks all later ones."""
-        calls = [call for call in record.calls if call.state != "refused"]
-        collectives = [call for call in calls if call.collective >= 0]
-        unfinished = [call for call in collectives if call.open]
-        if unfinished:
-            return Position(unfinished[0].collective, unfinished[0], None)
-        messages = [call for call in calls if call.open]
-        come = collectives[-1].collective + 1 if collectives else None if calls else 0
-        return Position(come, messages[0] if messages else None, calls[-1] if calls else None)
-
-
-@dataclass(frozen=True)
 class Line:
     """Ranks with equal calls of one number: a row of the table."""
 
@@ -460,7 +460,7 @@ class View:
     def __init__(self, found: tuple[Record, ...]) -> None:
         self.records = found
         self.group, self.world_size, self.engine = found[0].group, found[0].world_size, found[0].engine
-        self.positions = {each.rank: Position.of(each) for each in found}
+        self._of_rank = {each.rank: each for each in found}
 
     @property
     def title(self) -> str:
@@ -476,34 +476,33 @@ class View:
         return [*self._where(), *self._missing(), *self._odd_processes(), *self.differences()]
 
     def _where(self) -> list[str]:
-        fronts = {at.front for at in self.positions.values() if at.front is not None}
+        fronts = {each.front for each in self.records if each.front is not None}
         lowest = min(fronts) if len(fronts) > 1 else None
 
         def described(ranks: tuple[int, ...]) -> str:
-            first = self._record(ranks[0])
-            at = self.positions[ranks[0]]
-            lags = lowest is not None and at.front == lowest
-            who = self._named(ranks) if lags or len(self.positions) == 1 else rank_list(ranks)
-            return f"{who} {self._doing(at, first, len(ranks) > 1, lowest is not None and not lags)}"
+            first = self._of_rank[ranks[0]]
+            lags = lowest is not None and first.front == lowest
+            who = self._named(ranks) if lags or len(self.records) == 1 else rank_list(ranks)
+            return f"{who} {self._doing(first, len(ranks) > 1, lowest is not None and not lags)}"
 
         def key(rank: int) -> Hashable:
-            at = self.positions[rank]
-            call = at.call or at.last
-            return (at.front, call and (call.title, call.place, call.state))
+            record = self._of_rank[rank]
+            call = record.current or record.last
+            return (record.front, call and (call.title, call.place, call.state))
 
-        together = _grouped(self.positions, key)
-        together.sort(key=lambda ranks: self.positions[ranks[0]].front or (-1, False))
+        together = _grouped(self._of_rank, key)
+        together.sort(key=lambda ranks: self._of_rank[ranks[0]].front or (-1, False))
         return ["; ".join(described(ranks) for ranks in together)] if together else []
 
-    def _doing(self, at: Position, record: Record, many: bool, waits: bool) -> str:
+    def _doing(self, record: Record, many: bool, waits: bool) -> str:
         have = "have" if many else "has"
-        call = at.call
+        call = record.current
         if call is not None:
             duration = seconds(max(0, (call.end_ns or record.taken_ns) - call.begin_ns))
             if call.state == "failed":
                 return f"gave up {call.title}{_in_brackets(call.place)} after {duration}"
             return f"{have} {'waited' if waits else 'been'} in {call.title}{_in_brackets(call.place)} for {duration}"
-        last = at.last
+        last = record.last
         if last is None:
             return f"{have} called nothing yet"
         if last.state == "enqueued":
@@ -512,7 +511,7 @@ class View:
         return f"{have} been outside of any call for {duration}, after {last.title}{_in_brackets(last.place)}"
 
     def _missing(self) -> list[str]:
-        missing = [rank for rank in range(self.world_size) if rank not in self.positions]
+        missing = [rank for rank in range(self.world_size) if rank not in self._of_rank]
         if not missing or self.group == 0:
             return []
         many = len(missing) > 1
@@ -556,15 +555,12 @@ class View:
                     found.setdefault(call.collective, {})[record.rank] = call
         return found
 
-    def _record(self, rank: int) -> Record:
-        return next(each for each in self.records if each.rank == rank)
-
     def _named(self, ranks: tuple[int, ...]) -> str:
         """Names ranks with their processes, as far as they fit into a sentence."""
         several_hosts = len({each.host for each in self.records}) > 1
         found = []
         for rank in ranks[:_MOST_NAMED]:
-            record = self._record(rank)
+            record = self._of_rank[rank]
             where = f" on {record.host}" if several_hosts else ""
             found.append(f"rank {rank} (process {record.pid}{where})")
         more = len(ranks) - len(found)

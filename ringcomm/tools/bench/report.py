@@ -56,6 +56,8 @@ class Half:
     """The out-of-place or the in-place half of a line, as one target ran it.
 
     Attributes:
+        target: "ringcomm", "copy", or the peer's backend.
+        name: "out_of_place" or "in_place".
         mean_us: the median over the rounds of nccl-tests' mean over the calls.
         iterations: number of calls in all rounds.
         round_us: the median call of every round.
@@ -64,6 +66,8 @@ class Half:
         wrong: number of wrong elements; None: not checked.
     """
 
+    target: str
+    name: str
     mean_us: float
     iterations: int
     round_us: list[float]
@@ -78,16 +82,6 @@ class Half:
 
 
 @dataclass
-class Peer:
-    """The same case through another backend, with its time divided by ours, round by round."""
-
-    name: str
-    half: str
-    figures: Half
-    ratios: list[float] = field(default_factory=list)
-
-
-@dataclass
 class Row:
     """One line of the table."""
 
@@ -98,7 +92,7 @@ class Row:
     reduction: str
     root: int
     halves: dict[str, Half] = field(default_factory=dict)
-    peer: Peer | None = None
+    peer: Half | None = None  # the same case through another backend
     copy_gbps: float | None = None
     canonical: tuple[int, int] | None = None
 
@@ -106,6 +100,12 @@ class Row:
     def busbw(self) -> float:
         """The better half's bus bandwidth."""
         return max((half.busbw for half in self.halves.values()), default=0.0)
+
+    @property
+    def ratios(self) -> list[float]:
+        """The peer's time divided by ours, for each round; empty if one of the two was not measured."""
+        ours = self.halves.get(self.peer.name) if self.peer else None
+        return self.peer.over(ours) if self.peer and ours else []
 
     @property
     def of_limit(self) -> float | None:
@@ -211,7 +211,7 @@ def _short_line(row: Row, options: Options) -> str:
         cells = (number(half.mean_us, 7), number(half.busbw, 6), wrong)
     text = _SHORT.format(str(row.nbytes), row.type_name, row.reduction, *cells)
     if options.peer:
-        text += f" {statistics.median(row.peer.ratios):6.2f}" if row.peer and row.peer.ratios else f" {'N/A':>6s}"
+        text += f" {statistics.median(row.ratios):6.2f}" if row.ratios else f" {'N/A':>6s}"
     if options.limit:
         text += f" {100 * row.of_limit:4.0f}%" if row.of_limit is not None else f" {'N/A':>5s}"
     return text
@@ -261,10 +261,9 @@ def line(row: Row, options: Options) -> str:
     if options.peer and row.peer is None:
         text += f"  {'N/A':>7s}  {'N/A':>6s}  {'N/A':>22s}"
     elif row.peer:
-        ratios = row.peer.ratios or [0.0]
+        ratios = row.ratios or [0.0]
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-        figures = row.peer.figures
-        text += f"  {number(figures.mean_us, 7)}  {number(figures.busbw, 6)}  {spread:>22s}"
+        text += f"  {number(row.peer.mean_us, 7)}  {number(row.peer.busbw, 6)}  {spread:>22s}"
     if options.limit:
         share = row.of_limit
         text += f"  {number(row.copy_gbps or 0.0, 6)}  " + (f"{100 * share:6.0f}" if share is not None else "   N/A")
@@ -286,7 +285,7 @@ def footer(table: Table, options: Options) -> str:
         words.append(
             f"# {'Canonical order':<20s} : {wrong} of {elements} random floats differ {'FAILED' if wrong else 'OK'}"
         )
-    ratios = [statistics.median(row.peer.ratios) for row in table.rows if row.peer and row.peer.ratios]
+    ratios = [statistics.median(row.ratios) for row in table.rows if row.ratios]
     if ratios:
         several = f"{min(ratios):.2f} to {max(ratios):.2f} over the sizes"
         words.append(
@@ -313,12 +312,12 @@ def _row_json(row: Row) -> dict[str, Any]:
         if half.stats:
             found[f"{name}_per_iter"] = {**asdict(half.stats), "round_us": half.round_us}
     if row.peer:
-        figures = asdict(row.peer.figures)
+        theirs = asdict(row.peer)
         found["peer"] = {
-            "name": row.peer.name, "half": row.peer.half,
-            "timing": {key: figures[key] for key in ("mean_us", "iterations", "round_us", "stats")},
-            "busbw": figures["busbw"], "ratios": row.peer.ratios,
-            "ratio": statistics.median(row.peer.ratios) if row.peer.ratios else None,
+            "name": row.peer.target, "half": row.peer.name,
+            "timing": {key: theirs[key] for key in ("mean_us", "iterations", "round_us", "stats")},
+            "busbw": row.peer.busbw, "ratios": row.ratios,
+            "ratio": statistics.median(row.ratios) if row.ratios else None,
         }  # fmt: skip
     if row.copy_gbps is not None:
         found["limit"] = {"copy_bw": row.copy_gbps, "fraction": row.of_limit}
@@ -390,7 +389,7 @@ def _series(rows: Sequence[Row], value: str) -> dict[str, _Curve]:
     """Returns curves by label."""
     curves: dict[str, _Curve] = {}
 
-    def add(label: str, row: Row, us: float, gbps: float, rounds: Sequence[float] = ()) -> None:
+    def add(label: str, row: Row, us: float, gbps: float, rounds: Sequence[float]) -> None:
         y = us if value == "time" else gbps
         if row.nbytes and y:
             curve = curves.setdefault(label, _Curve())
@@ -407,10 +406,9 @@ def _series(rows: Sequence[Row], value: str) -> dict[str, _Curve]:
         for name, half in row.halves.items():
             add(f"ringcomm {name.replace('_', '-')}{kind}", row, half.mean_us, half.busbw, half.round_us)
         if row.peer:
-            theirs = row.peer.figures
-            add(row.peer.name + kind, row, theirs.mean_us, theirs.busbw, theirs.round_us)
+            add(row.peer.target + kind, row, row.peer.mean_us, row.peer.busbw, row.peer.round_us)
         if row.copy_gbps:
-            add("plain copy" + kind, row, row.nbytes / row.copy_gbps / 1e3, row.copy_gbps)
+            add("plain copy" + kind, row, row.nbytes / row.copy_gbps / 1e3, row.copy_gbps, ())
     return curves
 
 

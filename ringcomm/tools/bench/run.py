@@ -200,9 +200,7 @@ class Bench:
             elif runner.target.name == "copy":
                 row.copy_gbps = half.algbw
             else:
-                row.peer = report.Peer(runner.target.name, runner.half, half)
-        if row.peer and row.peer.half in row.halves:
-            row.peer.ratios = row.peer.figures.over(row.halves[row.peer.half])
+                row.peer = half
         row.canonical = self.canonical(case)
         return row
 
@@ -217,7 +215,8 @@ class Bench:
         mean_us, calls = statistics.median(turns.tolist()), runner.iters * len(runner.rounds)
         algbw = case.nbytes / mean_us / 1e3
         busbw = algbw * case.collective.factor(self.world_size)
-        return report.Half(mean_us, calls, slowest.median(1).values.tolist(), stats, algbw, busbw)
+        rounds = slowest.median(1).values.tolist()
+        return report.Half(runner.target.name, runner.half, mean_us, calls, rounds, stats, algbw, busbw)
 
     def cases(self, name: str) -> Iterator[Case]:
         """Yields the cases in nccl-tests' order: type, operator, root, size."""

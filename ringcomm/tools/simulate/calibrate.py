@@ -169,9 +169,18 @@ def calibrate(
             f"calibrate: got {len(samples)} measurements of {', '.join(measured) or 'nothing'}, expected at least two "
             "sizes of each collective; measure with ringcomm bench -b 1K -e 64M -f 4 -J report.json"
         )
-    fit = _Fit(base, between=found_hosts > 1)
-    fit.run(measured)
-    return Calibration(fit.cluster, fit.between, deviations(fit.cluster, samples))
+    between = found_hosts > 1
+    base = replace(base, own_between={}) if between else replace(base, own={}, call_us=0.0)
+
+    def with_link(link: LinkClass) -> Cluster:
+        return replace(base, between=link) if between else replace(base, inside=link)
+
+    def model(link: LinkClass, s: Sample) -> float:
+        return time_us(s.collective, s.nbytes, with_link(link), s.algorithm, s.dtype)
+
+    link, own = _fit(model, base.between if between else base.inside, measured)
+    fitted = replace(with_link(link), own_between=own) if between else replace(with_link(link), own=own)
+    return Calibration(fitted, between, deviations(fitted, samples))
 
 
 def deviations(cluster: Cluster, samples: Iterable[Sample]) -> tuple[Deviation, ...]:
@@ -179,106 +188,99 @@ def deviations(cluster: Cluster, samples: Iterable[Sample]) -> tuple[Deviation, 
     return tuple(Deviation(s, time_us(s.collective, s.nbytes, cluster, s.algorithm, s.dtype)) for s in samples)
 
 
-class _Fit:
-    """The cluster during a fit."""
+Model = Callable[[LinkClass, Sample], float]
+"""Predicts the time of a sample, in us, over given links."""
 
-    def __init__(self, cluster: Cluster, between: bool) -> None:
-        self.between = between
-        self.cluster = replace(cluster, own_between={}) if between else replace(cluster, own={}, call_us=0.0)
 
-    def run(self, measured: Mapping[str, Sequence[Sample]]) -> None:
-        moving = [s for name, some in measured.items() if name not in _REDUCING for s in some]
-        reducing = [s for name, some in measured.items() if name in _REDUCING for s in some]
-        link = self.fitted(replace(self.link, reduce_gbps=math.inf), moving or reducing)
-        self.cluster = self.with_link(link)
-        if moving and reducing:
-            link = replace(link, reduce_gbps=self._reduction(link, reducing))
-            self.cluster = self.with_link(link)
-        own = {name: self.fitted(link, some) for name, some in measured.items()}
-        self.cluster = replace(self.cluster, own_between=own) if self.between else replace(self.cluster, own=own)
+def _fit(
+    model: Model, link: LinkClass, measured: Mapping[str, Sequence[Sample]]
+) -> tuple[LinkClass, dict[str, LinkClass]]:
+    """Returns (``link`` as it fits all samples, the links of each collective)."""
+    moving = [s for name, some in measured.items() if name not in _REDUCING for s in some]
+    reducing = [s for name, some in measured.items() if name in _REDUCING for s in some]
+    link = _fitted(model, replace(link, reduce_gbps=math.inf), moving or reducing)
+    if moving and reducing:
+        link = replace(link, reduce_gbps=_reduction(model, link, reducing))
+    return link, {name: _fitted(model, link, some) for name, some in measured.items()}
 
-    @property
-    def link(self) -> LinkClass:
-        return self.cluster.between if self.between else self.cluster.inside
 
-    def with_link(self, link: LinkClass) -> Cluster:
-        return replace(self.cluster, between=link) if self.between else replace(self.cluster, inside=link)
+def _fitted(model: Model, link: LinkClass, samples: Sequence[Sample]) -> LinkClass:
+    """Returns ``link`` with the latency and bandwidth of the samples: the latency from the shorter half of the
+    messages, where it matters most; the bandwidth, in bands, from longer ones."""
+    sizes = sorted({s.nbytes for s in samples})
+    shorter = sizes[: max(3, (len(sizes) + 1) // 2)]
+    link = replace(link, bands=())
+    latency_us, inverse = _least_squares(model, link, [s for s in samples if s.nbytes in shorter])
+    link = replace(link, latency_us=latency_us, bandwidth_gbps=1 / inverse)
+    bands = _bands(model, link, samples)
+    return replace(link, bandwidth_gbps=bands[0][1], bands=tuple(bands[1:])) if bands else link
 
-    def time_us(self, link: LinkClass, s: Sample) -> float:
-        return time_us(s.collective, s.nbytes, self.with_link(link), s.algorithm, s.dtype)
 
-    def fitted(self, link: LinkClass, samples: Sequence[Sample]) -> LinkClass:
-        """Returns ``link`` with the latency and bandwidth of the samples: the latency from the shorter half of the
-        messages, where it matters most; the bandwidth, in bands, from longer ones."""
-        sizes = sorted({s.nbytes for s in samples})
-        shorter = sizes[: max(3, (len(sizes) + 1) // 2)]
-        link = replace(link, bands=())
-        latency_us, inverse = self._least_squares(link, [s for s in samples if s.nbytes in shorter])
-        link = replace(link, latency_us=latency_us, bandwidth_gbps=1 / inverse)
-        bands = self._bands(link, samples)
-        return replace(link, bandwidth_gbps=bands[0][1], bands=tuple(bands[1:])) if bands else link
+def _least_squares(model: Model, link: LinkClass, samples: Sequence[Sample]) -> tuple[float, float]:
+    """Returns latency and 1 / bandwidth. The model is linear in them, except where ranks wait for other ranks."""
+    # The initial bandwidth is that of a message that is sent twice in the longest message's time.
+    longest = max(samples, key=lambda s: s.nbytes)
+    latency_us, inverse = 1.0, longest.time_us * 1e3 / longest.nbytes / 2
 
-    def _least_squares(self, link: LinkClass, samples: Sequence[Sample]) -> tuple[float, float]:
-        """Returns latency and 1 / bandwidth. The model is linear in them, except where ranks wait for other ranks."""
-        # The initial bandwidth is that of a message that is sent twice in the longest message's time.
-        longest = max(samples, key=lambda s: s.nbytes)
-        latency_us, inverse = 1.0, longest.time_us * 1e3 / longest.nbytes / 2
+    def at(latency: float, inv: float, s: Sample) -> float:
+        return model(replace(link, latency_us=latency, bandwidth_gbps=1 / inv), s)
 
-        def at(latency: float, inv: float, s: Sample) -> float:
-            return self.time_us(replace(link, latency_us=latency, bandwidth_gbps=1 / inv), s)
-
-        for _ in range(_ROUNDS):
-            rows = []
-            for s in samples:
-                now = at(latency_us, inverse, s)
-                by_latency = at(latency_us + 1.0, inverse, s) - now
-                by_inverse = (at(latency_us, inverse * 1.01, s) - now) / (0.01 * inverse)
-                error = s.time_us - now
-                weight = min(1.0, _TRUSTED / max(abs(error) / s.time_us, 1e-9)) / s.time_us**2
-                rows.append((by_latency, by_inverse, error, weight))
-            step = _solve(rows)
-            latency_us, before = max(0.0, latency_us + step[0]), inverse
-            inverse = min(max(inverse + step[1], before / 4), before * 4)
-        return min(latency_us, self._most_latency(link, samples)), inverse
-
-    def _most_latency(self, link: LinkClass, samples: Sequence[Sample]) -> float:
-        """Returns the latency above which a message would be slower than measured at any bandwidth."""
-        quick = replace(link, bandwidth_gbps=math.inf, reduce_gbps=math.inf)
-        most = math.inf
+    for _ in range(_ROUNDS):
+        rows = []
         for s in samples:
-            none, one = (self.time_us(replace(quick, latency_us=latency), s) for latency in (0.0, 1.0))
-            if one > none:
-                most = min(most, max(0.0, s.time_us - none) / (one - none))
-        return most
+            now = at(latency_us, inverse, s)
+            by_latency = at(latency_us + 1.0, inverse, s) - now
+            by_inverse = (at(latency_us, inverse * 1.01, s) - now) / (0.01 * inverse)
+            error = s.time_us - now
+            weight = min(1.0, _TRUSTED / max(abs(error) / s.time_us, 1e-9)) / s.time_us**2
+            rows.append((by_latency, by_inverse, error, weight))
+        step = _solve(rows)
+        latency_us, before = max(0.0, latency_us + step[0]), inverse
+        inverse = min(max(inverse + step[1], before / 4), before * 4)
+    return min(latency_us, _most_latency(model, link, samples)), inverse
 
-    def _bands(self, link: LinkClass, samples: Sequence[Sample]) -> list[tuple[int, float]]:
-        """Returns (least bytes, GB/s) of each band, from messages whose time is mostly bandwidth; the first band
-        also covers smaller messages."""
-        quick = replace(link, bandwidth_gbps=math.inf, reduce_gbps=math.inf)
-        telling = [s for s in samples if self.time_us(quick, s) < _TELLING * s.time_us]
-        bands: list[tuple[int, list[float]]] = []
-        for nbytes in sorted({s.nbytes for s in telling}):
-            gbps = statistics.median(self._bandwidth(link, s) for s in telling if s.nbytes == nbytes)
-            if bands and abs(math.log(gbps / statistics.median(bands[-1][1]))) < _BAND:
-                bands[-1][1].append(gbps)
-            else:
-                bands.append((nbytes, [gbps]))
-        return [(nbytes, statistics.median(values)) for nbytes, values in bands]
 
-    def _bandwidth(self, link: LinkClass, s: Sample) -> float:
-        return _root(lambda gbps: self.time_us(replace(link, bandwidth_gbps=gbps), s), s.time_us)
+def _most_latency(model: Model, link: LinkClass, samples: Sequence[Sample]) -> float:
+    """Returns the latency above which a message would be slower than measured at any bandwidth."""
+    quick = replace(link, bandwidth_gbps=math.inf, reduce_gbps=math.inf)
+    most = math.inf
+    for s in samples:
+        none, one = (model(replace(quick, latency_us=latency), s) for latency in (0.0, 1.0))
+        if one > none:
+            most = min(most, max(0.0, s.time_us - none) / (one - none))
+    return most
 
-    def _reduction(self, link: LinkClass, samples: Sequence[Sample]) -> float:
-        """Returns the median of the reduction speeds that fit the samples, raised until the reduction takes at most
-        half of any sample's time; infinite if most samples are as fast as without a reduction."""
-        alone = replace(link, latency_us=0.0, bandwidth_gbps=math.inf, bands=(), reduce_gbps=1.0)
-        found = []
-        for s in samples:
-            if self.time_us(link, s) < s.time_us:
-                found.append(_root(lambda gbps, s=s: self.time_us(replace(link, reduce_gbps=gbps), s), s.time_us))  # type: ignore[misc]
-            else:
-                found.append(math.inf)
-        return max(statistics.median_high(found), *(2 * self.time_us(alone, s) / s.time_us for s in samples))
+
+def _bands(model: Model, link: LinkClass, samples: Sequence[Sample]) -> list[tuple[int, float]]:
+    """Returns (least bytes, GB/s) of each band, from messages whose time is mostly bandwidth; the first band
+    also covers smaller messages."""
+    quick = replace(link, bandwidth_gbps=math.inf, reduce_gbps=math.inf)
+    telling = [s for s in samples if model(quick, s) < _TELLING * s.time_us]
+    bands: list[tuple[int, list[float]]] = []
+    for nbytes in sorted({s.nbytes for s in telling}):
+        gbps = statistics.median(_bandwidth(model, link, s) for s in telling if s.nbytes == nbytes)
+        if bands and abs(math.log(gbps / statistics.median(bands[-1][1]))) < _BAND:
+            bands[-1][1].append(gbps)
+        else:
+            bands.append((nbytes, [gbps]))
+    return [(nbytes, statistics.median(values)) for nbytes, values in bands]
+
+
+def _bandwidth(model: Model, link: LinkClass, s: Sample) -> float:
+    return _root(lambda gbps: model(replace(link, bandwidth_gbps=gbps), s), s.time_us)
+
+
+def _reduction(model: Model, link: LinkClass, samples: Sequence[Sample]) -> float:
+    """Returns the median of the reduction speeds that fit the samples, raised until the reduction takes at most
+    half of any sample's time; infinite if most samples are as fast as without a reduction."""
+    alone = replace(link, latency_us=0.0, bandwidth_gbps=math.inf, bands=(), reduce_gbps=1.0)
+    found = []
+    for s in samples:
+        if model(link, s) < s.time_us:
+            found.append(_root(lambda gbps, s=s: model(replace(link, reduce_gbps=gbps), s), s.time_us))  # type: ignore[misc]
+        else:
+            found.append(math.inf)
+    return max(statistics.median_high(found), *(2 * model(alone, s) / s.time_us for s in samples))
 
 
 def _solve(rows: Sequence[tuple[float, float, float, float]]) -> tuple[float, float]:
