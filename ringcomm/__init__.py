@@ -49,8 +49,8 @@ def __dir__() -> list[str]:
 
 
 def _start(variable: str, module: str, function: str) -> None:
-    """Starts what an environment variable wishes for this process. What cannot be had is one line on stderr: it must
-    not end ``import torch``, which imports this module."""
+    """Starts what an environment variable asks for in this process. A failure is one line on stderr: it must not end
+    ``import torch``, which imports this module."""
     if not _os.environ.get(variable):
         return
     try:
@@ -114,4 +114,4 @@ else:
 
 
 def _autoload() -> None:
-    """The entry point ``torch.backends``: to import this module is all that it is for."""
+    """The entry point ``torch.backends``. It does nothing, because torch has imported this module to find it."""

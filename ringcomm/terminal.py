@@ -1,7 +1,7 @@
-"""What is written for a person at a terminal: its width, and the progress of what takes longer than two seconds.
+"""Output for a person at a terminal: its width, and the progress of work that takes longer than two seconds.
 
-Progress is one line on the standard error, which is removed at the end, so that the output stays what a program reads.
-Without a terminal it is quiet, except for what `note` says.
+Progress is one line on the standard error, and is removed at the end, so programs can still read the standard output.
+Without a terminal only `note` writes.
 
     with Progress("tune all_reduce", total=len(candidates)) as progress:
         for candidate in candidates:
@@ -26,8 +26,8 @@ _REFRESH_S = 0.5
 
 
 def columns() -> int:
-    """Returns the width of the terminal that the standard output is, or COLUMNS there; a large number for a file or a
-    pipe, whose lines may have any length."""
+    """Returns the width of the terminal that shows the standard output, which COLUMNS overrides; for a file or a pipe,
+    whose lines may have any length, a large number."""
     return shutil.get_terminal_size().columns if _is_terminal(sys.stdout) else 1 << 20
 
 
@@ -41,10 +41,10 @@ def folded(text: str) -> str:
 
 
 class Progress:
-    """The progress of one thing; a context manager.
+    """The progress of one task; a context manager.
 
     Attributes:
-        what: the thing in words; may change.
+        what: the task in words; may change.
         done: how much of ``total`` is done.
     """
 
@@ -65,7 +65,7 @@ class Progress:
         self.end()
 
     def start(self) -> None:
-        """Begins to show it, where no block spans it."""
+        """Starts to show the line, for callers that do not use a ``with`` block."""
         if self._shows and _is_terminal(sys.stderr):
             self._thread = threading.Thread(target=self._draw, name="ringcomm-progress", daemon=True)
             self._thread.start()
@@ -82,7 +82,7 @@ class Progress:
         return time.monotonic() - self._begun
 
     def note(self, what: str) -> None:
-        """Says what is waited for: on a terminal in the line, else once, in a line of its own."""
+        """Says for what the program waits: in the line, or without a terminal once, in a line of its own."""
         self.what = what
         if self._shows and self._thread is None and not self._noted and self.seconds >= NOTE_S:
             self._noted = True
@@ -90,7 +90,7 @@ class Progress:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Inside the block, which waits and cannot call `note`, says what is waited for without a terminal, too."""
+        """Calls `note` once for a block that waits, and therefore cannot call it itself."""
         timer = threading.Timer(NOTE_S, self.note, [self.what])
         timer.daemon = True
         timer.start()

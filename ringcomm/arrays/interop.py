@@ -58,7 +58,7 @@ def wire_type(dtype: Dtype, reduce_op: str | None, call: str, rank: int) -> tupl
 
 
 def identity(op: str, dtype: Dtype) -> float:
-    """Returns the value that a reduction leaves any other value as it is with."""
+    """Returns a reduction's identity: the value that leaves every other value unchanged."""
     if op in ("sum", "prod", "bor", "bxor"):
         return 1 if op == "prod" else 0
     if dtype.name == "bool":

@@ -107,7 +107,7 @@ class Array:
 
     @property
     def extent(self) -> tuple[int, int]:
-        """The first address of an array with elements, and the one behind its last."""
+        """The first address of an array with elements, and the one after its last byte."""
         reach = [stride * (length - 1) for stride, length in zip(self._byte_strides, self.shape, strict=True)]
         behind = self.address + sum(max(each, 0) for each in reach) + self.dtype.nbytes
         return self.address + sum(min(each, 0) for each in reach), behind
@@ -131,7 +131,7 @@ class Array:
 
         try:
             return bool(np.shares_memory(self._outline(), other._outline(), max_work=_MOST_WORK))  # type: ignore[arg-type]
-        except np.exceptions.TooHardError:  # then they are taken for separate
+        except np.exceptions.TooHardError:  # treated as separate
             return False
 
     def _outline(self) -> Any:
@@ -178,7 +178,7 @@ class Numpy:
 
     @staticmethod
     def note_write(data: Any) -> None:
-        """Tells the library that a call writes to ``data``, if it keeps account of that."""
+        """Tells the library that a call writes to ``data``, if the library tracks writes."""
 
     @staticmethod
     def stream(data: Any) -> int:
@@ -491,7 +491,7 @@ def check_mem_pool(rank: int) -> None:
 
 
 def mem_pool(number: int) -> Any:
-    """A torch.cuda.MemPool over an open pool of ours; closes it when it goes."""
+    """Returns a torch.cuda.MemPool over one of our open pools, which is closed when the MemPool is deleted."""
     import torch
 
     try:

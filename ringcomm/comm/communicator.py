@@ -64,15 +64,15 @@ _CASTABLE = ("float32", "float64", "float16", "bfloat16")
 _SUMS_IN = dict.fromkeys(("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"), "float32") | {
     "complex32": "complex64"
 }
-"""The types that narrow numbers are added in."""
+"""By type of narrow numbers, the type in which they are added."""
 _EXCHANGED = b"ringcomm"
-"""The first line of bytes that are exchanged with the name of their call, which no other exchange begins with."""
+"""The first line of every exchange that names its call; no other exchange begins with it."""
 _SCANS = {op: _C.REDUCE_OPS[op] for op in ("sum", "prod", "min", "max", "band", "bor", "bxor")}
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A message that has come, as `Communicator.probe` and `iprobe` describe it.
+    """A message that has arrived, as `Communicator.probe` and `iprobe` describe it.
 
     Attributes:
         source: the rank that sent it.
@@ -196,7 +196,7 @@ class Communicator:
         ended = []  # dropped without the lock: an array's finalizer may call something here
         with self._in_flight_lock:
             flight = self._in_flight
-            # Asks for two calls at most for each new one, because to ask for all is expensive.
+            # Checks at most two calls for each new one, because checking all of them is expensive.
             if flight and not flight[0].ended:
                 flight.rotate(-1)  # a receive that waits must not hide the calls after it
             elif flight:

@@ -584,7 +584,7 @@ class Engine(ABC):
         """Returns a new array of a library, with that library's dtype."""
 
     def mem_pool(self, nbytes: int) -> Any:
-        """A torch.cuda.MemPool over so many bytes of memory that the peers see."""
+        """Returns a torch.cuda.MemPool over ``nbytes`` of memory that the peers access."""
         raise UnsupportedError(
             f"mem_pool: rank {self.rank} expected a communicator on a GPU, whose memory torch's pools manage, got one "
             f"on {self.device_names} by {self.name}; make arrays with comm.empty()"

@@ -34,7 +34,7 @@ VARIABLE = "RINGCOMM_HOST"
 name share memory."""
 
 AT_CLOSE: list[Callable[[], None]] = []
-"""What is called when an engine is closed or goes, while its record can still be read."""
+"""Functions to call when an engine is closed or deleted, while its record can still be read."""
 
 WIRE_VARIABLE = "RINGCOMM_WIRE_DTYPE"
 WIRE_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")

@@ -256,7 +256,7 @@ def _process_main(pipe: Connection, job: _Job, rank: int, port: int) -> None:
         _tell_result(pipe, rank, result)
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
-        _tell(pipe, "error", (error if _travels(error) else RankFailedError(f"rank {rank}: {error!r}"), text))
+        _tell(pipe, "error", (error if _can_be_pickled(error) else RankFailedError(f"rank {rank}: {error!r}"), text))
     leaving.acquire()  # never released: a thread inside native code while Python exits would crash the process
 
 
@@ -293,7 +293,7 @@ def _obey(pipe: Connection, engine: NativeEngine, leaving: threading.Lock) -> No
         os._exit(1)
 
 
-def _travels(value: Any) -> bool:
+def _can_be_pickled(value: Any) -> bool:
     try:
         pickle.loads(pickle.dumps(value))
     except Exception:
@@ -503,7 +503,7 @@ def _check_main(fn: Callable[..., Any]) -> None:
 
 
 def _run_processes(job: _Job) -> list[Any]:
-    if not _travels((job.fn, job.args)):
+    if not _can_be_pickled((job.fn, job.args)):
         raise InvalidArgumentError(
             f"run_ranks: got {job.fn!r}, which a new process cannot import; pass a function of a module, with "
             "arguments that can be pickled, or ranks='threads'"

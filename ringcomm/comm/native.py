@@ -329,7 +329,7 @@ class NativeEngine(Engine):
         return libraries.wrap_device_memory(there, library, dtype, shape)
 
     def mem_pool(self, nbytes: int) -> Any:
-        """A torch.cuda.MemPool over so many bytes of memory that the peers see."""
+        """Returns a torch.cuda.MemPool over ``nbytes`` of memory that the peers access."""
         if self.device == CPU:
             return super().mem_pool(nbytes)
         libraries.check_mem_pool(self.rank)
@@ -362,7 +362,7 @@ class NativeEngine(Engine):
             each.native.abort(reason, kind)
 
     def leave(self, reason: str, error: BaseException | None) -> None:
-        """Aborts, because this rank leaves with an error, so that the other ranks are told."""
+        """Aborts, so that the other ranks learn that this rank has left with an error."""
         self.abort(reason, error)
 
     def describe(self) -> dict[str, str]:

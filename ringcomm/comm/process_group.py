@@ -352,7 +352,7 @@ class ProcessGroupEngine(Engine):
     # ---- life ----------------------------------------------------------------------------------------------------
 
     def empty(self, shape: tuple[int, ...], dtype: Any, library: str) -> Any:
-        """An ordinary new array: a process group has no memory of its own to lend."""
+        """Returns an ordinary new array, because a process group has no memory of its own to lend."""
         return importlib.import_module(library).empty(shape, dtype=dtype)
 
     def split(self, color: int | None, key: int) -> ProcessGroupEngine | None:

@@ -30,8 +30,8 @@ class Work:
     def __init__(
         self, request: Any, engine: Engine, op: str, result: Any, call: CollectiveArgs | None = None, x: Any = None
     ) -> None:
-        """A call on plain arrays has no ``call``, because nothing is left to do when the engine is done; ``x`` is an
-        array of it, whose library tells the current stream."""
+        """A call on plain arrays has no ``call``, because nothing is left to do when the engine is done. ``x`` is one
+        of its arrays: its library knows the current stream."""
         self._request = request
         self._engine = engine
         self._op = op
@@ -42,7 +42,7 @@ class Work:
 
     @property
     def ended(self) -> bool:
-        """Whether the engine is done with the call, whatever is left to do here."""
+        """Whether the engine has finished the call; copying results back may still remain."""
         return bool(self._request.done)
 
     @property
@@ -57,9 +57,8 @@ class Work:
         return True
 
     def start_now(self) -> None:
-        """Starts the call at once on a thread of the engine, if it has not begun: a small call is else left for a
-        moment to a caller that waits. ``wait_any`` and ``await`` do this first. Does nothing once the call has begun.
-        """
+        """Starts the call at once on a thread of the engine, if it has not begun; otherwise a small call is left for a
+        moment to a caller that waits. ``wait_any`` and ``await`` do this first."""
         self._request.start_now()
 
     def is_completed(self) -> bool:

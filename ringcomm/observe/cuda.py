@@ -67,7 +67,7 @@ def _advice(why: str) -> str:
 def devices() -> list[Fact]:
     """Returns facts about the driver and its devices."""
     if EMULATED:
-        return [Fact("devices", "driver", None, "not asked: this build emulates its devices")]
+        return [Fact("devices", "driver", None, "not queried: this build emulates its devices")]
     if driver.why_none():
         return [Fact("devices", "driver", False, driver.why_none())]
     major, minor = driver.version()

@@ -51,14 +51,14 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="ringcomm doctor",
         description="Without processes and files: what was built, what is usable on this machine, and what is not and "
-        "why, as a text to paste into the report of a bug. With "
-        "processes or files: which rank of their communicators is in which call, and what they called last.",
+        "why, as text to paste into a bug report. With "
+        "processes or files: which rank of their communicators is in which call, and what the ranks called last.",
     )
     parser.add_argument("--pid", type=int, action="append", default=[], help="a rank's process on this machine, or "
-                        "its launcher, such as torchrun; again for more. Others of its communicators are found by "
-                        "themselves")  # fmt: skip
-    parser.add_argument("files", nargs="*", metavar="FILE", help=f"of ringcomm.record.dump, or from {record.FOLDER}")
-    parser.add_argument("--calls", type=int, help=f"last calls of each rank to show ({_CALLS})")
+                        "its launcher, such as torchrun; may be repeated. The other ranks of its communicators are "
+                        "found automatically")  # fmt: skip
+    parser.add_argument("files", nargs="*", metavar="FILE", help=f"of ringcomm.record.dump, or in {record.FOLDER}")
+    parser.add_argument("--calls", type=int, help=f"number of each rank's last calls to show ({_CALLS})")
     parser.add_argument("--torch", metavar="FOLDER", help="write the collectives there as the files of torch's flight "
                         "recorder, for torchfrtrace")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="as JSON")
@@ -124,4 +124,4 @@ def _show(views: Sequence[View], calls: int) -> None:
         if table.row_count:
             console.print(table)
     if called and len(called) < len(views):
-        console.print(Text(f"{len(views) - len(called)} more communicators have called nothing yet"))
+        console.print(Text(f"{len(views) - len(called)} more communicators have no calls yet"))

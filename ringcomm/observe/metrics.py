@@ -32,7 +32,7 @@ _HELP = {  # name: what it is
     "ringcomm_chosen_calls_total": "Collectives with a choice of algorithm, by requested and used algorithm.",
     "ringcomm_failed_calls_total": "Calls that ended with an error.",
     "ringcomm_bytes_total": "Bytes of this rank's messages, of the larger of input and output.",
-    "ringcomm_call_seconds_total": "Time from the begin of a call to its end.",
+    "ringcomm_call_seconds_total": "Time from the beginning of a call to its end.",
     "ringcomm_wait_seconds_total": "Time that collectives waited for a peer.",
 }
 
@@ -139,7 +139,7 @@ def _guarded(work: Callable[[], object]) -> None:
     try:
         work()
     except Exception as error:  # the job must not end because its metrics cannot be had
-        write_stderr(f"ringcomm metrics: {type(error).__name__}: {error}; this process gives none\n")
+        write_stderr(f"ringcomm metrics: {type(error).__name__}: {error}; this process reports none\n")
 
 
 def _first_rank() -> int:
@@ -164,7 +164,8 @@ class _File:
         self._told: tuple[type, int | None] | None = None
 
     def write(self) -> bool:
-        """Writes it, at once for its readers. An error is told once: the job, and the next attempt, must not end by it.
+        """Writes the file; readers see the old one or the new one. An error is reported once, and ends neither the job
+        nor the next attempt.
 
         Returns: whether to wait before the next attempt; False while there is nothing to write yet.
         """
@@ -183,7 +184,7 @@ class _File:
             except Exception as error:
                 why = type(error), getattr(error, "errno", None)
                 if why != self._told:
-                    write_stderr(f"ringcomm metrics: {type(error).__name__}: {error}; tried again\n")
+                    write_stderr(f"ringcomm metrics: {type(error).__name__}: {error}; the next attempt follows\n")
                 self._told = why
                 return True
             finally:
@@ -191,8 +192,8 @@ class _File:
                     beside.unlink(missing_ok=True)
 
     def write_last(self) -> None:
-        """Writes it, in the process that it is of."""
-        if os.getpid() == self._pid:  # else a fork of this process, which has its own
+        """Writes the file, unless this process is a fork, which has a file of its own."""
+        if os.getpid() == self._pid:
             self.write()
 
 

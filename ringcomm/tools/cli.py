@@ -1,4 +1,4 @@
-"""The console script `ringcomm`, which is `python -m ringcomm`, too."""
+"""The command `ringcomm`, also started by `python -m ringcomm`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMMANDS = {  # name: (module, what it does)
     ),
     "simulate": (
         "ringcomm.tools.simulate.cli",
-        "collectives and training steps on clusters of any number of hosts, by a model of their links",
+        "predicted times of collectives and training steps on clusters, by a model of their links",
     ),
     "trace": ("ringcomm.observe.trace", "timelines of several ranks as one"),
     "tune": (

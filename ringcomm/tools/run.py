@@ -1,7 +1,7 @@
 """`ringcomm run`: runs a Python program whose process groups are made over ringcomm, whichever backend it names.
 
-It sets RINGCOMM_REPLACE and becomes ``python PROGRAM``, so the program sees itself, its arguments, its path and its
-errors as without it. ``import torch`` then reads the variable, in this process and in those that it starts.
+It sets RINGCOMM_REPLACE and becomes ``python PROGRAM``, so the program runs with the same arguments, path and errors as
+without this command. ``import torch`` then reads the variable, in this process and in those that it starts.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _default_names() -> str:
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """The words for this command, and those for python."""
+    """Returns the arguments of this command, and those of python."""
     end = 0
     while end < len(words) and words[end].split("=")[0] in ("--replace", "-h", "--help"):
         end += 2 if words[end] == "--replace" else 1

@@ -234,13 +234,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.add_argument("op", nargs="*", metavar="OP", help=f"any of: {', '.join(ALGORITHMS)} (all of them)")
     p.add_argument("-g", "--ranks", type=_numbers, default=(2,), metavar="N,...", help="world sizes (2)")
-    p.add_argument("--device", default="cuda", metavar="NAME", help="cuda: in turns; cuda:0: all ranks there (cuda)")
+    p.add_argument("--device", default="cuda", metavar="NAME", help="cuda: round robin; cuda:0: all on it (cuda)")
     p.add_argument("--ranks-as", choices=["threads", "processes"], default="threads", help="(threads)")
     p.add_argument("-b", "--minbytes", type=parse_size, default=1 << 10, metavar="SIZE", help="smallest size (1K)")
     p.add_argument("-e", "--maxbytes", type=parse_size, default=64 << 20, metavar="SIZE", help="largest size (64M)")
     p.add_argument("-f", "--stepfactor", type=int, default=4, metavar="N", help="multiply a size (4)")
-    p.add_argument("--channels", type=_numbers, default=(0, 2, 4, 8, 16, 32), metavar="N,...", help="0: the engine's")
-    p.add_argument("--threads", type=_numbers, default=(0, 256, 512), metavar="N,...", help="of a block")
+    p.add_argument(
+        "--channels",
+        type=_numbers,
+        default=(0, 2, 4, 8, 16, 32),
+        metavar="N,...",
+        help="numbers of channels; 0: the engine's choice",
+    )
+    p.add_argument(
+        "--threads",
+        type=_numbers,
+        default=(0, 256, 512),
+        metavar="N,...",
+        help="threads of a block; 0: the engine's choice",
+    )
     p.add_argument("--round-ms", type=float, default=5.0, metavar="MS", help="length of a measurement (5)")
     p.add_argument("--rounds", type=int, default=3, metavar="N", help="measurements, of which the median counts (3)")
     p.add_argument("-T", "--timeout", type=float, default=60.0, metavar="S", help="time limit of a call, seconds (60)")

@@ -138,7 +138,7 @@ def _add_scan_flags(p: argparse.ArgumentParser) -> None:
         "-g", "--ranks", "--ngpus", type=int, metavar="N", help="spawn N ranks (2); under torchrun its world"
     )
     g.add_argument("--ranks-as", choices=["processes", "threads"], default="processes")
-    g.add_argument("--device", default="cpu", metavar="NAME", help="cpu; cuda: in turns; cuda:0: all ranks there (cpu)")
+    g.add_argument("--device", default="cpu", metavar="NAME", help="cpu; cuda: round robin; cuda:0: all on it (cpu)")
     g.add_argument("-b", "--minbytes", type=parse_size, metavar="SIZE", help="smallest size (32M)")
     g.add_argument("-e", "--maxbytes", type=parse_size, metavar="SIZE", help="largest size (32M)")
     g.add_argument("-i", "--stepbytes", type=parse_size, default=1 << 20, metavar="SIZE", help="add to a size (1M)")

@@ -269,8 +269,8 @@ def _delay(text: str) -> tuple[int, float]:
 def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         "ringcomm simulate",
-        description="How long collectives, or training steps, take on a cluster: the library's own schedules with a "
-        "model of its links. Times in us, bandwidths in GB/s, as nccl-tests counts.",
+        description="Predicts how long collectives or training steps take on a cluster, by running the library's own "
+        "schedules through a model of its links. Times in us, bandwidths in GB/s, as nccl-tests counts.",
         epilog="What is modelled, and what not: docs/simulate.md.",
     )
     g = p.add_argument_group("the cluster")
@@ -281,40 +281,40 @@ def _parser() -> argparse.ArgumentParser:
     g.add_argument("--preset", choices=PRESETS, default="h100", metavar="NAME", help=f"{', '.join(PRESETS)} (h100)")
     g.add_argument(
         "--calibrate", type=_report, action="append", default=[], metavar="FILE[:HOSTS]",
-        help="from ringcomm bench -J: one host's links, or those between hosts; may be given for each. HOSTS: of the "
-        "report, where they have one name",
+        help="a report of ringcomm bench -J, for the links inside a host or between hosts; may be repeated for the "
+        "other. HOSTS: number of hosts in the report, if they all have one name",
     )  # fmt: skip
     for name in _GIVEN:
         g.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X", help="of the links between hosts")
     g.add_argument("--shared-nic", action=argparse.BooleanOptionalAction, help="whether a host's ranks share its link")
     g.add_argument("--wire", choices=WIRES, metavar="NAME",
                    help=f"element type of floats between hosts in reductions: {', '.join(WIRES)}")  # fmt: skip
-    g = p.add_argument_group("what differs")
+    g = p.add_argument_group("hosts and ranks that differ")
     g.add_argument("--slow-host", type=_figure, action="append", default=[], metavar="HOST:SHARE",
-                   help="share of the bandwidth that its link has, such as 3:0.5")  # fmt: skip
+                   help="the share of its bandwidth that a host's link has left, such as 3:0.5")  # fmt: skip
     g.add_argument("--straggler", type=_delay, action="append", default=[], metavar="RANK:TIME",
-                   help="how much later it comes, such as 17:2000us")  # fmt: skip
+                   help="how much later a rank begins the call, such as 17:2000us")  # fmt: skip
     g.add_argument("--slow-rank", type=_figure, action="append", default=[], metavar="RANK:FACTOR",
-                   help="how much longer its own work takes, such as 17:3")  # fmt: skip
+                   help="factor on a rank's own work, such as 17:3")  # fmt: skip
     g = p.add_argument_group("collectives")
     g.add_argument("--collective", nargs="+", choices=[*COLLECTIVES, "all"], default=["all_reduce"], metavar="NAME",
                    help=f"{', '.join(COLLECTIVES)}, all (all_reduce)")  # fmt: skip
     g.add_argument("--algorithm", default="auto", metavar="NAME",
-                   help="ring, butterfly, direct; to compare with, flat_ring, flat_direct, which no communicator has; "
-                   "on one host ring, direct, oneshot; auto: what a communicator takes; best; all")  # fmt: skip
+                   help="ring, butterfly, direct; for comparison flat_ring, flat_direct, which no communicator uses; "
+                   "on one host ring, direct, oneshot; auto: what a communicator chooses; best; all")  # fmt: skip
     g.add_argument("-b", "--minbytes", type=parse_size, metavar="SIZE", help="smallest message (1K)")
     g.add_argument("-e", "--maxbytes", type=parse_size, metavar="SIZE", help="largest message (1G)")
     g.add_argument("-f", "--stepfactor", type=_positive, default=4, metavar="N", help="multiply a size (4)")
     g.add_argument("-d", "--dtype", choices=ELEMENT_BYTES, default="bfloat16", metavar="NAME", help="(bfloat16)")
-    g.add_argument("--root-host", type=int, default=0, metavar="N", help="of a broadcast (0)")
-    g.add_argument("-J", "--json", metavar="FILE", help="write all figures")
+    g.add_argument("--root-host", type=int, default=0, metavar="N", help="host of a broadcast's root (0)")
+    g.add_argument("-J", "--json", metavar="FILE", help="write all figures as JSON")
     g = p.add_argument_group("a training step instead")
     g.add_argument("--model-parameters", type=parse_count, metavar="N", help="such as 7B or 7e9")
-    g.add_argument("--stage", type=int, choices=range(4), help="of ZeRO (all four)")
-    g.add_argument("--layers", type=_positive, default=32, metavar="N", help="equal ones (32)")
-    g.add_argument("--tokens", type=_positive, default=4096, metavar="N", help="of a micro-batch of a rank (4096)")
-    g.add_argument("--tflops", type=float, default=400.0, metavar="X", help="that a rank reaches (400)")
-    g.add_argument("--microbatches", type=_positive, default=1, metavar="N", help="before gradients travel (1)")
+    g.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage (all four)")
+    g.add_argument("--layers", type=_positive, default=32, metavar="N", help="number of equal layers (32)")
+    g.add_argument("--tokens", type=_positive, default=4096, metavar="N", help="tokens of a rank's micro-batch (4096)")
+    g.add_argument("--tflops", type=float, default=400.0, metavar="X", help="TFLOP/s that a rank reaches (400)")
+    g.add_argument("--microbatches", type=_positive, default=1, metavar="N", help="micro-batches of a step (1)")
     g.add_argument("--reduce-dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="(float32)")
-    g.add_argument("--no-overlap", action="store_true", help="every collective is waited for")
+    g.add_argument("--no-overlap", action="store_true", help="wait for every collective")
     return p
