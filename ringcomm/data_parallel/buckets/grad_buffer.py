@@ -619,8 +619,8 @@ class GradBuffer:
             joining = self.ranks.joining
             if joining is not None and joining.some_have_joined and self.stage > 0:
                 raise UnsupportedError(
-                    f"grad: rank {self.ranks.rank} is inside of join and used the gradient of {self._name(i)}, which "
-                    "ranks that have joined do not take part in, expected no use; use ringcomm.clip_grad_norm_"
+                    f"grad: rank {self.ranks.rank} used the gradient of {self._name(i)} inside of join, where ranks "
+                    "that have joined cannot take part, expected no use there; use ringcomm.clip_grad_norm_"
                 )
             return False
         if self.has_local and i in self.local.contributed and not self.is_open:
