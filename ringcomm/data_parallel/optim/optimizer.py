@@ -46,7 +46,7 @@ from ringcomm.modules.dynamo import eager
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 _REFUSED = {
     "SparseAdam": "which takes sparse gradients",
-    "ZeroRedundancyOptimizer": "which deals the parameters out by itself",
+    "ZeroRedundancyOptimizer": "which distributes the parameters itself",
 }
 _SUM = "which adds up over all parameters in step()"
 _REFUSED_FROM_STAGE_1 = {

@@ -229,7 +229,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "other": (_other, r"a parameter of shape \(\d,\)"),
     "sharded": (_sharded, "in flat buffers already, at stage 2"),
     "master": (_master, "in flat buffers already, at stage 0"),
-    "twice": (_twice, "shard: rank . got ZeroRedundancyOptimizer, which deals the parameters out by itself"),
+    "twice": (_twice, "shard: rank . got ZeroRedundancyOptimizer, which distributes the parameters itself"),
     "overlap": (
         lambda c, m: ZeroRedundancyOptimizer(m.parameters(), torch.optim.SGD, overlap_with_ddp=True, comm=c),
         "overlap_with_ddp=True",
