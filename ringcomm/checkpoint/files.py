@@ -175,6 +175,13 @@ class ShardSavePlanner(DefaultSavePlanner):
         self.paths[name] = path
         self.values[name] = pack_value(self.rank, name, value)
 
+    def add_state(self, path: Names, value: Any) -> None:
+        """Adds a value of an optimizer's state, which may be a tensor."""
+        if torch.is_tensor(value):
+            self.add_tensor(path, value.shape, value)
+        else:
+            self.add_value(path, value)
+
     def resolve_data(self, write_item: WriteItem) -> Any:
         """Returns what torch's writer is to write."""
         if write_item.type == WriteItemType.BYTE_IO:

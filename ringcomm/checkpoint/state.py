@@ -20,7 +20,7 @@ from ringcomm.checkpoint.contents import (
     unsharded_shape,
     with_extra_state,
 )
-from ringcomm.checkpoint.files import Names, ShardSavePlanner, pack_value
+from ringcomm.checkpoint.files import ShardSavePlanner, pack_value
 from ringcomm.checkpoint.world import World
 from ringcomm.data_parallel.buckets.bucket import Bucket
 from ringcomm.data_parallel.model.sharded_model import ShardedModel
@@ -190,14 +190,7 @@ class Saver:
                         continue
                     refuse_sharded_state("save", self.rank, bucket, i, key, value)
                     if first == segment.offset and (self.world.ranks.mesh is None or self.world.ranks.mesh.counts):
-                        self._add_either(out, path, value)  # only one of the ranks that have the value writes it
-
-    def _add_either(self, out: ShardSavePlanner, path: Names, value: Any) -> None:
-        """Adds a value that may be a tensor."""
-        if torch.is_tensor(value):
-            out.add_tensor(path, value.shape, value)
-        else:
-            out.add_value(path, value)
+                        out.add_state(path, value)  # only one of the ranks that have the value writes it
 
     def _add_replicated(self, out: ShardSavePlanner, everyone: list[_Facts]) -> None:
         """Adds the values that are written by the first rank that has them."""
@@ -223,10 +216,10 @@ class Saver:
         for name, p in self.held.plain.items():
             for key, value in self._state(p).items():
                 if is_first(("optimizer", ".".join((*STATE, name, key)))):
-                    self._add_either(out, (*STATE, name, key), value)
+                    out.add_state((*STATE, name, key), value)
         for key, value in self._common_state().items():
             if is_first(("optimizer", ".".join((*STATE, key)))):
-                self._add_either(out, (*STATE, key), value)
+                out.add_state((*STATE, key), value)
 
     def _add_common(self, out: ShardSavePlanner, differing: set[str], alike: list[str], everyone: list[_Facts]) -> None:
         """Adds the values that one rank writes for all."""

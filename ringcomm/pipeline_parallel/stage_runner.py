@@ -156,6 +156,31 @@ class _StageRun:
         finally:
             self.inside = before
 
+    def carry_again(self, x: Any) -> None:
+        """Turns the earlier records of a carried tensor that has new values into shapes, so that later stages get
+        only its last values. Between the call that left the tensor and this one they have no values for it.
+        """
+        number = next((i for i, other in enumerate(self.carried) if other is x), None)
+        if number is None:
+            return
+
+        def each(placeholder: Any) -> Any:
+            return (
+                placeholders_of(x)
+                if isinstance(placeholder, CarriedTensor) and placeholder.number == number
+                else placeholder
+            )
+
+        self.calls = {name: map_nest(each, calls) for name, calls in self.calls.items()}
+
+    def write(self, x: Any, value: Any, name: str) -> None:
+        """Repeats the write of a module of an earlier stage into one of its arguments."""
+        if type(x) is torch.Tensor:
+            self.without_values += drop_values(x, name)
+        if isinstance(value, CarriedTensor) and isinstance(x, ShapeOnlyTensor):
+            self.carried[value.number] = x.fill(self.carried[value.number])
+            self.versions[value.number] = version_of(x)
+
 
 class StageRunner:
     """Runs this rank's stages of a model, one at a time.
@@ -324,12 +349,6 @@ class StageRunner:
                     f"{_input(wrong[1])} as on the rank of the first stage; pass the same on every rank, or nothing"
                 )
 
-    def _refuse_missing(self, name: str, tree: Any) -> None:
-        """Raises where an argument is a `MissingObject`: a module that uses only its class would not raise."""
-        for x in tree_leaves(tree):
-            if type(x) is MissingObject:
-                x.refuse(name)
-
     def _refuse_shape_only(self, run: _StageRun, name: str, tree: Any) -> None:
         found = next((x for x in tensors_inside(tree) if isinstance(x, ShapeOnlyTensor)), None)
         if found is not None:
@@ -396,7 +415,7 @@ class StageRunner:
                 for x in run.carried:
                     _clear_hooks(x)
             self._refuse_shape_only(run, name, (args, kwargs))
-            self._refuse_missing(name, (args, kwargs))
+            _refuse_missing(name, (args, kwargs))
             last = run.stage == len(self.stages) - 1  # no later stage needs a record
             with ValueGuard.suspended():
                 if last or run.inside == "module":  # a nested call, which later stages do not reach
@@ -428,7 +447,7 @@ class StageRunner:
         found = side_effects(before_call)
         for each in found:
             if each.changed:
-                self._carry_again(run, each.value)
+                run.carry_again(each.value)
         effects = tuple(replace(each, value=self._value_of(run, each, name)) for each in found)
         shown = self._record_result(run, output, name, {**dict(enumerate(args)), **kwargs})
         run.calls.setdefault(name, []).append(CallRecord(shown, tuple(hooked), effects))
@@ -509,23 +528,6 @@ class StageRunner:
         _refuse_hidden_tensors(effect)
         return _unsent_object(effect.value, name, {})
 
-    def _carry_again(self, run: _StageRun, x: Any) -> None:
-        """After a write into a carried tensor: makes earlier records of it shapes, so that later stages get only its
-        last values. Between the call that left the tensor and this one they have no values for it.
-        """
-        number = next((i for i, other in enumerate(run.carried) if other is x), None)
-        if number is None:
-            return
-
-        def each(placeholder: Any) -> Any:
-            return (
-                placeholders_of(x)
-                if isinstance(placeholder, CarriedTensor) and placeholder.number == number
-                else placeholder
-            )
-
-        run.calls = {name: map_nest(each, calls) for name, calls in run.calls.items()}
-
     def _carry(self, run: _StageRun, nest: Any, name: str, given: Mapping[Any, Any]) -> Any:
         """Returns a nest with its tensors added to the carried ones."""
 
@@ -561,7 +563,7 @@ class StageRunner:
             apply_effect(places[-1], each, self._materialize(each.value, name))
         for each in call.effects:
             if each.written:
-                self._write(run, given.get(each.key), each.value, name)
+                run.write(given.get(each.key), each.value, name)
         there = [(place, copy.copy(place)) for place in places]
         for inner, inputs, outputs in call.hooked:
             its_args, its_kwargs = (args, kwargs) if inner == name else self._materialize(inputs, inner)
@@ -572,14 +574,6 @@ class StageRunner:
         for each, (place, before) in zip(lasting, there, strict=True):  # undoes what hooks did to the same places
             restore(each, place, before)
         return result
-
-    def _write(self, run: _StageRun, x: Any, value: Any, name: str) -> None:
-        """Repeats the write of a module of an earlier stage into one of its arguments."""
-        if type(x) is torch.Tensor:
-            run.without_values += drop_values(x, name)
-        if isinstance(value, CarriedTensor) and isinstance(x, ShapeOnlyTensor):
-            run.carried[value.number] = x.fill(run.carried[value.number])
-            run.versions[value.number] = version_of(x)
 
     def _materialize(self, tree: Any, origin: str = "", given: Mapping[Any, Any] | None = None) -> Any:
         """Returns a nest with tensors and objects in the places of their placeholders."""
@@ -656,9 +650,9 @@ class StageRunner:
                 wrong = not _has_values(own) or number not in (ANY, _checksum(own))
             else:
                 x = (run.carried if kind == "carried" else run.received)[number]
-                wrong = own is not x and not self._matches(own, x)
+                wrong = own is not x and not _matches(own, x)
                 if own is not x and not wrong:
-                    others[id(own)] = self._fill(own, x)
+                    others[id(own)] = _fill(own, x)
             if wrong:
                 raise self._values_error(name, own, _argument((args, kwargs), at))
         self._refuse_no_grad(run, name, run.received)
@@ -675,26 +669,6 @@ class StageRunner:
                 "or cut elsewhere"
             )
 
-    def _matches(self, own: Any, x: torch.Tensor) -> bool:
-        """Returns whether the model's own tensor in the place of a received one is shape-only, or has the same
-        values."""
-        alike = torch.is_tensor(own) and (own.shape, own.dtype) == (x.shape, x.dtype)
-        return alike and (isinstance(own, ShapeOnlyTensor) or _checksum(own) == _checksum(x))
-
-    def _fill(self, own: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Returns a received tensor, if possible in the very object that the model has in its place. So all other code
-        of the model that uses the object, such as a sum around the module, a checkpoint, or a mask for the next module,
-        has the values too.
-        """
-        if isinstance(own, ShapeOnlyTensor):
-            return own.fill(x)
-        if own.is_cpu and not x.requires_grad:
-            return own
-        if type(own) is torch.Tensor and not own.is_leaf and not own._is_view():
-            drop_values(own, "")
-            return cast(ShapeOnlyTensor, own).fill(x)
-        return writable(x)
-
     def _values_error(self, name: str, own: Any, argument: str) -> InvalidArgumentError:
         if isinstance(own, ShapeOnlyTensor) and own.origin:
             return InvalidArgumentError(
@@ -706,6 +680,35 @@ class StageRunner:
             f"Pipeline: rank {self.rank} got other values than the stage before in {argument} of {name}, or none, "
             "which depends on the model's inputs, expected the same; pass the inputs on every rank"
         )
+
+
+def _refuse_missing(name: str, tree: Any) -> None:
+    """Raises where an argument is a `MissingObject`: a module that uses only its class would not raise."""
+    for x in tree_leaves(tree):
+        if type(x) is MissingObject:
+            x.refuse(name)
+
+
+def _matches(own: Any, x: torch.Tensor) -> bool:
+    """Returns whether the model's own tensor in the place of a received one is shape-only, or has the same
+    values."""
+    alike = torch.is_tensor(own) and (own.shape, own.dtype) == (x.shape, x.dtype)
+    return alike and (isinstance(own, ShapeOnlyTensor) or _checksum(own) == _checksum(x))
+
+
+def _fill(own: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Returns a received tensor, if possible in the very object that the model has in its place. So all other code
+    of the model that uses the object, such as a sum around the module, a checkpoint, or a mask for the next module,
+    has the values too.
+    """
+    if isinstance(own, ShapeOnlyTensor):
+        return own.fill(x)
+    if own.is_cpu and not x.requires_grad:
+        return own
+    if type(own) is torch.Tensor and not own.is_leaf and not own._is_view():
+        drop_values(own, "")
+        return cast(ShapeOnlyTensor, own).fill(x)
+    return writable(x)
 
 
 def _argument(call: tuple[tuple[Any, ...], dict[str, Any]], at: int) -> str:
