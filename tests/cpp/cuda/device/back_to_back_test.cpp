@@ -61,10 +61,8 @@ std::string all_reduces(std::uint64_t seed) {
   emulator::Options options;
   options.seed = seed;
   emulator::Simulation simulation(options);
-  const Kernel<CallArgs> kernel = algorithm == Algorithm::kOneshot  ? oneshot_kernel(DType::kFloat32, ReduceOp::kSum)
-                                  : algorithm == Algorithm::kDirect ? direct_kernel(DType::kFloat32, ReduceOp::kSum)
-                                                                    : ring_kernel(DType::kFloat32, ReduceOp::kSum);
-  simulation.launch("calls", one_after_the_other, dim3(channels, world_size), dim3(16), Calls{kernel, calls.data()});
+  simulation.launch("calls", one_after_the_other, dim3(channels, world_size), dim3(16),
+                    Calls{sum_kernel(algorithm), calls.data()});
   const std::string what =
       concat(name(algorithm), wide ? " wide" : "", visible ? " visible" : "", ", ", world_size, " ranks: ");
   if (!simulation.run()) return what + simulation.error;
@@ -86,8 +84,6 @@ std::string all_reduces(std::uint64_t seed) {
 
 int main(int argc, char** argv) {
   using namespace ringcomm::test;
-  const bool quick = argc > 1 && std::strcmp(argv[1], "quick") == 0;
-  const int cases = quick ? 60 : argc > 1 ? std::atoi(argv[1]) : 600;
-  const std::uint64_t first = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
+  const auto [quick, cases, first] = parse_arguments(argc, argv, 600);
   return run_cases("calls back to back", cases, first, all_reduces);
 }

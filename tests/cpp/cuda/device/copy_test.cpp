@@ -24,14 +24,6 @@ Memory noise(std::size_t nbytes, Random& random) {
   fill(DType::kUInt8, memory.data(), nbytes, random);
   return memory;
 }
-Form random_form(Random& random, int channels) {
-  Form form;
-  form.channels = channels;
-  form.threads = cuda::kWarp * random.pick({1, 2, 2, 3, 4});
-  form.together = random.one_in(2);
-  form.seed = random.next();
-  return form;
-}
 std::string who_gave_up(const World& world) {
   for (int r = 0; r < world.world_size(); ++r)
     if (world.failure(r) != Failure::kNone) return "rank " + text(r) + " gave up";
@@ -441,9 +433,7 @@ std::string message_without_reader(std::uint64_t seed) {
 
 int main(int argc, char** argv) {
   using namespace ringcomm::test;
-  const bool quick = argc > 1 && std::strcmp(argv[1], "quick") == 0;
-  const int cases = quick ? 60 : argc > 1 ? std::atoi(argv[1]) : 400;
-  const std::uint64_t first = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
+  const auto [quick, cases, first] = parse_arguments(argc, argv, 400);
   int bad = run_cases("copies, all known", cases, first, known_copies);
   bad += run_cases("copies, collectives", cases, first, collectives);
   bad += run_cases("copies, barriers", cases / 40 + 2, first, barriers);

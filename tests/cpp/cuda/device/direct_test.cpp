@@ -22,7 +22,9 @@ std::string a_stream(std::uint64_t seed) {
   World world(small_layout(world_size, 1, random));
   return calls_in_a_stream(world, random, {ReducePath::kStaged, ReducePath::kVisible}, 3);
 }
-std::string absent(std::uint64_t seed) { return one_is_absent(seed, Algorithm::kDirect, cuda::WaitKind::kPublished); }
+std::string absent(std::uint64_t seed) {
+  return one_is_absent(seed, Algorithm::kDirect, {cuda::WaitKind::kPublished}, 450);
+}
 // One rank has not mapped a region that a peer publishes: it says so, and all ranks return.
 std::string region_is_missing(std::uint64_t seed) {
   Random random(seed);
@@ -40,7 +42,7 @@ std::string region_is_missing(std::uint64_t seed) {
   (random.one_in(2) ? args.ranks[owner].input : args.ranks[owner].output) = {region, 1, 64};
   Form form = random_form(random, channels);
   form.exact = form.together = false;
-  if (!world.run(cuda::direct_kernel(DType::kFloat32, ReduceOp::kSum), args, form)) return world.error;
+  if (!world.run(sum_kernel(Algorithm::kDirect), args, form)) return world.error;
   const cuda::Status& status = world.status(blind);
   if (world.failure(blind) != cuda::Failure::kMismatch || status.peer != owner || !(status.mine == status.theirs))
     return "rank " + std::to_string(blind) + " did not say that it misses a region of rank " + std::to_string(owner);
@@ -48,7 +50,7 @@ std::string region_is_missing(std::uint64_t seed) {
     if (r != blind && world.failure(r) != cuda::Failure::kAborted) return "rank " + std::to_string(r) + " went on";
   return "";
 }
-std::string differs(std::uint64_t seed) { return one_differs(seed, Algorithm::kDirect); }
+std::string differs(std::uint64_t seed) { return one_differs(seed, Algorithm::kDirect, 400, 100); }
 
 // Every pair of a caller has a kernel, which computes what it should.
 std::string every_pair(std::uint64_t) {
@@ -70,9 +72,7 @@ std::string every_pair(std::uint64_t) {
 
 int main(int argc, char** argv) {
   using namespace ringcomm::test;
-  const bool quick = argc > 1 && std::strcmp(argv[1], "quick") == 0;
-  const int cases = quick ? 60 : argc > 1 ? std::atoi(argv[1]) : 600;
-  const std::uint64_t first = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
+  const auto [quick, cases, first] = parse_arguments(argc, argv, 600);
   int bad = run_cases("direct, every pair", 1, first, every_pair);
   bad += run_cases("direct, some calls", cases, first, some_calls);
   bad += run_cases("direct, a stream of calls", cases / 3, first, a_stream);

@@ -24,8 +24,10 @@ std::string a_stream(std::uint64_t seed) {
       world, random, {ReducePath::kLL, ReducePath::kLL, ReducePath::kLL128, ReducePath::kStaged, ReducePath::kVisible},
       5);
 }
-std::string absent(std::uint64_t seed) { return one_is_absent(seed, Algorithm::kOneshot, cuda::WaitKind::kPackets); }
-std::string differs(std::uint64_t seed) { return one_differs(seed, Algorithm::kOneshot); }
+std::string absent(std::uint64_t seed) {
+  return one_is_absent(seed, Algorithm::kOneshot, {cuda::WaitKind::kPackets}, 450);
+}
+std::string differs(std::uint64_t seed) { return one_differs(seed, Algorithm::kOneshot, 400, 100); }
 
 // LL flags come round again after kFlagPeriod messages. A line that was last written a period ago, with what is the
 // flag again, must not be taken for fresh.
@@ -91,9 +93,7 @@ std::string data_like_flags(std::uint64_t seed) {
 
 int main(int argc, char** argv) {
   using namespace ringcomm::test;
-  const bool quick = argc > 1 && std::strcmp(argv[1], "quick") == 0;
-  const int cases = quick ? 60 : argc > 1 ? std::atoi(argv[1]) : 600;
-  const std::uint64_t first = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
+  const auto [quick, cases, first] = parse_arguments(argc, argv, 600);
   int bad = run_cases("oneshot, pairs", 1, first, pairs);
   bad += run_cases("oneshot, some calls", cases, first, some_calls);
   bad += run_cases("oneshot, flags come round", cases / 20 + 2, first, flags_come_round);

@@ -298,9 +298,7 @@ std::string one_combine(std::uint64_t seed) {
 
 int main(int argc, char** argv) {
   using namespace ringcomm::test;
-  const bool quick = argc > 1 && std::strcmp(argv[1], "quick") == 0;
-  const int cases = quick ? 60 : argc > 1 ? std::atoi(argv[1]) : 600;
-  const std::uint64_t first = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
+  const auto [quick, cases, first] = parse_arguments(argc, argv, 600);
   int bad = run_cases("pack", cases, first, one_call);
   bad += run_cases("pack, all alignments", quick ? static_cast<int>(std::size(kPairs)) : cases / 4, first,
                    one_of_all_alignments);

@@ -2,27 +2,12 @@
 // over the ranks, element by element, written once more.
 #pragma once
 
-#include <cmath>
 #include <memory>
 
 #include "cpp/cuda/device/world.h"
 #include "cpu/kernels/loops.h"
 
 namespace ringcomm::test {
-
-template <typename T>
-T at(const void* data, std::size_t i) {
-  T value;
-  std::memcpy(&value, static_cast<const char*>(data) + i * sizeof(T), sizeof(T));
-  return value;
-}
-template <typename T>
-bool same_bits(T a, T b) {
-  using Acc = typename Element<T>::Acc;
-  if constexpr (std::is_floating_point_v<Acc>)  // a NaN's payload is not promised
-    if (std::isnan(Element<T>::load(a)) && std::isnan(Element<T>::load(b))) return true;
-  return std::memcmp(&a, &b, sizeof(T)) == 0;
-}
 
 enum class ReducePath { kKnown, kStaged, kVisible, kLL, kLL128 };
 inline const char* name(ReducePath path) {
@@ -236,21 +221,12 @@ class ReduceCall {
   cuda::CallArgs args_{};
 };
 
-inline Form random_form(Random& random, int channels) {
-  Form form;
-  form.channels = channels;
-  form.threads = random.one_in(3) ? 8 : 16;
-  form.together = random.one_in(2);
-  form.seed = random.next();
-  return form;
-}
-
 // A few calls in a row on one world, each in one of `paths`: what the channels know of earlier ones must be right.
 inline std::string calls_in_a_row(World& world, Random& random, std::initializer_list<ReducePath> paths, int calls) {
   for (; calls > 0; --calls) {
     const int channels = random.between(1, world.layout().channels);
     ReduceCall call(world, random, random.pick(paths), channels);
-    const Form form = random_form(random, channels);
+    const Form form = random_form(random, channels, {1, 2, 2});
     const std::string where = std::to_string(world.world_size()) + " ranks, " + call.what() + ": ";
     if (!call.run(form)) return where + world.error;
     for (int r = 0; r < world.world_size(); ++r)
@@ -302,76 +278,6 @@ inline std::string calls_in_a_stream(World& world, Random& random, std::initiali
     if (const std::string wrong = call->wrong(); !wrong.empty()) return text + "in call " + call->what() + ": " + wrong;
   }
   return "";
-}
-
-// ---- when it goes wrong ---------------------------------------------------------------------------------------------
-
-inline cuda::CallArgs plain_all_reduce(World& world, std::vector<Memory>& buffers, Algorithm algorithm, bool wide,
-                                       std::uint64_t count) {
-  cuda::CallArgs args = world.call<cuda::CallArgs>(Op::kAllReduce, DType::kFloat32, algorithm, 0, count);
-  args.num_messages = 1;
-  args.wide_packets = wide;
-  args.counts[0] = count;
-  for (int r = 0; r < world.world_size(); ++r) {
-    buffers.emplace_back(count * sizeof(float), 0, 0);
-    args.buffers(0, r) = {buffers.back().data(), buffers.back().data()};
-  }
-  return args;
-}
-
-// Everybody gives up within the limit, and somebody names the absent rank.
-inline std::string one_is_absent(std::uint64_t seed, Algorithm algorithm, cuda::WaitKind kind) {
-  Random random(seed);
-  const int world_size = random.between(2, 4), channels = random.between(1, 2);
-  World world(small_layout(world_size, channels, random));
-  std::vector<Memory> buffers;
-  const auto args = plain_all_reduce(world, buffers, algorithm, random.one_in(2), random.between(1, 450));
-  Form form = random_form(random, channels);
-  form.together = form.exact = false;
-  form.timeout_ms = 30;
-  form.absent = static_cast<int>(random.below(world_size));
-  const auto kernel = algorithm == Algorithm::kOneshot ? cuda::oneshot_kernel(DType::kFloat32, ReduceOp::kSum)
-                                                       : cuda::direct_kernel(DType::kFloat32, ReduceOp::kSum);
-  if (!world.run(kernel, args, form)) return world.error;
-  bool named = false;
-  for (int r = 0; r < world_size; ++r) {
-    if (r == form.absent) continue;
-    const cuda::Status& status = world.status(r);
-    if (world.failure(r) != cuda::Failure::kTimeout && world.failure(r) != cuda::Failure::kAborted)
-      return "rank " + std::to_string(r) + " did not give up";
-    if (static_cast<cuda::WaitKind>(status.wait) != kind) return "an odd kind of wait";
-    if (status.peer == r || status.peer < 0 || status.peer >= world_size) return "an odd peer";
-    named = named || (status.peer == form.absent && world.failure(r) == cuda::Failure::kTimeout);
-  }
-  return named ? "" : "nobody named the absent rank";
-}
-
-// One rank has another count: both counts are in the report, and all ranks return.
-inline std::string one_differs(std::uint64_t seed, Algorithm algorithm) {
-  Random random(seed);
-  const int world_size = random.between(2, 4), channels = random.between(1, 2);
-  World world(small_layout(world_size, channels, random));
-  std::vector<Memory> buffers;
-  const auto args = plain_all_reduce(world, buffers, algorithm, random.one_in(2), 400);
-  const int odd = static_cast<int>(random.below(world_size));
-  std::vector<cuda::CallArgs> launches = world.apart(args);
-  launches[odd].signed_count = launches[odd].counts[0] = 100;
-  Form form = random_form(random, channels);
-  form.exact = false;
-  const auto kernel = algorithm == Algorithm::kOneshot ? cuda::oneshot_kernel(DType::kFloat32, ReduceOp::kSum)
-                                                       : cuda::direct_kernel(DType::kFloat32, ReduceOp::kSum);
-  if (!world.run_each(kernel, launches, 1, form)) return world.error;
-  bool found = false;
-  for (int r = 0; r < world_size; ++r) {
-    if (world.failure(r) == cuda::Failure::kNone) return "rank " + std::to_string(r) + " did not notice";
-    if (world.failure(r) != cuda::Failure::kMismatch) continue;
-    const cuda::Status& status = world.status(r);
-    if (status.mine.count != (r == odd ? 100u : 400u) || status.theirs.count != (r == odd ? 400u : 100u))
-      return "the report has other counts";
-    if (r != odd && status.peer != odd) return "the report names another peer";
-    found = true;
-  }
-  return found ? "" : "nobody reported a mismatch";
 }
 
 }  // namespace ringcomm::test

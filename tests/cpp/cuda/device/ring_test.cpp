@@ -3,8 +3,6 @@
 // happens when a rank does not come, or calls something else.
 //
 //   cuda_ring_test [quick | number of cases [first seed]]
-#include <cmath>
-
 #include "cpp/cuda/device/world.h"
 #include "cuda/device/arithmetic.h"
 #include "cuda/device/move.h"
@@ -16,20 +14,6 @@ using cuda::CallArgs;
 using cuda::Failure;
 using cuda::kWarp;
 using cuda::WaitKind;
-
-template <typename T>
-T at(const char* data, std::size_t i) {
-  T value;
-  std::memcpy(&value, data + i * sizeof(T), sizeof(T));
-  return value;
-}
-template <typename T>
-bool same_bits(T a, T b) {
-  using Acc = typename Element<T>::Acc;
-  if constexpr (std::is_floating_point_v<Acc>)  // a NaN's payload is not promised
-    if (std::isnan(Element<T>::load(a)) && std::isnan(Element<T>::load(b))) return true;
-  return std::memcmp(&a, &b, sizeof(T)) == 0;
-}
 
 // One call of all ranks: buffers, arguments, and what must come out.
 class RingCall {
@@ -220,15 +204,6 @@ class RingCall {
   CallArgs args_{};
 };
 
-Form random_form(Random& random, int channels) {
-  Form form;
-  form.channels = channels;
-  form.threads = kWarp * random.pick({1, 2, 2, 3, 4});  // without a posting warp, and with one beside 1 to 3 others
-  form.together = random.one_in(2);
-  form.seed = random.next();
-  return form;
-}
-
 // Several calls in a row: what the channels know of earlier ones must be right.
 std::string some_calls(std::uint64_t seed) {
   Random random(seed);
@@ -256,88 +231,20 @@ std::string alone(std::uint64_t seed) {
   return wrong.empty() ? "" : call.what() + ": " + wrong;
 }
 
-// ---- when it goes wrong -----------------------------------------------------------------------------------
-
-CallArgs plain_all_reduce(World& world, std::vector<Memory>& buffers, std::uint64_t count) {
-  CallArgs args = world.call<CallArgs>(Op::kAllReduce, DType::kFloat32, Algorithm::kRing, 0, count);
-  args.num_messages = 1;
-  args.counts[0] = count;
-  for (int r = 0; r < world.world_size(); ++r) {
-    buffers.emplace_back(count * sizeof(float), 0, 0);
-    args.buffers(0, r) = {buffers.back().data(), buffers.back().data()};
-  }
-  return args;
+std::string absent(std::uint64_t seed) {
+  return one_is_absent(seed, Algorithm::kRing, {WaitKind::kSlice, WaitKind::kCredit}, 2000);
 }
-
-// Everybody gives up within the limit; the neighbours of the absent rank name it.
-std::string one_is_absent(std::uint64_t seed) {
-  Random random(seed);
-  const int world_size = random.between(2, 4), channels = random.between(1, 2);
-  World world(small_layout(world_size, channels, random));
-  std::vector<Memory> buffers;
-  const CallArgs args = plain_all_reduce(world, buffers, 1000);
-  Form form = random_form(random, channels);
-  form.together = form.exact = false;
-  form.timeout_ms = 50;
-  form.absent = static_cast<int>(random.below(world_size));
-  if (!world.run(cuda::ring_kernel(DType::kFloat32, ReduceOp::kSum), args, form)) return world.error;
-  bool named = false;
-  for (int r = 0; r < world_size; ++r) {
-    if (r == form.absent) continue;
-    if (world.failure(r) != Failure::kTimeout && world.failure(r) != Failure::kAborted)
-      return "rank " + std::to_string(r) + " did not give up";
-    const cuda::Status& status = world.status(r);
-    const WaitKind kind = static_cast<WaitKind>(status.wait);
-    if (kind != WaitKind::kSlice && kind != WaitKind::kCredit) return "an odd kind of wait";
-    if (status.peer == r || status.peer < 0 || status.peer >= world_size) return "an odd peer";
-    if (status.seen >= status.expected) return "it had what it waited for";
-    named = named || status.peer == form.absent;
-  }
-  return named ? "" : "nobody named the absent rank";
-}
-
-// One rank has another count: both counts are in the report, and all ranks return.
-std::string one_differs(std::uint64_t seed) {
-  Random random(seed);
-  const int world_size = random.between(2, 4), channels = random.between(1, 2);
-  World world(small_layout(world_size, channels, random));
-  std::vector<Memory> buffers;
-  CallArgs args = plain_all_reduce(world, buffers, 1000);
-  const int odd = static_cast<int>(random.below(world_size));
-  std::vector<CallArgs> launches;
-  for (int r = 0; r < world_size; ++r) {
-    CallArgs one = args;
-    one.ranks[0] = args.ranks[r];
-    if (r == odd) one.signed_count = one.counts[0] = 900;
-    launches.push_back(one);
-  }
-  Form form = random_form(random, channels);
-  form.exact = false;
-  if (!world.run_each(cuda::ring_kernel(DType::kFloat32, ReduceOp::kSum), launches, 1, form)) return world.error;
-  bool found = false;
-  for (int r = 0; r < world_size; ++r) {
-    if (world.failure(r) == Failure::kNone) return "rank " + std::to_string(r) + " did not notice";
-    if (world.failure(r) != Failure::kMismatch) continue;
-    const cuda::Status& status = world.status(r);
-    if (status.mine.count != (r == odd ? 900u : 1000u) || status.theirs.count != (r == odd ? 1000u : 900u))
-      return "the report has other counts";
-    if (r != odd && status.peer != odd) return "the report names another peer";
-    found = true;
-  }
-  return found ? "" : "nobody reported a mismatch";
-}
+std::string differs(std::uint64_t seed) { return one_differs(seed, Algorithm::kRing, 1000, 900); }
 
 }  // namespace
 }  // namespace ringcomm::test
 
 int main(int argc, char** argv) {
   using namespace ringcomm::test;
-  const bool quick = argc > 1 && std::strcmp(argv[1], "quick") == 0;
-  const int cases = quick ? 60 : argc > 1 ? std::atoi(argv[1]) : 400;
-  const std::uint64_t first = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
+  const auto [quick, cases, first] = parse_arguments(argc, argv, 400);
   int bad = run_cases("ring, some calls", cases, first, some_calls);
   bad += run_cases("ring, a world of one", cases / 20 + 1, first, alone);
-  bad += run_cases("ring, one is absent", cases / 40 + 2, first, one_is_absent);
-  bad += run_cases("ring, one differs", cases / 40 + 2, first, one_differs);
+  bad += run_cases("ring, one is absent", cases / 40 + 2, first, absent);
+  bad += run_cases("ring, one differs", cases / 40 + 2, first, differs);
   return bad != 0;
 }

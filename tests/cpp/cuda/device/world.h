@@ -2,6 +2,8 @@
 // on the emulator, with no engine around. Everything random comes from a seed, which a failing case prints.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -84,6 +86,20 @@ inline void fill(DType dtype, void* data, std::size_t count, Random& random) {
   });
 }
 
+template <typename T>
+T at(const void* data, std::size_t i) {
+  T value;
+  std::memcpy(&value, static_cast<const char*>(data) + i * sizeof(T), sizeof(T));
+  return value;
+}
+template <typename T>
+bool same_bits(T a, T b) {
+  using Acc = typename Element<T>::Acc;
+  if constexpr (std::is_floating_point_v<Acc>)  // a NaN's payload is not promised
+    if (std::isnan(Element<T>::load(a)) && std::isnan(Element<T>::load(b))) return true;
+  return std::memcmp(&a, &b, sizeof(T)) == 0;
+}
+
 inline cuda::Layout small_layout(int world_size, int channels, Random& random) {
   cuda::Layout layout;
   layout.world_size = world_size;
@@ -119,6 +135,15 @@ struct Form {
   std::int64_t timeout_ms = 600000;
   int absent = -1;  // this rank does not come; needs one grid per rank
 };
+
+inline Form random_form(Random& random, int channels, std::initializer_list<int> warps = {1, 2, 2, 3, 4}) {
+  Form form;
+  form.channels = channels;
+  form.threads = cuda::kWarp * random.pick(warps);
+  form.together = random.one_in(2);
+  form.seed = random.next();
+  return form;
+}
 
 // The memory of all ranks of one communicator. Survives from call to call, as on a device.
 class World {
@@ -267,6 +292,95 @@ int run_cases(const char* what, int cases, std::uint64_t first_seed, const Case&
   std::printf("%s: %d cases from seed %llu, %d failed\n", what, cases, static_cast<unsigned long long>(first_seed),
               bad);
   return bad == 0 ? 0 : 1;
+}
+
+// The arguments of a test program: [quick | number of cases [first seed]].
+struct Arguments {
+  bool quick;
+  int cases;
+  std::uint64_t first_seed;
+};
+inline Arguments parse_arguments(int argc, char** argv, int usual_cases) {
+  const bool quick = argc > 1 && std::strcmp(argv[1], "quick") == 0;
+  const int cases = quick ? 60 : argc > 1 ? std::atoi(argv[1]) : usual_cases;
+  return {quick, cases, argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1};
+}
+
+// ---- all_reduces that go wrong --------------------------------------------------------------------------------------
+
+inline cuda::Kernel<cuda::CallArgs> sum_kernel(Algorithm algorithm) {
+  if (algorithm == Algorithm::kOneshot) return cuda::oneshot_kernel(DType::kFloat32, ReduceOp::kSum);
+  if (algorithm == Algorithm::kDirect) return cuda::direct_kernel(DType::kFloat32, ReduceOp::kSum);
+  return cuda::ring_kernel(DType::kFloat32, ReduceOp::kSum);
+}
+
+inline cuda::CallArgs plain_all_reduce(World& world, std::vector<Memory>& buffers, Algorithm algorithm, bool wide,
+                                       std::uint64_t count) {
+  cuda::CallArgs args = world.call<cuda::CallArgs>(Op::kAllReduce, DType::kFloat32, algorithm, 0, count);
+  args.num_messages = 1;
+  args.wide_packets = wide;
+  args.counts[0] = count;
+  for (int r = 0; r < world.world_size(); ++r) {
+    buffers.emplace_back(count * sizeof(float), 0, 0);
+    args.buffers(0, r) = {buffers.back().data(), buffers.back().data()};
+  }
+  return args;
+}
+
+// One rank does not come: all others give up within the limit, in a wait of these kinds, and at least one names it.
+inline std::string one_is_absent(std::uint64_t seed, Algorithm algorithm, std::initializer_list<cuda::WaitKind> kinds,
+                                 int most_elements) {
+  Random random(seed);
+  const int world_size = random.between(2, 4), channels = random.between(1, 2);
+  World world(small_layout(world_size, channels, random));
+  std::vector<Memory> buffers;
+  const auto args = plain_all_reduce(world, buffers, algorithm, random.one_in(2), random.between(1, most_elements));
+  Form form = random_form(random, channels);
+  form.together = form.exact = false;
+  form.timeout_ms = 50;
+  form.absent = static_cast<int>(random.below(world_size));
+  if (!world.run(sum_kernel(algorithm), args, form)) return world.error;
+  bool named = false;
+  for (int r = 0; r < world_size; ++r) {
+    if (r == form.absent) continue;
+    const cuda::Status& status = world.status(r);
+    if (world.failure(r) != cuda::Failure::kTimeout && world.failure(r) != cuda::Failure::kAborted)
+      return "rank " + std::to_string(r) + " did not give up";
+    if (std::find(kinds.begin(), kinds.end(), static_cast<cuda::WaitKind>(status.wait)) == kinds.end())
+      return "an odd kind of wait";
+    if (status.peer == r || status.peer < 0 || status.peer >= world_size) return "an odd peer";
+    if (status.seen >= status.expected) return "it had what it waited for";
+    // In the ring the first rank to time out may be one that waits for a neighbour which is there.
+    const bool timed_out = algorithm == Algorithm::kRing || world.failure(r) == cuda::Failure::kTimeout;
+    named = named || (status.peer == form.absent && timed_out);
+  }
+  return named ? "" : "no rank named the absent one";
+}
+
+// One rank has another count: both counts are in the report, and all ranks return.
+inline std::string one_differs(std::uint64_t seed, Algorithm algorithm, std::uint64_t count, std::uint64_t odd_count) {
+  Random random(seed);
+  const int world_size = random.between(2, 4), channels = random.between(1, 2);
+  World world(small_layout(world_size, channels, random));
+  std::vector<Memory> buffers;
+  const auto args = plain_all_reduce(world, buffers, algorithm, random.one_in(2), count);
+  const int odd = static_cast<int>(random.below(world_size));
+  std::vector<cuda::CallArgs> launches = world.apart(args);
+  launches[odd].signed_count = launches[odd].counts[0] = odd_count;
+  Form form = random_form(random, channels);
+  form.exact = false;
+  if (!world.run_each(sum_kernel(algorithm), launches, 1, form)) return world.error;
+  bool found = false;
+  for (int r = 0; r < world_size; ++r) {
+    if (world.failure(r) == cuda::Failure::kNone) return "rank " + std::to_string(r) + " did not notice";
+    if (world.failure(r) != cuda::Failure::kMismatch) continue;
+    const cuda::Status& status = world.status(r);
+    if (status.mine.count != (r == odd ? odd_count : count) || status.theirs.count != (r == odd ? count : odd_count))
+      return "the report has other counts";
+    if (r != odd && status.peer != odd) return "the report names another peer";
+    found = true;
+  }
+  return found ? "" : "no rank reported a mismatch";
 }
 
 }  // namespace ringcomm::test
