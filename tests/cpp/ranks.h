@@ -62,20 +62,24 @@ inline EngineOptions short_timeout() {
   return options;
 }
 
-inline void run_threads(int world_size, const RankFunction& function, const EngineOptions& options = short_timeout()) {
-  std::vector<std::unique_ptr<Engine>> engines;
+// Connects the engines, each in a thread of its own, which then calls `function(rank)`.
+inline void run_connected(const std::vector<std::unique_ptr<Engine>>& engines,
+                          const std::function<void(int)>& function) {
   std::vector<std::string> handles;
-  for (int r = 0; r < world_size; ++r) {
-    engines.push_back(RINGCOMM_TEST_ENGINE(r, world_size, options));
-    handles.push_back(engines.back()->handle());
-  }
+  for (const auto& engine : engines) handles.push_back(engine->handle());
   std::vector<std::thread> threads;
-  for (int r = 0; r < world_size; ++r)
+  for (int r = 0; r < static_cast<int>(engines.size()); ++r)
     threads.emplace_back([&, r] {
       engines[r]->connect(handles);
-      function(*engines[r]);
+      function(r);
     });
   for (auto& thread : threads) thread.join();
+}
+
+inline void run_threads(int world_size, const RankFunction& function, const EngineOptions& options = short_timeout()) {
+  std::vector<std::unique_ptr<Engine>> engines;
+  for (int r = 0; r < world_size; ++r) engines.push_back(RINGCOMM_TEST_ENGINE(r, world_size, options));
+  run_connected(engines, [&](int r) { function(*engines[r]); });
 }
 
 // Exchanges the handles through a page that the forked ranks share. Ends the program if a rank fails.

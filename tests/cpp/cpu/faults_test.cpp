@@ -57,33 +57,25 @@ void timeout(Engine& engine) {
 // A rank whose engine goes away with a call in flight takes its peers along, at once.
 void leaving(int world_size) {
   std::vector<std::unique_ptr<Engine>> engines;
-  std::vector<std::string> handles;
-  for (int r = 0; r < world_size; ++r) {
-    engines.push_back(make_cpu_engine(r, world_size, short_timeout()));
-    handles.push_back(engines.back()->handle());
-  }
-  std::vector<std::thread> threads;
-  for (int r = 0; r < world_size; ++r)
-    threads.emplace_back([&, r] {
-      engines[r]->connect(handles);
-      engines[r]->run(Call{});
-      if (r == 0) {
-        const auto request = engines[0]->submit(Call{});
-        engines[0].reset();
-        require(request->done(), "a request ends with its engine");
-        return;
-      }
-      Call call;
-      call.op = Op::kRecv;  // what rank 0 never sends
-      call.root = 0;
-      try {
-        engines[r]->run(call);
-        require(false, "a rank that left was not noticed");
-      } catch (const Error& error) {
-        require(error.code() == ErrorCode::kAborted, error.what());
-      }
-    });
-  for (auto& thread : threads) thread.join();
+  for (int r = 0; r < world_size; ++r) engines.push_back(make_cpu_engine(r, world_size, short_timeout()));
+  run_connected(engines, [&](int r) {
+    engines[r]->run(Call{});
+    if (r == 0) {
+      const auto request = engines[0]->submit(Call{});
+      engines[0].reset();
+      require(request->done(), "a request ends with its engine");
+      return;
+    }
+    Call call;
+    call.op = Op::kRecv;  // what rank 0 never sends
+    call.root = 0;
+    try {
+      engines[r]->run(call);
+      require(false, "a rank that left was not noticed");
+    } catch (const Error& error) {
+      require(error.code() == ErrorCode::kAborted, error.what());
+    }
+  });
 }
 
 // A call that has ended on one rank ends on all of them, whatever that one does next.
@@ -116,40 +108,32 @@ void expect_error(ErrorCode code, const std::function<void()>& body, const char*
 // close() sends what is queued, and ends what can never come; a request outlives its engine.
 void closing(int world_size) {
   std::vector<std::unique_ptr<Engine>> engines;
-  std::vector<std::string> handles;
-  for (int r = 0; r < world_size; ++r) {
-    engines.push_back(make_cpu_engine(r, world_size, short_timeout()));
-    handles.push_back(engines.back()->handle());
-  }
-  std::vector<std::thread> threads;
-  for (int r = 0; r < 2; ++r)
-    threads.emplace_back([&, r] {
-      engines[r]->connect(handles);
-      std::vector<char> data(8 << 20, static_cast<char>(7)), other(8);
-      Call call;
-      call.op = r == 0 ? Op::kSend : Op::kRecv;
-      call.root = 1 - r;
-      call.input = call.output = data.data();
-      call.count = data.size();
-      if (r == 1) {
-        std::fill(data.begin(), data.end(), 0);
-        usleep(20000);
-        engines[1]->run(call);
-        for (char x : data) require(x == 7, "close() sends what is queued");
-        return;
-      }
-      const auto sent = engines[0]->submit(call);
-      call.op = Op::kRecv;
-      call.tag = 9;
-      call.output = other.data();
-      call.count = other.size();
-      const auto never = engines[0]->submit(call);
-      engines[0]->close();
-      engines[0].reset();
-      sent->wait();
-      expect_error(ErrorCode::kAborted, [&] { never->wait(); }, "a receive ends with its engine");
-    });
-  for (auto& thread : threads) thread.join();
+  for (int r = 0; r < world_size; ++r) engines.push_back(make_cpu_engine(r, world_size, short_timeout()));
+  run_connected(engines, [&](int r) {
+    std::vector<char> data(8 << 20, static_cast<char>(7)), other(8);
+    Call call;
+    call.op = r == 0 ? Op::kSend : Op::kRecv;
+    call.root = 1 - r;
+    call.input = call.output = data.data();
+    call.count = data.size();
+    if (r == 1) {
+      std::fill(data.begin(), data.end(), 0);
+      usleep(20000);
+      engines[1]->run(call);
+      for (char x : data) require(x == 7, "close() sends what is queued");
+      return;
+    }
+    const auto sent = engines[0]->submit(call);
+    call.op = Op::kRecv;
+    call.tag = 9;
+    call.output = other.data();
+    call.count = other.size();
+    const auto never = engines[0]->submit(call);
+    engines[0]->close();
+    engines[0].reset();
+    sent->wait();
+    expect_error(ErrorCode::kAborted, [&] { never->wait(); }, "a receive ends with its engine");
+  });
 }
 
 void other_parts(Engine& engine) {

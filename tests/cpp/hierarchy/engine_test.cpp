@@ -271,7 +271,6 @@ void run_over(const HostsOfRanks& hosts, const Variant& variant, const RankFunct
   const Topology topology(0, hosts);
   const int world_size = topology.world_size();
   std::vector<std::unique_ptr<Engine>> engines;
-  std::vector<std::string> handles;
   for (int r = 0; r < world_size; ++r) {
     hierarchy::Options options;
     options.slice_bytes = variant.slice_bytes;
@@ -280,15 +279,8 @@ void run_over(const HostsOfRanks& hosts, const Variant& variant, const RankFunct
     auto local = share(make_cpu_engine(topology.local_of(r), topology.num_ranks(topology.host_of(r)), short_timeout()));
     engines.push_back(make_hierarchical_engine(
         r, hosts, local, std::make_shared<MailTransport>(mail, r, variant.inline_bytes), options));
-    handles.push_back(engines.back()->handle());
   }
-  std::vector<std::thread> threads;
-  for (int r = 0; r < world_size; ++r)
-    threads.emplace_back([&, r] {
-      engines[r]->connect(handles);
-      function(*engines[r]);
-    });
-  for (auto& thread : threads) thread.join();
+  run_connected(engines, [&](int r) { function(*engines[r]); });
   for (auto& engine : engines) engine->close();
   require(mail.empty(), text_of(hosts) + ": every message was taken");
 }

@@ -197,5 +197,13 @@ cudaError_t note(cudaError_t error);  // for cudaGetLastError
 cudaError_t usable();                 // whether there is a driver, a device, and no failed kernel
 int current_device();
 void count_call();  // of a function that does not ask whether the device is usable
+// What most functions do: check that the device is usable, run `call` with the GPU and its lock, note the error.
+template <typename Call>
+cudaError_t locked(const Call& call) {
+  if (const cudaError_t error = usable()) return note(error);
+  Gpu& gpu = Gpu::get();
+  std::unique_lock<std::mutex> lock(gpu.mutex);
+  return note(call(gpu, lock));
+}
 
 }  // namespace ringcomm::emulator

@@ -124,13 +124,6 @@ cudaError_t open_handle(void** memory, const Handle& handle) {
   return cudaSuccess;
 }
 
-template <typename Call>
-cudaError_t locked(const Call& call) {
-  if (const cudaError_t error = usable()) return note(error);
-  Gpu& gpu = Gpu::get();
-  std::unique_lock<std::mutex> lock(gpu.mutex);
-  return note(call(gpu, lock));
-}
 cudaError_t call_on(cudaStream_t handle, std::function<void()> call, bool and_wait) {
   return locked([&](Gpu& gpu, std::unique_lock<std::mutex>& lock) {
     if (const cudaError_t error = and_wait ? forbid_in_capture() : cudaSuccess) return error;

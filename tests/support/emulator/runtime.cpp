@@ -37,14 +37,6 @@ CUcontext primary_context(int device) {
   return &all[device];
 }
 
-// What most calls do first and last. `call` gets the GPU and its lock.
-template <typename Call>
-cudaError_t locked(const Call& call) {
-  if (const cudaError_t error = usable()) return note(error);
-  Gpu& gpu = Gpu::get();
-  std::unique_lock<std::mutex> lock(gpu.mutex);
-  return note(call(gpu, lock));
-}
 template <typename Call>
 cudaError_t on_stream(cudaStream_t handle, const Call& call) {
   return locked([&](Gpu& gpu, std::unique_lock<std::mutex>& lock) {

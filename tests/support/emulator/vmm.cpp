@@ -74,7 +74,7 @@ struct Memory {
 void* pointer(CUdeviceptr address) { return reinterpret_cast<void*>(static_cast<std::uintptr_t>(address)); }
 
 template <typename Call>
-CUresult locked(const Call& call) {
+CUresult with_memory(const Call& call) {
   if (const cudaError_t error = usable()) return error;
   const std::lock_guard<std::mutex> lock(Gpu::get().mutex);
   return call(Memory::get());
@@ -107,7 +107,7 @@ CUresult cuMemGetAllocationGranularity(std::size_t* nbytes, const CUmemAllocatio
 
 CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, std::size_t nbytes, const CUmemAllocationProp* properties,
                      unsigned long long flags) {
-  return locked([&](Memory& memory) {
+  return with_memory([&](Memory& memory) {
     if (flags || !nbytes || nbytes % kGranularity || properties->type != CU_MEM_ALLOCATION_TYPE_PINNED)
       return cudaErrorInvalidValue;
     const int fd = memfd_create("ringcomm-vmm", MFD_CLOEXEC);
@@ -120,7 +120,7 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, std::size_t nbytes, c
   });
 }
 CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
-  return locked([&](Memory& memory) {
+  return with_memory([&](Memory& memory) {
     if (!memory.physical.count(handle)) return cudaErrorInvalidValue;
     memory.let_go(handle);
     return cudaSuccess;
@@ -129,7 +129,7 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
 
 CUresult cuMemAddressReserve(CUdeviceptr* address, std::size_t nbytes, std::size_t, CUdeviceptr,
                              unsigned long long flags) {
-  return locked([&](Memory& memory) {
+  return with_memory([&](Memory& memory) {
     if (flags || !nbytes || nbytes % kGranularity) return cudaErrorInvalidValue;
     constexpr int kNobody = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void* const at = mmap(nullptr, nbytes + kGranularity, PROT_NONE, kNobody, -1, 0);
@@ -143,7 +143,7 @@ CUresult cuMemAddressReserve(CUdeviceptr* address, std::size_t nbytes, std::size
   });
 }
 CUresult cuMemAddressFree(CUdeviceptr address, std::size_t nbytes) {
-  return locked([&](Memory& memory) {
+  return with_memory([&](Memory& memory) {
     const auto range = memory.reserved.find(address);
     if (range == memory.reserved.end() || range->second != nbytes) return cudaErrorInvalidValue;
     const auto inside = memory.mapped.lower_bound(address);
@@ -156,7 +156,7 @@ CUresult cuMemAddressFree(CUdeviceptr address, std::size_t nbytes) {
 
 CUresult cuMemMap(CUdeviceptr address, std::size_t nbytes, std::size_t offset, CUmemGenericAllocationHandle handle,
                   unsigned long long flags) {
-  return locked([&](Memory& memory) {
+  return with_memory([&](Memory& memory) {
     const auto physical = memory.physical.find(handle);
     if (physical == memory.physical.end() || offset || flags || !nbytes || nbytes > physical->second.nbytes ||
         nbytes % kGranularity || address % kGranularity)
@@ -173,7 +173,7 @@ CUresult cuMemMap(CUdeviceptr address, std::size_t nbytes, std::size_t offset, C
   });
 }
 CUresult cuMemUnmap(CUdeviceptr address, std::size_t nbytes) {
-  return locked([&](Memory& memory) {
+  return with_memory([&](Memory& memory) {
     if (!memory.is_filled(address, nbytes)) return cudaErrorInvalidValue;
     constexpr int kNobody = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
     if (mmap(pointer(address), nbytes, PROT_NONE, kNobody, -1, 0) == MAP_FAILED) return cudaErrorMemoryAllocation;
@@ -185,7 +185,7 @@ CUresult cuMemUnmap(CUdeviceptr address, std::size_t nbytes) {
   });
 }
 CUresult cuMemSetAccess(CUdeviceptr address, std::size_t nbytes, const CUmemAccessDesc* accesses, std::size_t count) {
-  return locked([&](Memory& memory) {
+  return with_memory([&](Memory& memory) {
     if (!memory.is_filled(address, nbytes)) return cudaErrorInvalidValue;
     for (std::size_t i = 0; i < count; ++i) {
       const int device = accesses[i].location.id;
@@ -199,7 +199,7 @@ CUresult cuMemSetAccess(CUdeviceptr address, std::size_t nbytes, const CUmemAcce
   });
 }
 CUresult cuMemGetAccess(unsigned long long* flags, const CUmemLocation* location, CUdeviceptr address) {
-  return locked([&](Memory& memory) {
+  return with_memory([&](Memory& memory) {
     const auto at = memory.mapping_around(address);
     if (at == memory.mapped.end()) return cudaErrorInvalidValue;
     *flags =
@@ -210,7 +210,7 @@ CUresult cuMemGetAccess(unsigned long long* flags, const CUmemLocation* location
 
 CUresult cuMemExportToShareableHandle(void* to, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type,
                                       unsigned long long flags) {
-  return locked([&](Memory& memory) {
+  return with_memory([&](Memory& memory) {
     const auto physical = memory.physical.find(handle);
     if (physical == memory.physical.end() || flags || !(physical->second.properties.requestedHandleTypes & type))
       return cudaErrorInvalidValue;
@@ -227,7 +227,7 @@ CUresult cuMemExportToShareableHandle(void* to, CUmemGenericAllocationHandle han
 }
 CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, void* from,
                                         CUmemAllocationHandleType type) {
-  return locked([&](Memory& memory) {
+  return with_memory([&](Memory& memory) {
     int fd = -1;
     if (type == CU_MEM_HANDLE_TYPE_FABRIC) {
       FabricHandle fabric;
@@ -248,7 +248,7 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, vo
   });
 }
 CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle* handle, void* address) {
-  return locked([&](Memory& memory) {
+  return with_memory([&](Memory& memory) {
     const auto at = memory.mapping_around(reinterpret_cast<CUdeviceptr>(address));
     if (at == memory.mapped.end()) return cudaErrorInvalidValue;
     *handle = at->second.handle;
@@ -257,7 +257,7 @@ CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle* handle, void*
   });
 }
 CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp* properties, CUmemGenericAllocationHandle handle) {
-  return locked([&](Memory& memory) {
+  return with_memory([&](Memory& memory) {
     const auto physical = memory.physical.find(handle);
     if (physical == memory.physical.end()) return cudaErrorInvalidValue;
     *properties = physical->second.properties;
@@ -267,7 +267,7 @@ CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp* properties,
 
 // What is mapped around an address, or what cudaMalloc has given.
 CUresult cuMemGetAddressRange(CUdeviceptr* base, std::size_t* nbytes, CUdeviceptr address) {
-  return locked([&](Memory& memory) {
+  return with_memory([&](Memory& memory) {
     Range range{};
     const auto at = memory.mapping_around(address);
     if (at != memory.mapped.end())
@@ -281,7 +281,7 @@ CUresult cuMemGetAddressRange(CUdeviceptr* base, std::size_t* nbytes, CUdevicept
 }
 // Of virtual memory, the range is the one that is reserved, as that of a real driver.
 CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute* attributes, void** values, CUdeviceptr address) {
-  return locked([&](Memory& memory) {
+  return with_memory([&](Memory& memory) {
     Range range{};
     const auto at = memory.mapping_around(address);
     if (at != memory.mapped.end()) {
