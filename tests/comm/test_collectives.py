@@ -15,7 +15,17 @@ import torch
 import ringcomm
 from ringcomm import _C, Communicator
 from tests.support.choice import choose
-from tests.support.reference import DTYPES, FLOATS, factor_of, has_oneshot, ops_of, reduced, same_bits, values
+from tests.support.reference import (
+    DTYPES,
+    FLOATS,
+    factor_of,
+    has_oneshot,
+    laid_out,
+    ops_of,
+    reduced,
+    same_bits,
+    values,
+)
 
 WORLD_SIZES = (1, 2, 3, 5, 8)
 COUNTS = (0, 1, 7, 120, 1000, 4099)
@@ -38,17 +48,6 @@ def data(dtype: str, rank: int, count: int = LARGE) -> torch.Tensor:
 def expected(dtype: str, op: str, world_size: int, count: int) -> torch.Tensor:
     """What the ranks of a world make of ``count`` elements: the reduction is elementwise, so a prefix serves all."""
     return reduced([data(dtype, rank)[:count] for rank in range(world_size)], op)
-
-
-def strided(x: torch.Tensor) -> torch.Tensor:
-    """The same values in memory with holes."""
-    holes = torch.zeros((*x.shape, 2), dtype=x.dtype)
-    holes[..., 0] = x
-    return holes[..., 0]
-
-
-def laid_out(x: torch.Tensor, contiguous: bool) -> torch.Tensor:
-    return x.clone() if contiguous else strided(x)
 
 
 def check(comm: Communicator, cell: str, got: torch.Tensor, want: torch.Tensor) -> None:

@@ -29,10 +29,12 @@ from tests.support.reference import (
     combine_of,
     divided,
     factor_of,
+    laid_out,
     leaves_of,
     ops_of,
     same_bits,
     stored,
+    strided,
     tree,
     values,
 )
@@ -131,16 +133,6 @@ def data(dtype: str, rank: int, count: int = 4096) -> torch.Tensor:
     if dtype in ("uint16", "complex128"):
         return values("uint8", rank, 16 * count).view(getattr(torch, dtype))[:count]
     return values(dtype, rank, count)
-
-
-def strided(x: torch.Tensor) -> torch.Tensor:
-    holes = torch.zeros((*x.shape, 2), dtype=x.dtype)
-    holes[..., 0] = x
-    return holes[..., 0]
-
-
-def laid_out(x: torch.Tensor, contiguous: bool) -> torch.Tensor:
-    return x.clone() if contiguous else strided(x)
 
 
 def check(cell: str, got: torch.Tensor, want: torch.Tensor) -> None:

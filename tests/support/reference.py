@@ -154,3 +154,15 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     wide_a, wide_b = (a.double(), b.double()) if nbytes == 8 else (a.float(), b.float())
     return bool((equal | (wide_a.isnan() & wide_b.isnan())).all())
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """The same values in memory with holes."""
+    holes = torch.zeros((*x.shape, 2), dtype=x.dtype)
+    holes[..., 0] = x
+    return holes[..., 0]
+
+
+def laid_out(x: torch.Tensor, contiguous: bool) -> torch.Tensor:
+    """A copy, contiguous or strided."""
+    return x.clone() if contiguous else strided(x)

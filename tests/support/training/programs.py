@@ -218,11 +218,6 @@ class Program:
     def __contains__(self, feature: str) -> bool:
         return feature in self.features
 
-    @property
-    def is_single_pass(self) -> bool:
-        """Whether each step makes one backward pass."""
-        return self.passes == 1 and "two_backwards" not in self
-
     def __str__(self) -> str:
         edits = f", edits={self.edits!r}" if self.edits else ""
         rows = [f"generate({self.seed}{edits}):", f"  {self.world_size} ranks, width {self.width}"]
