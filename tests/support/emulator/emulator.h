@@ -178,7 +178,6 @@ T shuffle(T value, int source) {
 #define __ballot_sync(mask, value) ::ringcomm::emulator::ballot((value) != 0)
 #define __any_sync(mask, value) ::ringcomm::emulator::any_lane((value) != 0)
 #define __all_sync(mask, value) ::ringcomm::emulator::all_lanes((value) != 0)
-#define __nanosleep(ns) ((void)(ns))
 #define __trap() ::ringcomm::emulator::trap()
 
 // Relaxed, as on a device; on the two types that CUDA has them for.
@@ -193,13 +192,6 @@ template <typename T, typename = std::enable_if_t<std::is_same_v<T, unsigned> ||
 T atomicAdd(T* address, std::common_type_t<T> value) {
   ringcomm::emulator::yield();
   const T before = __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
-  ringcomm::emulator::wrote(address);
-  return before;
-}
-template <typename T, typename = std::enable_if_t<std::is_same_v<T, unsigned> || std::is_same_v<T, unsigned long long>>>
-T atomicExch(T* address, std::common_type_t<T> value) {
-  ringcomm::emulator::yield();
-  const T before = __atomic_exchange_n(address, value, __ATOMIC_RELAXED);
   ringcomm::emulator::wrote(address);
   return before;
 }

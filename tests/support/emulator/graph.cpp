@@ -7,7 +7,7 @@
 
 struct CUgraph_st {
   std::vector<ringcomm::emulator::Capture::Node> nodes;
-  int num_branches = 1, num_events = 0;
+  int num_events = 0;
 };
 struct CUgraphExec_st {
   CUgraph_st graph;
@@ -162,7 +162,7 @@ cudaError_t end_capture(Stream* stream, cudaGraph_t* graph) {
   end(capture);
   if (capture->invalid) return cudaErrorStreamCaptureInvalidated;
   if (!capture->joined()) return cudaErrorStreamCaptureUnjoined;
-  *graph = new CUgraph_st{std::move(capture->nodes), static_cast<int>(capture->streams.size()), capture->num_events};
+  *graph = new CUgraph_st{std::move(capture->nodes), capture->num_events};
   return cudaSuccess;
 }
 
@@ -234,9 +234,6 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsig
   *exec = new CUgraphExec_st;
   (*exec)->graph = *graph;
   return cudaSuccess;
-}
-cudaError_t cudaGraphUpload(cudaGraphExec_t exec, cudaStream_t stream) {
-  return with_stream(stream, [&](Gpu&, Stream*) { return exec ? cudaSuccess : cudaErrorInvalidValue; });
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
   return with_stream(stream, [&](Gpu& gpu, Stream* s) { return exec ? launch(gpu, *exec, s) : cudaErrorInvalidValue; });

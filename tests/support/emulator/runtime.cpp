@@ -111,7 +111,6 @@ const char* cudaGetErrorString(cudaError_t error) {
   return "unrecognized error code";
 }
 cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
-cudaError_t cudaPeekAtLastError() { return last_error; }
 
 cudaError_t cudaDriverGetVersion(int* version) {
   *version = Gpu::get().config.no_driver ? 0 : CUDART_VERSION;
@@ -282,14 +281,6 @@ cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
     return cudaSuccess;
   });
 }
-cudaError_t cudaDeviceDisablePeerAccess(int peer) {
-  return locked([&](Gpu&, Lock&) {
-    const auto at = std::find(peers().begin(), peers().end(), std::pair<int, int>{current_device(), peer});
-    if (at == peers().end()) return cudaErrorPeerAccessNotEnabled;
-    peers().erase(at);
-    return cudaSuccess;
-  });
-}
 cudaError_t cudaDeviceGetP2PAttribute(int* value, cudaDeviceP2PAttr attribute, int from, int to) {
   int can = 0;
   if (const cudaError_t error = cudaDeviceCanAccessPeer(&can, from, to)) return error;
@@ -345,18 +336,6 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
     if (!gpu.idle(s)) return cudaErrorNotReady;
     acquire(&s->sync);
     return gpu.error_of(s->device);
-  });
-}
-cudaError_t cudaStreamGetFlags(cudaStream_t stream, unsigned* flags) {
-  return on_stream(stream, [&](Gpu&, Lock&, Stream* s) {
-    *flags = s->flags;
-    return cudaSuccess;
-  });
-}
-cudaError_t cudaStreamGetDevice(cudaStream_t stream, int* device) {
-  return on_stream(stream, [&](Gpu&, Lock&, Stream* s) {
-    *device = s->device;
-    return cudaSuccess;
   });
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
@@ -452,13 +431,6 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* ke
   attributes->numRegs = 32;
   attributes->ptxVersion = attributes->binaryVersion = 90;
   return cudaSuccess;
-}
-cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
-  if (const cudaError_t error = usable()) return note(error);
-  if (!kernel) return note(cudaErrorInvalidDeviceFunction);
-  // Launches have no dynamic shared memory here.
-  return note(attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && value > 0 ? cudaErrorInvalidValue
-                                                                                    : cudaSuccess);
 }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* kernel, int block_threads,
                                                           std::size_t dynamic_shared) {
