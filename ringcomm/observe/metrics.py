@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -126,9 +127,16 @@ def serve_process(wish: str) -> None:
         raise InvalidArgumentError(
             f"metrics: got {VARIABLE}={shown(wish)}, expected file:PATH or port:N with N from 1 to 65535; set one"
         )
-    work = (lambda: _serve(int(where))) if is_port else (lambda: _keep_written(where))
 
     def start() -> None:
+        work: Callable[[], object]
+        if is_port:
+            work = partial(_serve, int(where))
+        else:
+            file = _File(where)
+            AT_CLOSE.append(file.write_last)
+            atexit.register(file.write_last)
+            work = file.keep_written
         threading.Thread(target=_guarded, args=(work,), name="ringcomm-metrics", daemon=True).start()
 
     os.register_at_fork(after_in_child=start)
@@ -142,14 +150,10 @@ def _guarded(work: Callable[[], object]) -> None:
         write_stderr(f"ringcomm metrics: {type(error).__name__}: {error}; this process reports none\n")
 
 
-def _first_rank() -> int:
-    """Returns this process's lowest rank in its largest communicator, once it has one."""
-    pause = threading.Event()
-    while True:
-        ranks = [(-facts["world_size"], facts["rank"]) for facts, _, _ in record.totals(os.getpid()) if facts["group"]]
-        if ranks:
-            return int(min(ranks)[1])
-        pause.wait(_SOON_S)
+def _rank() -> int | None:
+    """Returns this process's lowest rank in its largest communicator; None: it has no communicator."""
+    ranks = [(-facts["world_size"], facts["rank"]) for facts, _, _ in record.totals(os.getpid()) if facts["group"]]
+    return int(min(ranks)[1]) if ranks else None
 
 
 class _File:
@@ -157,8 +161,8 @@ class _File:
     the exit, write it once more."""
 
     def __init__(self, where: str) -> None:
-        self._pid = os.getpid()
-        self._path = Path(where.replace("{rank}", str(_first_rank())).replace("{pid}", str(self._pid)))
+        self._pid, self._where = os.getpid(), where
+        self._path: Path | None = None  # until this process has a communicator: the rank may be a part of it
         self._lock = threading.RLock()  # the garbage collector may end a communicator, and write, within a write
         self._begun = self._written = 0  # numbers of the last write that began, and of the last that replaced the file
         self._told: tuple[type, int | None] | None = None
@@ -170,6 +174,11 @@ class _File:
         Returns: whether to wait before the next attempt; False while there is nothing to write yet.
         """
         with self._lock:
+            if self._path is None:
+                rank = _rank()
+                if rank is None:
+                    return False
+                self._path = Path(self._where.replace("{rank}", str(rank)).replace("{pid}", str(self._pid)))
             self._begun += 1
             number = self._begun
             beside = self._path.with_name(f".{self._path.name}.{self._pid}.{number}")
@@ -196,15 +205,12 @@ class _File:
         if os.getpid() == self._pid:
             self.write()
 
-
-def _keep_written(where: str) -> None:
-    file = _File(where)
-    AT_CLOSE.append(file.write_last)
-    atexit.register(file.write_last)
-    pause, seconds = threading.Event(), _SOON_S
-    while True:
-        seconds = min(2 * seconds, INTERVAL_S) if file.write() else _SOON_S
-        pause.wait(seconds)
+    def keep_written(self) -> None:
+        """Writes the file again and again."""
+        pause, seconds = threading.Event(), _SOON_S
+        while True:
+            seconds = min(2 * seconds, INTERVAL_S) if self.write() else _SOON_S
+            pause.wait(seconds)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -223,7 +229,9 @@ class _Handler(BaseHTTPRequestHandler):
 def _serve(port: int) -> None:
     """Serves the metrics on the loopback interface, from the first communicator on: LOCAL_RANK, or this process's first
     rank, is added to the port."""
-    rank = _first_rank()
+    pause = threading.Event()
+    while (rank := _rank()) is None:
+        pause.wait(_SOON_S)
     own = int(os.environ.get("LOCAL_RANK") or rank)
     with ThreadingHTTPServer(("127.0.0.1", port + own), _Handler) as server:
         server.serve_forever()

@@ -389,6 +389,13 @@ def test_the_file_has_the_last_calls_of_a_process_group_that_is_destroyed(tmp_pa
     assert 'op="barrier"' in (tmp_path / "at.prom").read_text()
 
 
+def test_the_file_of_a_communicator_that_is_closed_at_once(tmp_path: Path) -> None:
+    environment = {**os.environ, "RINGCOMM_METRICS": "file:{rank}.prom"}
+    code = "import ringcomm; comm = ringcomm.init(); comm.barrier(); comm.close()"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True, timeout=60)
+    assert 'op="barrier"' in (tmp_path / "0.prom").read_text()
+
+
 @pytest.mark.parametrize("closes", [True, False])
 def test_the_end_of_a_communicator_writes_the_file_once(closes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()  # communicators of earlier tests may end at any moment
@@ -407,7 +414,7 @@ def test_the_end_of_a_communicator_writes_the_file_once(closes: bool, monkeypatc
 def test_the_last_figures_of_a_communicator_that_ends_while_the_file_is_written_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_first_rank", lambda: 0)
+    monkeypatch.setattr(module, "_rank", lambda: 0)
     file = module._File(str(tmp_path / "at.prom"))
     texts = []
 
@@ -427,7 +434,7 @@ def test_the_last_figures_of_a_communicator_that_ends_while_the_file_is_written_
 def test_a_write_is_not_given_up_for_one_within_it_that_had_nothing_to_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_first_rank", lambda: 0)
+    monkeypatch.setattr(module, "_rank", lambda: 0)
     file = module._File(str(tmp_path / "at.prom"))
     within: list[str] = []
 
@@ -444,7 +451,7 @@ def test_a_write_is_not_given_up_for_one_within_it_that_had_nothing_to_write(
 
 
 def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_first_rank", lambda: 0)
+    monkeypatch.setattr(module, "_rank", lambda: 0)
     monkeypatch.setattr(module, "text", lambda: "some")
     (tmp_path / "at.prom").mkdir()
     file = module._File(str(tmp_path / "at.prom"))
@@ -456,7 +463,7 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
 def test_an_error_does_not_end_the_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "_first_rank", lambda: 3)
+    monkeypatch.setattr(module, "_rank", lambda: 3)
     monkeypatch.setattr(module, "text", lambda: "some")
     file = module._File(str(tmp_path / "later" / "{rank}.prom"))
     for _ in range(2):
@@ -474,7 +481,7 @@ def test_a_port_is_opened_for_a_communicator_alone(monkeypatch: pytest.MonkeyPat
         raise TimeoutError
 
     monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setattr(module, "_first_rank", no_communicator)
+    monkeypatch.setattr(module, "_rank", no_communicator)
     monkeypatch.setattr(module, "ThreadingHTTPServer", None)
     with pytest.raises(TimeoutError):
         module._serve(0)
