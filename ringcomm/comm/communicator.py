@@ -277,7 +277,8 @@ class Communicator:
         """Reduces ``x`` over all ranks elementwise; every rank gets the result, in ``x`` or in ``out``.
 
         Args:
-            op: sum, avg, prod, min, max, premul_sum, band, bor, bxor; or a ReduceOp of torch.distributed.
+            op: sum, avg, prod, min, max, premul_sum, band, bor, bxor; or a ReduceOp of torch.distributed. avg of
+                integers rounds towards zero.
             factor: with premul_sum: this rank's values are multiplied by it before the sum.
             algorithm: auto, ring, direct, oneshot. ``auto`` never changes the bits.
         Shapes:  any; the same number of elements on every rank.

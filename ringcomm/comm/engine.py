@@ -630,8 +630,8 @@ class Engine(ABC):
 
     def _refuse(self) -> NoReturn:
         raise UnsupportedError(
-            f"communicator: rank {self.rank} expected an engine of its own, got {self.name}; use the functions of "
-            "torch.distributed on its group"
+            f"communicator: rank {self.rank} expected an engine of its own, got {self.name}; call this on a "
+            "communicator of ringcomm.init(), which may exist beside the process group"
         )
 
 

@@ -17,6 +17,7 @@ import atexit
 import pickle
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
@@ -482,8 +483,8 @@ class ServerConnection:
             rank, server = self.channel.rank, self.channel.peer
             raise type(error)(
                 f"{call}: rank {rank} expected the server on rank {server} to answer, got an error of the "
-                f"connection, whose ranks 0 and 1 are ranks {min(server, rank)} and {max(server, rank)}: "
-                f"{error}"
+                f"connection, whose ranks 0 and 1 are ranks {min(server, rank)} and {max(server, rank)} (a rank that "
+                f"is done must call close(), which serves the others): {error}"
             ) from error
 
 
@@ -621,6 +622,12 @@ def _end_all() -> None:
     for model in list(_open):
         try:
             model.__exit__(None if error is None else type(error), error, None)
+        except ClosedError:  # run_ranks has closed the communicator, because its function has returned
+            warnings.warn(
+                f"{CALL}: rank {model.rank} did not close its model before its communicator was closed, so the last "
+                "updates may be lost; call close(), or use the model in a with block",
+                stacklevel=1,
+            )
         except Exception as its:  # the other models are closed all the same
             failure = failure or its
     if failure is not None:

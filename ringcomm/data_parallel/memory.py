@@ -118,7 +118,8 @@ def predict(
     Args:
         model: a plain model on any device, meta included; or a sharded model at any stage.
         optimizer: over the model's parameters; None: the optimizers that were sharded with it.
-        how: see `Plan`.
+        how: ``rank``, ``accumulation``, ``no_sync``, ``background``, and for a plain model options of `ringcomm.shard`
+            such as ``mixed_precision`` and ``bucket_cap_mb``: see `Plan`.
     """
     return Plan(model, stage, world_size, optimizer, **how).memory
 

@@ -26,7 +26,10 @@ MULTIPLIES = {
     "matmul", "__matmul__", "__rmatmul__", "linear", "mm", "addmm", "bmm", "baddbmm", "einsum", "embedding", "tensordot"
 }  # fmt: skip
 """Functions of torch that multiply with rows of a table, or look them up."""
-COUNTS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "split_size")
+COUNTS = (
+    *("num_heads", "num_head", "n_heads", "n_head", "nheads", "nhead", "n_local_heads", "heads", "h"),
+    "split_size",
+)
 """Attributes that count heads and that modules usually compute with."""
 
 

@@ -114,8 +114,8 @@ def refuse_unusable(optimizer: Any, call: str, rank: int, stage: int = 1) -> Non
     why = _why_needs_all(optimizer)
     if stage and why is not None:
         raise UnsupportedError(
-            f"{call}: rank {rank} got {type(optimizer).__name__}, {why}, and stage={stage}, where a rank has only a "
-            "part of them, expected stage 0; shard the model with stage=0, or use another optimizer"
+            f"{call}: rank {rank} got {type(optimizer).__name__}, {why}, where a rank has only a part of them, "
+            "expected one that updates each parameter by itself; use another optimizer, or ringcomm.shard with stage=0"
         )
 
 
