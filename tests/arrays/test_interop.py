@@ -99,7 +99,7 @@ def test_arrays_with_numpys_interface() -> None:
         ({}, r"all_reduce: rank 0 got dict, expected .*; convert it first$"),
     ],
 )
-def test_of_what_is_no_array_the_error_says_what_to_pass(value: Any, words: str) -> None:
+def test_the_error_about_a_non_array_says_what_to_pass(value: Any, words: str) -> None:
     with ringcomm.init() as comm, pytest.raises(errors.InvalidArgumentError, match=words):
         comm.all_reduce(value)
 
@@ -191,7 +191,7 @@ def test_types_without_arithmetic_still_move(dtype: str) -> None:
 
 @pytest.mark.parametrize("numpy", [False, True], ids=["torch", "numpy"])
 @pytest.mark.parametrize("width", [2, 4, 8, 16])
-def test_types_of_one_size_are_told_apart(width: int, numpy: bool) -> None:
+def test_dtypes_of_one_size_are_distinguished(width: int, numpy: bool) -> None:
     names = {
         2: ("int16", "uint16", "float16", "bfloat16"),
         4: ("int32", "uint32", "float32", "complex32"),
@@ -271,7 +271,7 @@ def arenas() -> int:
 
 @pytest.mark.parametrize("like", ["torch", "numpy"])
 def test_lent_memory_lives_as_long_as_a_view_of_it(like: str) -> None:
-    """Whatever becomes of the communicator and of the array; with the last view it is unmapped."""
+    """Even if the communicator and the array are gone; the last view unmaps it."""
     before = arenas()
     comm = ringcomm.init()
     x = comm.empty((1 << 10, 3), "float32", like=like)
@@ -315,7 +315,7 @@ def test_much_lent_memory_is_given_back() -> None:
 
 
 class LongWay(Communicator):
-    """Prepares every call with care."""
+    """Takes no fast path: prepares every call in full."""
 
     def _run_plain(self, *args: Any, **options: Any) -> Any:
         return NotImplemented
@@ -364,7 +364,7 @@ CALLS: list[Callable[[Communicator, Any, Any], Any]] = [
 
 
 @pytest.mark.parametrize("step", [9, slow(1)])  # of arrays and calls each is in many cases
-def test_the_short_way_does_and_refuses_what_the_long_way_does(step: int) -> None:
+def test_the_fast_path_accepts_and_refuses_the_same_calls(step: int) -> None:
     def outcome(comm: Communicator, call: Callable[..., Any], *make: Callable[[], Any]) -> str:
         arrays = [each() for each in make]
         try:
@@ -392,7 +392,7 @@ class List(list[Any]):
 
 
 def ramp(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Values that neither 16-bit float has exactly, where the type has them."""
+    """Values that neither 16-bit float can represent exactly, if the dtype can."""
     return (torch.arange(count, dtype=torch.float64) / 3 + 1 / 7).to(dtype)
 
 
@@ -446,7 +446,7 @@ def bits(x: Any) -> Any:
 
 
 def packed(comm: Communicator, scale: Any, unpacks: bool, make: Callable[[], Any], bucket: Callable[[], Any]) -> Any:
-    """What it returns or raises, and the bits of all arrays then."""
+    """What the call returns or raises, and the bits of all arrays afterwards."""
     x, y = make(), bucket()
     try:
         result = repr(comm.unpack(y, x, scale)) if unpacks else str(comm.pack(x, y, scale) is y)
@@ -455,7 +455,7 @@ def packed(comm: Communicator, scale: Any, unpacks: bool, make: Callable[[], Any
     return result, bits(x), bits(y)
 
 
-def test_the_short_way_packs_and_refuses_what_the_long_way_does() -> None:
+def test_the_fast_path_packs_and_refuses_the_same_tensors() -> None:
     def both_ways(comm: Communicator) -> None:
         with comm.dup() as careful:
             careful.__class__ = LongWay

@@ -300,7 +300,7 @@ def _callback_of_a_wrong_length() -> None:
     all_reduce_works()
 
 
-def test_who_hears_of_a_wrong_length_may_call() -> None:
+def test_a_callback_that_gets_a_length_mismatch_may_make_calls() -> None:
     run(_callback_of_a_wrong_length)
 
 
@@ -308,7 +308,7 @@ def test_who_hears_of_a_wrong_length_may_call() -> None:
 
 
 def _of_rank(rank: int, entries: int, dtype: torch.dtype, dense: tuple[int, ...]) -> torch.Tensor:
-    """Some of its indices are there twice, some are on other ranks too."""
+    """Some indices occur twice, and some on other ranks too."""
     rows = (torch.arange(entries) * 5 + rank * 3) % 11
     shape = (entries, *dense)
     numbers = values(rank, torch.Size(shape).numel(), dtype).reshape(shape)

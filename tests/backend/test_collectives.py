@@ -229,7 +229,7 @@ def _types_of_one_size_are_told_apart() -> None:
                 dist.recv(raw.view(theirs), 0, tag=tag)
 
 
-def test_types_of_one_size_are_told_apart() -> None:
+def test_dtypes_of_one_size_are_distinguished() -> None:
     run(_types_of_one_size_are_told_apart)
 
 

@@ -230,7 +230,7 @@ def test_training_fsdp2() -> None:
 
 
 def _connect_late() -> str:
-    """Rank 1 makes no call on its device but one that is refused; the group remembers that it failed."""
+    """Rank 1 makes only a refused call on its device; the group remembers that it failed."""
     rank = dist.get_rank()
     all_reduce_works()
     slow = dist.new_group(timeout=timedelta(seconds=1))

@@ -126,7 +126,7 @@ def test_random_mix(seed: int) -> None:
 
 
 def _dropped() -> None:
-    """Nobody keeps the Work or the tensors; the memory must live until the call has ended."""
+    """The caller drops the Work and the tensors; their memory must live until the call has ended."""
     for _ in range(8):
         dist.all_reduce(torch.ones(300_000), async_op=True)
         dist.all_reduce(torch.ones(30_000).expand(2, 30_000).t().contiguous().t(), async_op=True)
@@ -140,7 +140,7 @@ def test_dropped_handles_keep_their_tensors() -> None:
 
 
 def _in_flight_at_the_end() -> None:
-    """A group goes with calls in flight whose tensors nobody else keeps."""
+    """A group is destroyed with calls in flight, whose tensors only it keeps."""
     rank = dist.get_rank()
     for end in ("destroy", "drop"):
         group = dist.new_group()
@@ -305,7 +305,7 @@ def test_a_rank_that_misses_a_new_group_is_named() -> None:
 
 
 def _impatient_wait() -> None:
-    """The limit of a wait ends the wait, not the call."""
+    """A wait that reaches its time limit does not end the call."""
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     if rank == 0:  # comes when the others' waits have ended
         store.wait(["waited 1", "waited 2"])
@@ -517,5 +517,5 @@ def _lacking() -> None:
     dist.barrier()  # the group is as before
 
 
-def test_what_a_group_lacks_is_told() -> None:
+def test_the_error_names_what_a_process_group_does_not_support() -> None:
     run(_lacking)

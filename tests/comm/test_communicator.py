@@ -886,7 +886,7 @@ class _Asked:
         assert self.done
 
 
-def test_who_waits_without_executing_starts_the_calls() -> None:
+def test_waiting_without_executing_starts_the_calls() -> None:
     def fn(comm: Communicator) -> None:
         def work() -> ringcomm.Work:
             return ringcomm.Work(_Asked(), comm._open, "all_reduce", 7)

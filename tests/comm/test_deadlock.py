@@ -46,7 +46,7 @@ def check_told(outcomes: list[Any]) -> None:
 
 
 def crossed(comm: Communicator, how: str) -> Any:
-    """Rank 0 alone is in a call of one communicator, the others are in another one."""
+    """Rank 0 calls one communicator while all others call another one."""
     other = comm.split(0, comm.rank)
     assert other is not None
     if how != "unused":
@@ -103,7 +103,7 @@ def test_a_circle_over_as_many_communicators(world_size: int, ranks: str) -> Non
 
 
 def own_messages(comm: Communicator) -> Any:
-    """Both receive before they send, in one communicator."""
+    """Both ranks receive before they send, in one communicator."""
     return told(lambda: comm.recv(torch.ones(3), 1 - comm.rank))
 
 
@@ -304,7 +304,7 @@ def test_no_garbage_is_collected_while_the_frames_of_threads_are_made(monkeypatc
 
 
 def test_a_long_wait_does_not_ask_for_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a rank that others take for one in a deadlock is asked what its other threads do."""
+    """A rank lists its other threads only if the others suspect it of a deadlock."""
     asked: list[int] = []
     frames = sys._current_frames
     monkeypatch.setattr(sys, "_current_frames", lambda: (asked.append(1), frames())[1])
@@ -320,7 +320,7 @@ def test_a_long_wait_does_not_ask_for_the_threads(monkeypatch: pytest.MonkeyPatc
 
 
 def test_closed_communicators_take_no_room_in_the_graph() -> None:
-    """Each of these has its own threads, and an engine that lives as long as the object."""
+    """Each communicator has its own threads, and an engine that lives as long as the object."""
     closed: list[Communicator | None] = []
     for _ in range(9):
         run_ranks(lambda comm: closed.append(comm.split(0)), 16)

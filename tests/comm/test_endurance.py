@@ -24,13 +24,13 @@ HELD = Held(rss_kb=100_000, descriptors=10, threads=20, mappings=400, memfds=9, 
 
 
 @pytest.mark.parametrize("name", vars(HELD))
-def test_growth_is_told(name: str) -> None:
+def test_growth_is_reported(name: str) -> None:
     each = {"rss_kb": 4096, "objects": 30}.get(name, 4)
     samples = [(k, replace(HELD, **{name: getattr(HELD, name) + each * k})) for k in range(9)]
     (told,) = growth(samples)
     assert told.startswith(f"{name} grew from at most ")
 
 
-def test_what_comes_and_goes_is_no_growth() -> None:
+def test_memory_that_comes_and_goes_is_not_growth() -> None:
     samples = [(k, replace(HELD, threads=20 + k % 3, descriptors=10 + (k * 7) % 4)) for k in range(9)]
     assert growth(samples) == []

@@ -124,7 +124,7 @@ def test_handles_of_others_are_refused(kind: str) -> None:
 
 
 def with_words(handle: bytes, **words: Any) -> bytes:
-    """A handle of the cpu engine with other words in it, with a right checksum: from a rank that lies, or has gone."""
+    """A handle of the cpu engine with changed words and a valid checksum, as from a malicious or dead rank."""
     word, _, text = handle.decode().split(" ", 2)
     names = ("machine", "rank", "world_size", "pid", "fd", "nonce", "process", "slot_bytes", "p2p_slot_bytes")
     found = dict(zip(names, text.split(" "), strict=True)) | {name: str(value) for name, value in words.items()}
@@ -183,7 +183,7 @@ def test_slots_of_another_length_are_refused(nbytes: int) -> None:
         assert "same options" in refusal(partial(ends[0].connect, [ends[0].handle(), lie]))
 
 
-def test_who_waits_for_a_rank_with_bad_handles_hears_of_it() -> None:
+def test_a_rank_that_waits_for_one_with_bad_handles_is_told() -> None:
     ends = engines("cpu", 2)
     handles = [end.handle() for end in ends]
     refusal(lambda: ends[0].connect([handles[0] + b"x", handles[1]]))
@@ -282,7 +282,7 @@ NO_PLACES = [("0", 2), (0, "2"), (0.0, 2), (True, 2), (0, 1 << 40), (0, 1 << 200
 
 
 @pytest.mark.parametrize(("rank", "world_size"), NO_PLACES, ids=[ascii(each)[:30] for each in NO_PLACES])
-def test_a_place_that_is_none_is_refused(rank: Any, world_size: Any) -> None:
+def test_an_invalid_rank_or_world_size_is_refused(rank: Any, world_size: Any) -> None:
     refusal(joins(dist.HashStore(), rank, world_size))
 
 
@@ -340,7 +340,7 @@ MESSAGES = [b"", b"x", b"\x80\x04.", pickle.dumps(3), pickle.dumps(("word", 1)),
 
 
 def _of_rank_0(ours: Any) -> launch._Processes:
-    """A run of one rank at whose pipe this test sits."""
+    """A run of one rank; the test holds the other end of its pipe."""
     ranks = launch._Processes(1, returns_errors=False)
     ranks.processes.append(current_process())
     ranks.pipes[ours] = ranks.open[ours] = 0
@@ -349,7 +349,7 @@ def _of_rank_0(ours: Any) -> launch._Processes:
 
 @given(st.one_of(st.binary(max_size=100), st.sampled_from(MESSAGES)))
 @drawn(100)
-def test_a_message_that_is_none_fails_its_rank(message: bytes) -> None:
+def test_a_malformed_message_fails_its_rank(message: bytes) -> None:
     ours, theirs = Pipe()
     ranks = _of_rank_0(ours)
     theirs.send_bytes(message)
@@ -361,7 +361,7 @@ def test_a_message_that_is_none_fails_its_rank(message: bytes) -> None:
         end.close()
 
 
-def test_an_announced_length_without_end_fails_its_rank() -> None:
+def test_a_huge_announced_length_fails_its_rank() -> None:
     ours, theirs = Pipe()
     ranks = _of_rank_0(ours)
     os.write(theirs.fileno(), b"\xff\xff\xff\xff" + b"\x7f" + b"\xff" * 7)
@@ -446,7 +446,7 @@ LIES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_metadata_that_lies_is_refused(lie: str, saved: dict[str, bytes]) -> None:
+def test_false_metadata_is_refused(lie: str, saved: dict[str, bytes]) -> None:
     assert "damaged" in refusal(reads(with_metadata(saved, LIES[lie])))
 
 

@@ -177,7 +177,9 @@ def hears_late(comm: Communicator, folder: str) -> Told:
 
 
 @HOSTS
-def test_what_comes_while_a_handler_runs_does_not_hide_its_exception(hosts: list[int] | None, tmp_path: Path) -> None:
+def test_a_message_that_arrives_while_a_handler_runs_does_not_hide_its_exception(
+    hosts: list[int] | None, tmp_path: Path
+) -> None:
     told = on_ranks(hears_late, hosts, str(tmp_path))
     assert told[0] == ("KeyboardInterrupt", "", True)
     assert [kind for kind, _, _ in told[1:]] == ["AbortedError"] * (len(told) - 1)
@@ -252,7 +254,7 @@ def test_a_handler_that_closes_ends_its_call(hosts: list[int] | None, op: str) -
     assert {kind for kind, _, _ in told[1:]} <= {"RankLostError", "AbortedError"}  # it closed, and was interrupted
 
 
-def test_so_it_does_where_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handler_that_closes_ends_its_call_without_a_flight_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RINGCOMM_RECORD", "0")
     for op in ("wait", "irecv"):
         told = run_ranks(closes_inside, 3, op, False, ranks="processes", timeout=40)

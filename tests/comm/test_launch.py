@@ -95,7 +95,7 @@ def test_an_abort_ends_waits_in_communicators_made_from_it(ranks: str) -> None:
 
 
 @pytest.mark.parametrize("closes", [True, False], ids=["closed", "dropped"])
-def test_so_it_does_where_the_one_between_is_gone(closes: bool) -> None:
+def test_an_abort_reaches_a_communicator_whose_parent_is_gone(closes: bool) -> None:
     def body(comm: Communicator) -> None:
         between = comm.dup()
         last = between.dup()
@@ -171,7 +171,7 @@ def sees_the_abort(comm: Communicator, seen: list[str]) -> None:
 
 
 def test_torch_chooses_kernels_before_several_threads_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the first tanh of several ranks may have other bits than the second one."""
+    """Otherwise the first tanh of several ranks may have other bits than the second one."""
     calls: list[str] = []
     exp = torch.Tensor.exp
 
@@ -185,7 +185,7 @@ def test_torch_chooses_kernels_before_several_threads_compute(monkeypatch: pytes
     assert sorted(calls[1:]) == ["rank 0", "rank 1"]
 
 
-def test_the_others_learn_why() -> None:
+def test_the_other_ranks_are_told_the_reason() -> None:
     seen: list[str] = []
     with pytest.raises(ZeroDivisionError):
         ringcomm.run_ranks(sees_the_abort, 3, seen, timeout=30)
@@ -260,7 +260,7 @@ def test_a_process_that_ends_slowly_has_no_exit_code(monkeypatch: pytest.MonkeyP
 
 
 class FailsToLoadOnce:
-    """In the first of the ranks that loads it."""
+    """Fails in the first rank that loads it."""
 
     def __init__(self, mark: str) -> None:
         self.mark = mark
@@ -273,7 +273,7 @@ class FailsToLoadOnce:
                 raise AttributeError("a name that is not there")
 
 
-def test_of_a_rank_that_does_not_start_the_others_hear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_others_are_told_of_a_rank_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_GRACE_S", 60.0)  # nobody is killed before it hears of it
     value = FailsToLoadOnce(str(tmp_path / "mark"))
     got = ringcomm.run_ranks(does_nothing, 3, value, ranks="processes", timeout=30, return_exceptions=True)
@@ -344,7 +344,7 @@ def survives(comm: Communicator, folder: str) -> None:
         raise
 
 
-def test_of_a_dead_process_the_others_hear_in_which_call_it_is_missed(
+def test_the_others_are_told_in_which_call_a_dead_process_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "_NEWS_S", 20.0)  # run_ranks leaves the survivors time
@@ -411,7 +411,7 @@ def test_survivors_hand_back_their_results(ranks: str, how: str) -> None:
         raise got[1]
 
 
-def test_without_a_failure_results_come_as_ever() -> None:
+def test_return_exceptions_changes_nothing_without_a_failure() -> None:
     assert ringcomm.run_ranks(lambda comm: comm.rank, 2, return_exceptions=True) == [0, 1]
 
 
@@ -528,7 +528,7 @@ def meets(said: Connection, rank: int, world_size: int, where: str, timeout: flo
 
 
 def meet(*ranks: tuple[int, int, str], timeout: float) -> list[str]:
-    """What is said to each: rank, world size, where they meet."""
+    """What init says on each rank, given its rank, its world size and where it meets the others."""
     context, running, texts = forked.context(), [], []
     for rank in ranks:
         ours, theirs = context.Pipe(duplex=False)

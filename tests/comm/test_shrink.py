@@ -28,7 +28,7 @@ HERE = os.path.relpath(__file__)
 
 
 def said(call: Any) -> tuple[type[Exception], str]:
-    """The class and the sentence of what a call raises."""
+    """The class and the text of the error that a call raises."""
     try:
         call()
     except RingcommError as error:
@@ -149,7 +149,7 @@ def test_threads_hear_of_a_rank_that_leaves_or_stalls(how: str) -> None:
 
 
 def go_on(comm: Communicator, folder: str, how: str) -> Any:
-    """Ranks 0, 2 and 3 lose rank 1, and leave what they found in a file: run_ranks raises what the lost one did."""
+    """Ranks 0, 2 and 3 lose rank 1, and write their results to a file, because run_ranks raises the error of rank 1."""
     try:
         assert total(comm) == 10.0
         if comm.rank == 1:
@@ -286,7 +286,7 @@ def test_shrink_after_an_abort_from_another_thread() -> None:
     assert run_ranks(rank, 3, timeout=20) == [({"AbortedError"}, 6.0)] * 3
 
 
-def test_one_that_comes_late_is_left_out() -> None:
+def test_shrink_leaves_out_a_rank_that_comes_late() -> None:
     def rank(comm: Communicator) -> Any:
         comm.barrier()
         if comm.rank == 2:
@@ -342,8 +342,8 @@ def meetings(world_size: int) -> list[Any]:
     return [Network(store, "world").agree_on_shrink(rank, world_size) for rank in range(world_size)]
 
 
-def test_hosts_meet_again_after_an_attempt_that_failed_on_one() -> None:
-    """Rank 0 goes away between seeing who is there and bringing its handle, and tries again."""
+def test_hosts_meet_again_after_an_attempt_failed_on_one_rank() -> None:
+    """Rank 0 gives up after it has seen who is there and before it brings its handle, and tries again."""
     first, second = meetings(2)
     told: list[Any] = []
 
@@ -363,7 +363,7 @@ def test_hosts_meet_again_after_an_attempt_that_failed_on_one() -> None:
     assert told == [RankLostError, True, ([b"here"] * 2, [b"zero", b"one"])]
 
 
-def test_who_comes_late_to_hosts_that_meet_is_left_out_for_good() -> None:
+def test_a_rank_that_misses_the_meeting_of_the_hosts_stays_left_out() -> None:
     first, second = meetings(2)
     assert first(b"here", [], 100) == [b"here", b""]
     for _ in range(4):

@@ -117,7 +117,7 @@ def test_masks_in_narrow_types(dtype: torch.dtype) -> None:
             assert_near(found, expected, {torch.float32: 1e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}[dtype])
 
 
-def test_what_is_not_a_number_stays_one() -> None:
+def test_nan_stays_nan() -> None:
     whole = inputs((1, 2, 2, 4, 8, 8), 3)
     whole[0][0, 0, 5] = float("nan")
     keys = torch.ones(1, 12, dtype=torch.bool)

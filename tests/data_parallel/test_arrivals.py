@@ -12,7 +12,7 @@ from ringcomm import _C
 
 
 class Pass:
-    """A pass of autograd that never runs: its number, and what the hooks asked for."""
+    """A fake autograd pass: its number, and the callbacks that hooks have queued."""
 
     def __init__(self) -> None:
         self.task = 7

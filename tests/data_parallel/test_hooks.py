@@ -26,7 +26,7 @@ STEPS = 3
 
 
 class Net(nn.Module):
-    """Layers whose rows do not divide by three."""
+    """Layers whose number of rows is not divisible by three."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ def test_refusals_name_what_is_wrong() -> None:
 
 
 class Group:
-    """As much of a process group as the hooks look at."""
+    """The part of a process group that the hooks use."""
 
     def __init__(self, comm: ringcomm.Communicator) -> None:
         self.rank, self.size = (lambda: comm.rank), (lambda: comm.world_size)

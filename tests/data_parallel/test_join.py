@@ -79,7 +79,7 @@ def optimizer_of(params: Any) -> torch.optim.Optimizer:
 
 
 def one_process(over_all: bool, steps: tuple[int, ...] = STEPS, clip: float | None = None) -> Values:
-    """What every rank is to have: gradients of zero beside the others', and one optimizer."""
+    """The expected result in one process: a rank without input adds zero gradients; one optimizer."""
     model, world_size = make(), len(steps)
     optimizer = optimizer_of(model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)

@@ -112,7 +112,7 @@ def test_wrong_arguments(how: dict[str, Any], says: str) -> None:
 
 def test_in_the_place_of_a_process_group_the_error_says_what_to_pass() -> None:
     class ProcessGroup:
-        """As torch names it."""
+        """A class with the name of torch's."""
 
     model = tower()
     says = r"got comm=a value of type ProcessGroup, .*; pass comm=ringcomm\.Communicator\.from_process_group\(group\)$"

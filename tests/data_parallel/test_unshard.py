@@ -28,7 +28,7 @@ def new(kind: type[nn.Module]) -> nn.Module:
 
 
 def is_plain(model: nn.Module, opt: torch.optim.Optimizer, like: nn.Module) -> None:
-    """Nothing of wrapping is left."""
+    """No trace of the wrapping is left."""
     assert [type(m) for m in model.modules()] == [type(m) for m in like.modules()]
     for m, plain in zip(model.modules(), like.modules(), strict=True):
         assert vars(m).keys() == vars(plain).keys()
@@ -79,7 +79,7 @@ WRAPPINGS: dict[str, Wrapping] = {
 
 
 def test_a_rank_may_still_have_a_model_that_is_gone_on_others() -> None:
-    """Python's garbage collector comes when it comes, on each rank."""
+    """Python's garbage collector runs at different times on each rank."""
 
     def train(comm: ringcomm.Communicator) -> list[torch.Tensor]:
         model = new(Tower)
@@ -187,7 +187,7 @@ def test_parameters_are_added_between(stage: int) -> None:
 
 
 def identity() -> nn.Linear:
-    """Made without random numbers: another rank's thread may be between its seed and its own."""
+    """Uses no random numbers, because another rank's thread may draw between the seed and the draw."""
     linear = nn.utils.skip_init(nn.Linear, 2, 2, bias=False)
     nn.init.eye_(linear.weight)
     return linear

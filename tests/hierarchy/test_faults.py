@@ -321,16 +321,9 @@ class Job:
             assert self.processes[rank].exitcode == 0
 
 
-@pytest.fixture
-def possible() -> None:
-    """Skips where no namespaces can be made."""
-    reason = namespaces.why_not()
-    if reason:
-        pytest.skip(reason)
-
-
 @pytest.mark.slow  # a host that is killed is the other way to lose a link
-def test_a_cut_link_ends_the_calls_of_all_ranks_and_a_mended_one_serves_again(possible: None, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("needs_namespaces")
+def test_a_cut_link_ends_the_calls_of_all_ranks_and_a_mended_one_serves_again(tmp_path: Path) -> None:
     everybody = [0, 1, 2, 3]
     with Cluster(2) as cluster:
         job = Job(cluster, [2, 2], tmp_path)
@@ -350,7 +343,8 @@ def test_a_cut_link_ends_the_calls_of_all_ranks_and_a_mended_one_serves_again(po
         job.go_on(everybody)
 
 
-def test_a_host_that_is_killed_is_named_and_the_others_go_on(possible: None, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("needs_namespaces")
+def test_a_host_that_is_killed_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     with Cluster(3) as cluster:
         job = Job(cluster, [2, 1, 1], tmp_path)
         job.wait("first-running", [0, 1, 2, 3], 60)

@@ -23,7 +23,10 @@ from tests.support.hierarchy.namespaces import Cluster
 PROGRAM = str(Path(cases.__file__))
 COUNT = 3 << 19  # elements of the message that is counted: 6 MiB of float32, the same share for 2 and for 3 hosts
 LIMIT_S = 100.0
-pytestmark = pytest.mark.timeout(180)  # each starts several processes that import torch
+pytestmark = [
+    pytest.mark.usefixtures("needs_namespaces"),
+    pytest.mark.timeout(180),  # each starts several processes that import torch
+]
 
 
 @dataclass
@@ -36,14 +39,6 @@ class Job:
     def on_host(self, host: int, what: str) -> int:
         """Bytes that the ranks of a host sent."""
         return sum(self.ranks[rank]["traffic"][what] for rank in self.hosts[host])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def possible() -> None:
-    """Skips where no namespaces can be made."""
-    reason = namespaces.why_not()
-    if reason:
-        pytest.skip(reason)
 
 
 def by_torchrun(cluster: Cluster, folder: Path) -> None:
@@ -64,7 +59,7 @@ LAYOUTS: list[tuple[list[list[int]], Callable[[Cluster, Path], None]]] = [
 
 # test_training.py and test_engine.py have three hosts in `make test`, this file two.
 @pytest.fixture(scope="module", params=[LAYOUTS[0], slow(LAYOUTS[1])], ids=["2 hosts x 2", "3 hosts x 2,1,1"])
-def job(request: pytest.FixtureRequest, possible: None, tmp_path_factory: pytest.TempPathFactory) -> Job:
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Job:
     hosts, launch = request.param
     folder = tmp_path_factory.mktemp("ranks")
     with Cluster(len(hosts), gbps=1.0, delay_ms=1.0) as cluster:

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 
 from tests.support import torchrun
-from tests.support.hierarchy import namespaces
 from tests.support.hierarchy.namespaces import Cluster
 from tests.support.training import runs
 
 PROGRAM = str(runs.EXAMPLES / "train_gpt.py")
 LIMIT_S = 100.0
-pytestmark = pytest.mark.timeout(180)  # each starts several processes that import torch
+pytestmark = [
+    pytest.mark.usefixtures("needs_namespaces"),
+    pytest.mark.timeout(180),  # each starts several processes that import torch
+]
 SMALL = (
     "--steps",
     "3",
@@ -30,14 +32,6 @@ SMALL = (
     "--sample",
     "0",
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def possible() -> None:
-    """Skips where no namespaces can be made."""
-    reason = namespaces.why_not()
-    if reason:
-        pytest.skip(reason)
 
 
 Outcome = tuple[str, list[list[str]]]

@@ -77,7 +77,7 @@ def test_no_axes_are_this_rank_alone() -> None:
     assert on_ranks(rank, 3) == [(1, 0.0), (1, 1.0), (1, 2.0)]
 
 
-def test_what_is_left() -> None:
+def test_minus_one_takes_the_remaining_ranks() -> None:
     def rank(comm: Any) -> list[tuple[int, ...]]:
         meshes = [init_mesh(dp=-1, tp=2, comm=comm), init_mesh({"pp": 4, "dp": -1}, comm), init_mesh(dp=-1, comm=comm)]
         shapes = [mesh.shape for mesh in meshes]
@@ -101,7 +101,7 @@ def test_what_is_left() -> None:
         ({"dp": "3"}, "dp='3'"),
     ],
 )
-def test_extents_that_do_not_fit(sizes: dict[str, int], said: str) -> None:
+def test_extents_that_do_not_fit_the_world_size(sizes: dict[str, int], said: str) -> None:
     def rank(comm: Any) -> None:
         with pytest.raises(InvalidArgumentError) as found:
             init_mesh(sizes, comm)
@@ -131,7 +131,7 @@ def test_ranks_that_ask_for_different_axes_are_told_at_once(others: dict[str, in
         )
 
 
-def test_an_axis_that_is_not_there() -> None:
+def test_an_unknown_axis_is_refused() -> None:
     def rank(comm: Any) -> None:
         mesh = init_mesh(dp=3, comm=comm)
         for asked in ("tp", ("dp", "tp")):
@@ -309,7 +309,7 @@ def test_a_mesh_knows_who_averages_and_who_counts() -> None:
         assert counts == (number % 2 == 0)
 
 
-def test_what_is_no_axes_is_refused_with_what_to_pass() -> None:
+def test_the_error_about_invalid_axes_says_what_to_pass() -> None:
     def rank(comm: Any) -> None:
         mesh = init_mesh({"dp": 2}, comm)
         for axes, said in [

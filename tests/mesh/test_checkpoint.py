@@ -297,7 +297,7 @@ def test_stages_with_other_groups_are_refused(tmp_path: Path) -> None:
 
 
 def test_optimizers_that_know_the_names_of_their_parameters(tmp_path: Path) -> None:
-    """Which differ between the stages, and are no hyperparameters."""
+    """The names differ between the stages, and are not hyperparameters."""
 
     def job_of(model: Net, mesh: Any) -> Job:
         def named(pipe: nn.Module) -> torch.optim.Optimizer:
@@ -323,7 +323,7 @@ def test_optimizers_that_know_the_names_of_their_parameters(tmp_path: Path) -> N
     assert cases.run({"dp": 2}, load, make(seed=7)) == [[], []]
 
 
-def test_what_no_mesh_was_named_for_is_refused(tmp_path: Path) -> None:
+def test_a_cut_model_without_its_mesh_is_refused(tmp_path: Path) -> None:
     def over_data_alone(model: Net, mesh: Any) -> None:
         cases.parallelize(model, cases.PLAN, mesh["tp"])
         ringcomm.shard(model, cases.adamw(model), 1, mesh["dp"])
@@ -341,7 +341,7 @@ def test_what_no_mesh_was_named_for_is_refused(tmp_path: Path) -> None:
         assert "along an axis of the mesh" in str(error)
 
 
-def test_state_of_no_parts_is_refused_where_parameters_are_cut(tmp_path: Path) -> None:
+def test_uncut_optimizer_state_of_cut_parameters_is_refused(tmp_path: Path) -> None:
     def job_of(model: Net, mesh: Any) -> Job:
         return Job(model, mesh, make_optimizer=lambda m: torch.optim.Adafactor(trained(m), lr=1e-2))
 

@@ -35,7 +35,7 @@ def test_an_overflow_over_the_data_axis_alone() -> None:
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("axes", [{"pp": 2}, {"tp": 2}])
 def test_torchs_loss_scaler_skips_a_step_on_all_ranks(axes: dict[str, int], stage: int) -> None:
-    """Also where the gradients that overflow are another rank's."""
+    """Even if the gradients that overflow are on another rank."""
 
     def body(model: Net, mesh: Any) -> None:
         job = Job(model, mesh, stage)
@@ -68,7 +68,7 @@ def test_the_norm_of_a_stage_that_is_frozen() -> None:
 
 @pytest.mark.parametrize("names", [("dp", "tp"), ("pp",)])
 def test_a_device_mesh_whose_axes_cut_the_model(names: tuple[str, ...]) -> None:
-    """Its second axis would be taken for one of shards, over which gradients are averaged."""
+    """Its second axis would be taken for a shard axis, over which gradients are averaged."""
     mesh = SimpleNamespace(ndim=len(names), mesh_dim_names=names)
     with pytest.raises(InvalidArgumentError, match=rf"shard: .* axis '{names[-1]}', .* ringcomm.init_mesh\(mesh\)"):
         ranks_of_mesh(mesh, "shard", torch.device("cpu"))

@@ -35,7 +35,7 @@ class Result:
         self.losses, self.norms, self.parts = *curve, parts
 
     def wrong(self, whole: dict[str, torch.Tensor], same: bool = True) -> list[str]:
-        """Parameters that are not those of a whole model."""
+        """Names of parameters that differ from those of the whole model."""
 
         def agrees(a: torch.Tensor, b: torch.Tensor) -> bool:
             return torch.equal(a, b) if same else torch.allclose(a, b, rtol=2e-5, atol=2e-6)
@@ -120,7 +120,7 @@ def test_schedules(schedule: str, chunks: int, dp: int) -> None:
     check([result for results in cases.run({"pp": 2, "dp": dp}, body) for result in results], dp)
 
 
-def test_ties_that_are_added_once_a_step() -> None:
+def test_tied_gradients_that_are_added_once_a_step() -> None:
     def body(model: Net, mesh: Any) -> list[Result]:
         models = [model, *(copy.deepcopy(model) for _ in range(3))]
         return [trained(Job(each, mesh, stage, ties="sum")) for stage, each in enumerate(models)]
@@ -361,7 +361,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(where: tuple[int, int, in
 # ---- one step -----------------------------------------------------------------------------------------------------
 
 
-def test_evaluation_lets_go_of_the_parameters_again() -> None:
+def test_evaluation_frees_the_gathered_parameters() -> None:
     def body(model: Net, mesh: Any) -> tuple[float, float]:
         job = Job(model, mesh, 3)
         x, y = cases.batch(0)
@@ -524,7 +524,7 @@ def test_join_and_unknown_axes_are_refused() -> None:
 
 @pytest.mark.parametrize("stage", [slow(0), slow(1), 3])
 def test_a_frozen_stage(stage: int, tmp_path: Any) -> None:
-    """Its rank's optimizer has nothing; clipping and checkpoints go on."""
+    """The rank's optimizer has no parameters; clipping and checkpoints work on."""
 
     def body(model: Net, mesh: Any) -> float:
         for block in model.blocks[2:]:

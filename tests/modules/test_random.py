@@ -103,7 +103,7 @@ def test_fragments_have_the_bits_of_the_whole(fill: str, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("fill", FILLS)
-def test_chunks_do_not_show(fill: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_do_not_depend_on_the_chunk_size(fill: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for chunk in (64, 999, 1 << 17):
         monkeypatch.setattr(random, "_CHUNK", chunk)
@@ -113,7 +113,7 @@ def test_chunks_do_not_show(fill: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fill", FILLS)
-def test_strides_do_not_show(fill: str) -> None:
+def test_values_do_not_depend_on_strides(fill: str) -> None:
     plain = FILLS[fill](torch.empty(4, 6, 5, 2), 3)
     last = FILLS[fill](torch.empty(4, 6, 5, 2).to(memory_format=torch.channels_last), 3)
     turned = FILLS[fill](torch.empty(2, 5, 6, 4).permute(3, 2, 1, 0), 3)
@@ -201,7 +201,7 @@ def test_values_follow_from_the_words() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("every_bit", [0, 0xFFFFFFFF])
-def test_the_ends(every_bit: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_smallest_and_the_largest_word(every_bit: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random, "words", lambda key, start, count, *_, **__: torch.full((count,), every_bit))
     x = uniform_(torch.empty(3, dtype=dtype), 0, "a")
     assert torch.all(x < 1 if every_bit else x == 0)
@@ -250,7 +250,7 @@ def test_dropout_keeps_the_mean(p: float) -> None:
     assert torch.equal(y, dropout(x, p, 3, "mlp"))
 
 
-def test_dropout_at_the_ends() -> None:
+def test_dropout_with_probability_0_and_1() -> None:
     x = torch.tensor([1.0, math.nan, math.inf])
     assert dropout(x, 0.0, 0, "a") is x
     assert dropout(x, 1.0, 0, "a").tolist() == [0, 0, 0]
@@ -301,7 +301,7 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-def test_the_order_of_construction_does_not_show() -> None:
+def test_values_do_not_depend_on_the_order_of_construction() -> None:
     found = []
     for order in (NAMES, NAMES[::-1], NAMES[3:] + NAMES[:3]):
         model = Model(order)
@@ -315,7 +315,7 @@ def test_the_order_of_construction_does_not_show() -> None:
     assert not torch.equal(again.output.bias, found[0]["output.bias"])
 
 
-def test_a_part_has_what_it_has_in_the_whole() -> None:
+def test_a_submodule_has_the_same_values_alone_and_in_its_model() -> None:
     whole, part = Model(NAMES), Model.part("recurrent")
     init_parameters(whole, 11)
     assert "recurrent.bias_hh_l0" in init_parameters(part, 11, prefix="recurrent.")

@@ -73,13 +73,13 @@ class Job:
         self.pids = {int(rank): int(pid) for rank, pid in lines}
 
     def wait_until_it_hangs(self) -> None:
-        """Until each rank is where it stays."""
+        """Waits until each rank is stuck in its last call."""
         waits = ("all_reduce #2", "in flight", "running")
         while [self.place(rank) for rank in range(3)] != [waits, waits, STAYS[self.how]]:
             time.sleep(0.05)
 
     def place(self, rank: int) -> tuple[str, str, str] | None:
-        """Its last call, the state of that, and of its process."""
+        """A rank's last call, the state of the call and the state of the process."""
         (found,) = record.records(self.pids[rank])
         return (found.calls[-1].title, found.calls[-1].state, found.process) if found.calls else None
 
@@ -147,7 +147,7 @@ def test_ranks_of_another_user_are_not_read(
     assert re.search(r"\(process \d+ belongs to another user\); ask as their user", said), said
 
 
-def test_of_ranks_that_cannot_be_read_the_reason_is_told(
+def test_the_reason_why_a_rank_cannot_be_read_is_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
@@ -216,7 +216,7 @@ def test_torchfrtrace_names_the_rank_and_the_collective(
         (["--pid", "1", "--calls", "5"], "--torch: expected no --json and no --calls"),
     ],
 )
-def test_what_does_not_go_with_torch_is_refused(
+def test_options_that_do_not_go_with_torch_are_refused(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert cli.main(["doctor", "--torch", str(tmp_path / "torch"), *words]) == 2
@@ -253,7 +253,7 @@ def ended_process() -> int:
         (["nowhere.json"], "expected a file of ringcomm.record.dump"),
     ],
 )
-def test_what_has_no_record_ends_with_one_sentence(
+def test_a_target_without_a_record_ends_with_one_sentence(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
@@ -275,7 +275,7 @@ def test_a_process_that_waits_for_its_parent_has_ended(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--pid", "many"]])
-def test_its_own_words(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_an_unknown_flag(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", *words]) == (0 if words == ["--help"] else 2)
     said = capsys.readouterr()
     assert "--calls" in said.out + said.err

@@ -520,12 +520,12 @@ def test_a_job_goes_on_without_its_metrics(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wish", ["on", "file:", "port:", "port:0", "port:70000", "port:http", "file"])
-def test_a_wish_that_is_none_is_refused(wish: str) -> None:
+def test_an_invalid_setting_is_refused(wish: str) -> None:
     with pytest.raises(ringcomm.InvalidArgumentError, match=r"got RINGCOMM_METRICS=.*, expected file:PATH or port:N"):
         module.serve_process(wish)
 
 
-def test_metrics_of_another_process_and_of_none(tmp_path: Path) -> None:
+def test_metrics_of_another_process_and_of_a_missing_one(tmp_path: Path) -> None:
     process = job(tmp_path, "")
     assert process.stdout is not None
     pid = int(process.stdout.readline())

@@ -31,7 +31,7 @@ ENDINGS = (errors.MismatchError, errors.AbortedError, errors.CollectiveTimeoutEr
 
 
 def line() -> int:
-    """Where it is called."""
+    """The file and line of the caller."""
     frame = inspect.currentframe()
     assert frame is not None
     assert frame.f_back is not None
@@ -39,7 +39,7 @@ def line() -> int:
 
 
 def new_records(rank: int, before: set[int]) -> Record:
-    """A rank's record of the only communicator that has come since."""
+    """A rank's record of the only communicator made since ``before``."""
     (found,) = (each for each in record.records() if each.rank == rank and each.group not in before)
     return found
 
@@ -183,7 +183,7 @@ def read_at_once(comm: ringcomm.Communicator) -> set[int]:
 
 
 def test_threads_that_read_at_once_see_each_record_once() -> None:
-    """In a process of its own, which has no records of other tests."""
+    """Runs in a new process, which has no records of other tests."""
     assert ringcomm.run_ranks(read_at_once, 1, ranks="processes", timeout=60) == [{1}]
 
 
@@ -291,7 +291,7 @@ def test_a_path_may_be_long_and_no_utf8(tmp_path: Path) -> None:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
-def test_there_is_no_record_of_no_process() -> None:
+def test_a_missing_process_has_no_record() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     with pytest.raises(errors.InvalidArgumentError, match=f"got process ID {child.pid}, which no process has"):
@@ -374,7 +374,7 @@ def _mismatch(comm: Communicator) -> None:
 
 
 @needs_notes
-def test_a_note_comes_home_from_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note_arrives_from_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(record.FOLDER, str(tmp_path / "records"))
     with pytest.raises(errors.MismatchError) as caught:
         ringcomm.run_ranks(_mismatch, 2, ranks="processes", timeout=60)
@@ -395,7 +395,7 @@ def test_a_folder_that_takes_no_records_is_told(tmp_path: Path, monkeypatch: pyt
     assert f"could not be written to {tmp_path / 'file'}: " in notes(caught.value)[0]
 
 
-def test_what_goes_wrong_with_a_note_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_to_add_a_note_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any) -> None:
         raise RuntimeError("not this one")
 

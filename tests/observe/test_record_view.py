@@ -49,7 +49,7 @@ def view(*found: Record) -> View:
     return merged
 
 
-def test_who_is_behind_comes_first() -> None:
+def test_the_rank_that_is_behind_comes_first() -> None:
     waits = (made_call(7), made_call(8, "in flight"))
     assert view(made(0, *waits), made(1, made_call(7, "in flight", "all_gather")), made(2, *waits)).summary() == [
         "rank 1 (process 41) has been in all_gather #7 (train.py:87) for 3.0 s; ranks 0, 2 have waited in all_reduce "
@@ -59,7 +59,7 @@ def test_who_is_behind_comes_first() -> None:
     ]
 
 
-def test_who_has_not_come_is_behind_those_who_wait() -> None:
+def test_a_rank_that_has_not_come_is_behind_those_that_wait() -> None:
     outside = made(1, made_call(7), process="stopped")
     waits = made_call(7), made_call(8, "in flight")
     assert view(made(0, *waits), outside).summary() == [
@@ -80,7 +80,7 @@ def test_processes_of_several_hosts_are_named_with_them() -> None:
     assert view(*ranks).summary()[0].startswith("rank 1 (process 41 on node1) has been outside of any call for ")
 
 
-def test_who_gave_up_is_told_so() -> None:
+def test_a_rank_that_gave_up_is_shown_as_such() -> None:
     found = view(made(0, made_call(3, "failed"), made_call(4, "failed"), closed=True, world_size=1))
     assert found.summary() == [
         "rank 0 (process 40) gave up all_reduce #3 (train.py:83) after 500.0 ms",
@@ -195,7 +195,7 @@ GOOD = json.loads(
         *({**GOOD, "taken_ns": 10**400}, {**GOOD, "calls": [{**GOOD["calls"][0], "count": 1.5}]}),
     ],
 )
-def test_a_file_of_something_else_is_refused(document: Any, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_record_is_refused(document: Any, tmp_path: Path) -> None:
     path = tmp_path / ("of a long name " * 5) / "x.json"  # the message has it whole
     path.parent.mkdir()
     path.write_text(json.dumps(GOOD))
@@ -208,7 +208,7 @@ def test_a_file_of_something_else_is_refused(document: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\x00", b"{", b"[" * 100_000])
-def test_a_file_that_is_no_json_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_not_json_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_bytes(content)
     with pytest.raises(errors.InvalidArgumentError, match="expected a file"):
         record.load([tmp_path / "x.json"])

@@ -58,7 +58,7 @@ def test_a_collective_that_differs_is_found(odd: record.Call, tmp_path: Path) ->
     assert [agrees for _, agrees in found[:2]] == [True, False]
 
 
-def test_what_one_rank_no_longer_holds_is_left_out(tmp_path: Path) -> None:
+def test_calls_that_one_rank_no_longer_holds_are_left_out(tmp_path: Path) -> None:
     calls = [made_call(number) for number in range(6)]
     found = analysed(tmp_path, made(0, *calls[3:]), made(1, *calls), made(2, *calls[1:]))
     assert found == [("all_reduce", True)] * 3

@@ -30,7 +30,7 @@ Span = dict[str, Any]
 
 
 def spans_of(timeline: dict[str, Any]) -> list[Span]:
-    """With times in whole nanoseconds."""
+    """The spans, with times in whole nanoseconds."""
     spans = [dict(event) for event in timeline["traceEvents"] if event["ph"] == "X"]
     for span in spans:
         span["begin"] = round(span["ts"] * 1000)
@@ -49,7 +49,7 @@ def record(fn: Callable[..., Any], world_size: int, *args: Any, room: int = 1 <<
 
 
 def check_nesting(spans: list[Span]) -> None:
-    """Parts lie inside their call, and no thread waits and works at once."""
+    """Checks that phases lie inside their call, and that no thread waits and works at once."""
     threads = defaultdict(list)
     for span in spans:
         assert span["begin"] <= span["end"]
@@ -116,7 +116,7 @@ def test_every_window_takes_all_steps_of_the_ring() -> None:
     check_nesting(spans)
 
 
-def test_what_a_call_says() -> None:
+def test_the_arguments_of_a_span() -> None:
     spans = spans_of(record(ring_all_reduce, 3))
     calls = [span for span in spans if span["cat"] == "call"]
     assert [call["name"] for call in calls] == ["ringcomm:all_reduce"] * 3
@@ -253,7 +253,7 @@ def test_a_call_that_raises_says_so() -> None:
 # ---- on and off ----------------------------------------------------------------------------------------------------
 
 
-def test_off_records_nothing() -> None:
+def test_nothing_is_recorded_when_tracing_is_off() -> None:
     run_ranks(ring_all_reduce, 3)
     trace.start()
     timeline = trace.stop()
@@ -283,7 +283,7 @@ def test_one_trace_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("room", [0, -1, 1 << 30, 1 << 40])
-def test_room_must_make_sense(room: int) -> None:
+def test_an_invalid_capacity_is_refused(room: int) -> None:
     with pytest.raises(ringcomm.InvalidArgumentError, match="trace: "):
         trace.start(room)
 

@@ -130,7 +130,7 @@ def test_times_are_measured_forward_and_backward() -> None:
         (lambda: measure(nn.Linear(2, 2), torch.ones(2, 2)), "without repeated blocks"),
     ],
 )
-def test_what_cannot_be_balanced(call: object, text: str) -> None:
+def test_models_that_cannot_be_balanced(call: object, text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text) as caught:
         call()  # type: ignore[operator]
     assert "\n" not in str(caught.value)

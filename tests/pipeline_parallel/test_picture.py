@@ -30,7 +30,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def measured_of(schedule: Schedule, unit: float = 0.002) -> list[list[Timed]]:
-    """As a clock might tell it: from any origin, everything a bit late."""
+    """Plausible measured times: with an arbitrary origin, and everything a bit late."""
     return [[(a, 50 + unit * start, 50 + unit * (end - 0.2)) for a, start, end in row] for row in times(schedule)]
 
 

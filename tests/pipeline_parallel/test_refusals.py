@@ -68,7 +68,7 @@ def one_sentence(error: BaseException) -> bool:
 
 
 class Backwards(nn.Module):
-    """Its head is registered first, and called last."""
+    """The head is registered first and called last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Backwards(nn.Module):
         (row(), ["2", "2.mlp"], "inside of it"),
     ],
 )
-def test_cuts_that_cannot_be(model: nn.Module, at: list[str], text: str) -> None:
+def test_impossible_cuts_are_refused(model: nn.Module, at: list[str], text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text) as caught:
         ringcomm.split(model, at)
     assert one_sentence(caught.value)
@@ -104,7 +104,7 @@ def test_cuts_that_cannot_be(model: nn.Module, at: list[str], text: str) -> None
         (["1", "2"], ["2", "1"], "order="),
     ],
 )
-def test_orders_that_cannot_be(at: list[str], order: list[str], text: str) -> None:
+def test_impossible_orders_are_refused(at: list[str], order: list[str], text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text) as caught:
         ringcomm.split(row(), at, order=order)
     assert one_sentence(caught.value)
@@ -224,7 +224,7 @@ class Foreign(nn.Module):
 
 
 class Words(nn.Module):
-    """Hands no tensor on."""
+    """Passes a string, not a tensor, to its second module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -363,7 +363,7 @@ class Reads(nn.Module):
 
 
 @pytest.mark.parametrize("what", ["weight", "ids", "within", "skip", "later weight", "penalty"])
-def test_values_of_another_stage_are_missed_aloud(what: str) -> None:
+def test_a_value_of_another_stage_is_an_error(what: str) -> None:
     x, ids = torch.ones(2, 6), torch.arange(2)[:, None]
 
     def rank_main(comm: Communicator) -> None:

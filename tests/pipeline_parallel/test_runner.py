@@ -237,7 +237,7 @@ def test_zero_bubble_adds_gradients_of_all_uses_of_a_weight(how: str) -> None:
 
 
 class Transposed(nn.Module):
-    """Hands on, and gets gradients of, tensors that lie otherwise in memory."""
+    """Passes on tensors with another memory layout, and receives their gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ class Transposed(nn.Module):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("at", ["conv.1", "last"])
 def test_tensors_keep_their_order_in_memory(at: str, rows: int, schedule: str) -> None:
-    """Products have other bits in another one."""
+    """A matrix product has other bits in another memory layout."""
     model, x = make(Transposed).double(), torch.randn(4 * rows, 6, 5, dtype=torch.float64)
     _, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(4)], 4)
 
@@ -789,7 +789,7 @@ class Second(nn.Module):
         return self.linear(a).square().mean()
 
 
-def test_what_the_next_stage_does_not_need_has_no_gradient() -> None:
+def test_tensors_that_the_next_stage_does_not_need_have_no_gradient() -> None:
     model, x = make(TwoWays), torch.randn(4, 3)
     _, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(2)], 2)
     assert expected["two.weight"] is None
@@ -869,7 +869,7 @@ def test_an_argument_may_go_to_each_micro_batch_as_a_whole() -> None:
     assert all(torch.equal(found, loss) for found in on_ranks(model, ["middle"], 2, step, microbatches=3))
 
 
-def test_modules_one_behind_the_other() -> None:
+def test_a_chain_of_modules() -> None:
     model, x = make(lambda: nn.Sequential(*(Block(6) for _ in range(3)))), torch.randn(6, 6)
     loss, expected = plain(model, [lambda net, a=a: net(a).square().mean() for a in x.chunk(3)], 3)
     models = [copy.deepcopy(model) for _ in range(3)]
@@ -1044,7 +1044,7 @@ class Blocks(torch.autograd.Function):
 
 
 def test_a_cut_inside_of_an_autograd_function() -> None:
-    """Is refused: its gradients would be lost without a word."""
+    """It is refused, because its gradients would be silently lost."""
     models = [make(Recomputing) for _ in range(2)]
 
     def rank(comm: Communicator) -> None:

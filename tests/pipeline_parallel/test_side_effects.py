@@ -92,7 +92,7 @@ class LeavingNet(nn.Module):
         return self.head(h).square().mean() + torch.stack(found).sum()
 
     def found(self, beside: Any) -> list[torch.Tensor]:
-        """What the blocks have left."""
+        """The values that the blocks have left."""
         if self.how == "attribute":
             return [block.aux for block in self.blocks]
         if self.how == "nested":
@@ -267,7 +267,7 @@ def test_static_shapes_with_plain_values_that_change_are_refused() -> None:
 
 
 def errors(model: nn.Module, at: list[str], *args: Any, carry: tuple[str, ...] = (), **options: Any) -> BaseException:
-    """The one error that is not another rank's."""
+    """The error that was not caused by another rank."""
     found: list[BaseException] = []
 
     def rank_main(comm: Communicator) -> None:
@@ -357,7 +357,7 @@ class Keeps(nn.Module):
 
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("how", ["dict", "list", "attribute"])
-def test_what_hooks_keep_in_the_model_is_there_once(how: str, inner: bool) -> None:
+def test_results_that_hooks_keep_in_the_model_are_there_once(how: str, inner: bool) -> None:
     check(make(Keeps, how, inner), ["blocks.1", "blocks.3"], 3, carry=() if inner else ("blocks.*",))
 
 
@@ -483,7 +483,7 @@ def test_views_of_a_weight_made_without_gradients() -> None:
 
 
 class Again(nn.Module):
-    """Calls itself once more inside of its call."""
+    """A module that calls itself once inside its own call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -495,7 +495,7 @@ class Again(nn.Module):
 
 
 class Agains(nn.Module):
-    """Uses the result of its first block once more at the end."""
+    """Uses the result of its first block again at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -761,7 +761,7 @@ def test_what_blocks_note_in_objects_and_arguments(how: str, at: list[str]) -> N
 
 
 @pytest.mark.parametrize("how", ["argument", "argument by name"])
-def test_values_between_two_writes_are_not_there_behind_both(how: str) -> None:
+def test_a_value_between_two_writes_is_refused_on_a_later_stage(how: str) -> None:
     """What is carried is one tensor, which has the last values."""
     build = [make(TrackedNet, how, True) for _ in range(2)]
 

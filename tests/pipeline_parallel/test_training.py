@@ -457,7 +457,7 @@ def test_a_loss_of_the_output_alone_and_none_at_all() -> None:
 # ---- memory and messages -------------------------------------------------------------------------------------------
 
 
-def test_what_other_ranks_have_is_gone() -> None:
+def test_parameters_of_other_ranks_are_freed() -> None:
     model = make(Net, 8)
     names = [name for name, _ in model.named_parameters()]
 

@@ -59,7 +59,7 @@ class Agent:
         ]
 
     def kill(self) -> None:
-        """Agent and workers end without a word."""
+        """Kills the agent and its workers."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()

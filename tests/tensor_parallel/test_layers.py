@@ -161,7 +161,7 @@ def test_sequence_parallel(dim: int, bias: bool, overlap: bool, dtype: torch.dty
 
 @pytest.mark.parametrize("kind", [nn.Linear, nn.Embedding])
 def test_the_whole_does_not_depend_on_the_ranks(kind: Any) -> None:
-    """A rank's initial values are its part of what one process draws."""
+    """A rank's initial values are its part of the values that one process draws."""
     torch.manual_seed(3)
     whole = kind(10, 12)
 
@@ -210,7 +210,7 @@ def test_refusals() -> None:
 
 @pytest.mark.parametrize("take_away", [copy.deepcopy, pickle.dumps])
 def test_a_copy_is_refused(take_away: Any) -> None:
-    """It would be one without what the parameters know, and without the sums of their gradients."""
+    """A copy would lose the marks of its parameters, and their gradients would not be summed."""
     for kind in (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding):
         sentence = (
             "parallelize: rank 1 got layers that are cut over the ranks to copy or to pickle, expected a state_dict(): "

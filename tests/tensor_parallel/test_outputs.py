@@ -201,7 +201,7 @@ def test_the_number_of_heads_is_no_number_of_parts() -> None:
     assert cut.watch(X.clone()).view(2, 3, 2, 2).shape == (2, 3, 2, 2)
 
 
-def test_what_is_refused_once_is_refused_again() -> None:
+def test_a_refused_call_is_refused_again() -> None:
     """A user who calls the model again, as a cell of a notebook does, gets no wrong values."""
 
     class Scores(nn.Module):

@@ -494,7 +494,7 @@ def test_overlapped_layers_keep_their_input_cut_and_gather_it_again(t: int) -> N
 
 
 def test_checkpointing_repeats_forward_messages() -> None:
-    """But for the last, of which backward needs nothing."""
+    """All but the last one, which backward does not need."""
     layer, _ = messages(TENSOR, {}, 2, recompute=True)
     assert layer == {"all_reduce calls": 5, "all_reduce elements": 5 * SBH}
     layer, _ = messages(SEQUENCE, {"sequence_dim": 1}, 2, recompute=True)

@@ -242,7 +242,7 @@ def test_experts_that_cannot_be_cut() -> None:
 
 
 def test_experts_whose_forward_was_replaced() -> None:
-    """It would compute with the whole weights on every rank, and be added up."""
+    """It would compute with the whole weights on every rank, and the results would be summed."""
     models = [mixture("Mixtral") for _ in range(2)]
 
     def rank(comm: Any) -> None:

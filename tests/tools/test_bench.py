@@ -213,7 +213,7 @@ def test_a_wrong_element_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "# Canonical order      : 1 of 2048 random floats differ FAILED" in text
 
 
-def test_what_is_not_checked_is_not_ok(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unchecked_results_are_not_reported_as_ok(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     assert run("-g 2 -b 1K -e 1K -n 1 -c 0", "-J", str(out)) == 0
     text = capsys.readouterr().out

@@ -32,7 +32,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["fly"], ["info", "more"], ["doctor", "more"]])
-def test_what_is_not_a_command_fails(words: list[str]) -> None:
+def test_an_unknown_command_fails(words: list[str]) -> None:
     assert cli.main(words) == 2
 
 
@@ -41,7 +41,7 @@ def test_bench_takes_its_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert "# Out of bounds values : 0 OK" in capsys.readouterr().out
 
 
-def test_a_wrong_word_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_argument_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "-g", "2", "--ranks-as", "threads", "broadcast", "-r", "9", "-b", "64", "-e", "64"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -218,7 +218,7 @@ def test_a_command_without_an_output_runs(monkeypatch: pytest.MonkeyPatch) -> No
         ("-b 1K -e 4K", ["1024", "4096"]),
     ],
 )
-def test_simulate_refuses_sizes_that_are_none(
+def test_simulate_refuses_invalid_sizes(
     words: str, sizes: list[str] | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["simulate", *words.split()]) == (2 if sizes is None else 0)

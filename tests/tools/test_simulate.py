@@ -357,7 +357,7 @@ def test_compare_knows_all_and_crossovers_are_where_the_best_changes() -> None:
         assert times[winner] <= 1.01 * min(times[name] for name in ("ring", "butterfly", "direct"))
 
 
-def test_what_no_communicator_does_never_wins() -> None:
+def test_a_schedule_that_no_communicator_uses_never_wins() -> None:
     """Over slow links inside a host, a schedule that mostly passes them by would."""
     cluster = Cluster(2, 4, LinkClass(1000.0, 0.001), LinkClass(1.0, 1000.0))
     found = simulate.compare("all_reduce", NBYTES, cluster)
@@ -426,7 +426,7 @@ def test_who_waits_for_a_late_rank_before_the_first_message(name: str, heard: se
         assert predict("all_reduce", 0, cluster, name).time_us == pytest.approx(expected)
 
 
-def test_equals_do_not_change_the_winner() -> None:
+def test_a_tie_does_not_change_the_winner() -> None:
     """Over two hosts ring, butterfly and direct send the same messages."""
     assert simulate.crossovers("all_reduce", [1 << k for k in range(10, 25)], flat_cluster(2)) == (
         simulate.Crossover(1 << 10, "butterfly"),

@@ -24,7 +24,7 @@ def layered_cluster(hosts: int, ranks: int, **between: Any) -> Cluster:
     ({"nbytes": -1}, "got nbytes=-1"),
     ({"root_host": 3}, "got root_host 3"),
 ])  # fmt: skip
-def test_what_makes_no_sense_is_refused(words: dict[str, Any], match: str) -> None:
+def test_invalid_calls_are_refused(words: dict[str, Any], match: str) -> None:
     call = {
         "collective": "all_reduce",
         "nbytes": 1024,
@@ -42,13 +42,13 @@ def test_what_makes_no_sense_is_refused(words: dict[str, Any], match: str) -> No
     ({"bandwidth_gbps": 0.0}, "bandwidth_gbps 0"), ({"reduce_gbps": -2.0}, "reduce_gbps -2"),
     ({"overhead_us": math.inf}, "overhead_us inf"), ({"slots": 0}, "slots 0"),
 ])  # fmt: skip
-def test_links_that_are_none_are_refused(change: dict[str, Any], match: str) -> None:
+def test_invalid_links_are_refused(change: dict[str, Any], match: str) -> None:
     with pytest.raises(errors.InvalidArgumentError, match=match):
         predict("all_reduce", 64, layered_cluster(2, 2, **change) if "slots" in change else replace(
             layered_cluster(2, 2), between=replace(LinkClass(1.0, 1.0), **change)))  # fmt: skip
 
 
-def test_clusters_that_are_none_are_refused() -> None:
+def test_invalid_clusters_are_refused() -> None:
     base = layered_cluster(2, 2)
     with pytest.raises(errors.InvalidArgumentError, match="got stragglers for number 4, expected one below 4"):
         replace(base, stragglers={4: 1.0})
@@ -65,7 +65,7 @@ def test_clusters_that_are_none_are_refused() -> None:
             predict("all_reduce", 64, replace(base, **change))
 
 
-def test_too_much_to_look_at_is_refused_at_once() -> None:
+def test_too_many_cases_are_refused_at_once() -> None:
     cluster = replace(layered_cluster(1 << 15, 8), slow_hosts={0: 0.5})
     with pytest.raises(errors.InvalidArgumentError, match="messages to look at, expected at most 2e\\+10"):
         predict("all_reduce", 1 << 30, cluster, "flat_direct")

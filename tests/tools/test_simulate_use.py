@@ -74,7 +74,7 @@ def test_links_between_hosts_are_found_on_top_of_those_inside(shared_nic: bool) 
 
 
 def test_hosts_of_a_report_may_be_said() -> None:
-    """Network namespaces have one name."""
+    """All network namespaces report one host name."""
     truth = Cluster(2, 2, INSIDE, LinkClass(500.0, 0.1, **ENGINE))
     report = report_of(truth, ["all_gather", "broadcast"])
     for device in report["devices"]:
@@ -112,7 +112,7 @@ def test_several_reports_give_medians() -> None:
     assert calibrate(reports).cluster.inside.bandwidth_gbps == pytest.approx(8.0, rel=1e-3)
 
 
-def test_a_report_that_is_none_is_refused() -> None:
+def test_an_invalid_report_is_refused() -> None:
     good = report_of(ONE_HOST, ["all_gather"])
     for broken, match in (
         ({}, "without devices"),
@@ -191,7 +191,7 @@ def test_operations_of_a_transformer() -> None:
 
 
 @pytest.mark.parametrize("words", [{"layers": 0}, {"layers": 7, "parameters": 6}, {"microbatches": 0}, {"stage": 4}])
-def test_a_step_that_is_none_is_refused(words: dict[str, int]) -> None:
+def test_an_invalid_step_is_refused(words: dict[str, int]) -> None:
     given: dict[str, Any] = {"parameters": 1000, "stage": 0, "layers": 2, "microbatches": 1, **words}
     with pytest.raises(errors.InvalidArgumentError):
         step(given.pop("parameters"), h100(2), forward_us=1.0, **given)
@@ -295,6 +295,6 @@ def test_links_may_be_given(capsys: pytest.CaptureFixture[str]) -> None:
     "--algorithm butterfly --hosts 3", "--collective scatter", "--calibrate /nowhere.json", "-d int4", "--stage 4",
     "--preset abacus", "--model-parameters none",
 ])  # fmt: skip
-def test_words_that_make_no_sense_end_with_2(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_end_with_status_2(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["simulate", *words.split()]) == 2
     assert "ringcomm simulate" in capsys.readouterr().err

@@ -62,7 +62,7 @@ def test_a_terminal_gets_a_line_that_fits_and_is_removed(screen: Screen) -> None
 
 
 @pytest.mark.parametrize("screen", [True], indirect=True)
-def test_what_is_quick_shows_nothing(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quick_task_shows_nothing(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "QUIET_S", 60.0)
     with Progress("save"):
         pass
@@ -112,7 +112,7 @@ def _exchange(store: Any, rank: int, world_size: int, limit_s: float) -> list[by
 
 
 @pytest.mark.parametrize("screen", [False], indirect=True)
-def test_rank_0_says_for_whom_it_waits(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_names_the_ranks_that_it_waits_for(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "_LOOK_S", 0.01)
     handles = _exchange(LateStore(40), 0, 4, 60.0)
     assert handles == [b"handle"] * 4
@@ -146,7 +146,7 @@ def test_a_lost_store_is_an_error_of_ours(rank: int) -> None:
 
 @pytest.mark.parametrize("screen", [False, True], indirect=True)
 @pytest.mark.parametrize(("rank", "whom"), [(0, "all 3 ranks"), (1, "rank 0"), (2, "")])
-def test_ranks_that_have_no_store_yet_say_for_whom_they_wait(
+def test_ranks_without_a_store_yet_name_what_they_wait_for(
     rank: int, whom: str, screen: Screen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def meet(*args: Any, **more: Any) -> Any:
@@ -163,7 +163,7 @@ def test_ranks_that_have_no_store_yet_say_for_whom_they_wait(
 
 @pytest.mark.parametrize("screen", [False], indirect=True)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_time_limit_still_ends_it(rank: int, screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_limit_still_ends_the_wait(rank: int, screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "_LOOK_S", 0.01)
     with pytest.raises(CollectiveTimeoutError, match="got none of rank"):
         _exchange(LateStore(10**9), rank, 2, 0.1)

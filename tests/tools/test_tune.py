@@ -71,7 +71,7 @@ def test_wrong_flags_end_with_status_2(words: list[str]) -> None:
     assert caught.value.code == 2
 
 
-def test_what_cannot_be_tuned_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_says_what_cannot_be_tuned(capsys: pytest.CaptureFixture[str]) -> None:
     assert tune.main(["--device", "cpu"]) == 2
     assert "expected cuda" in capsys.readouterr().err
     if _C.why_no_cuda():

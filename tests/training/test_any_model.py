@@ -681,7 +681,7 @@ def test_gradients_from_before_wrapping_are_this_rank_s_sums(stage: int, cap: fl
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_parameters_in_shared_memory_train_on(stage: int) -> None:
-    """Which moves their storages."""
+    """Moving to shared memory replaces the storages."""
     models = [[made(Skips), made(Skips)] for _ in range(WORLD)]
 
     def rank(comm: ringcomm.Communicator) -> None:

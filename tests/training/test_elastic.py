@@ -47,7 +47,7 @@ def test_a_killed_host_comes_back(tmp_path: Path, uninterrupted: str) -> None:
     assert runs.checksum(text) == uninterrupted
 
 
-def test_what_is_not_whole_is_not_taken_up(tmp_path: Path) -> None:
+def test_an_incomplete_checkpoint_is_not_loaded(tmp_path: Path) -> None:
     """A checkpoint whose save was interrupted has another name; steps are ordered as numbers."""
     for name in ("step-00000020", "step-100000000", ".step-00000040.saving", "step-00000060.saving", "other"):
         (tmp_path / name).mkdir()

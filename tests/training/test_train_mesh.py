@@ -69,7 +69,7 @@ def reference() -> str:
 
 # mesh/test_training.py has the other meshes and schedules, with another model.
 @pytest.mark.parametrize("mesh", choose(SAME, ["dp 2 x pp 2, interleaved, stage 1"]))
-def test_it_leaves_no_trace(mesh: str, reference: str) -> None:
+def test_the_mesh_changes_no_bit(mesh: str, reference: str) -> None:
     text = train(*SAME[mesh].split())
     assert len(steps(text)) == 4
     assert steps(text) == steps(reference)

@@ -591,7 +591,7 @@ SLICES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("kept", SLICES)
 @pytest.mark.parametrize("stage", range(4))
 def test_slices_of_gradients_keep_their_values(stage: int, kept: str, synced: bool) -> None:
-    """As torch leaves them what `zero_grad` has forgotten."""
+    """As in torch, where a slice keeps the values that `zero_grad` dropped."""
 
     def run(comm: ringcomm.Communicator) -> None:
         model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))

@@ -86,7 +86,7 @@ class Run:
             self.results[each] = finished(self.waiting.pop(each))
 
     def mixed(self, at: int) -> int:
-        """A number that differs from rank to rank and from call to call."""
+        """A number that differs between ranks and between calls."""
         seed = self.program.steps[self.calls[at].step].seed
         return (seed * 2_654_435_761 + self.rank * 40_503 + at * 97) >> 3 & 0xFF
 
