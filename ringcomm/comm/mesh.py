@@ -71,7 +71,7 @@ class Mesh:
         if unknown:
             raise InvalidArgumentError(
                 f"mesh: rank {self.comm.rank} got the axis {shown(unknown[0])}, expected one of "
-                f"{', '.join(self.names)}; name it in init_mesh, with 1 if nothing is cut along it"
+                f"{', '.join(self.names)}; name it in init_mesh, with size 1 if nothing is split along it"
             )
         key = tuple(name for name in self.names if name in asked)
         if key not in self._made:
@@ -136,7 +136,7 @@ def refuse_no_mesh(mesh: Any, call: str) -> None:
     """Raises for an object that is not a mesh, neither ours nor torch's."""
     if not isinstance(mesh, Mesh) and not hasattr(mesh, "mesh_dim_names"):
         raise InvalidArgumentError(
-            f"{call}: got mesh={shown(mesh)}, expected one of ringcomm.init_mesh, or a DeviceMesh; pass that"
+            f"{call}: got mesh={shown(mesh)}, expected a mesh of ringcomm.init_mesh, or a DeviceMesh; pass one"
         )
 
 

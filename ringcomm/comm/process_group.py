@@ -405,7 +405,7 @@ class ProcessGroupEngine(Engine):
             self.pg.abort()
         except RuntimeError as error:
             raise UnsupportedError(
-                f"abort: rank {self.rank} asked {self.name} to abort ({reason}), which it cannot: {error}"
+                f"abort: rank {self.rank} asked {self.name} to abort ({reason}), which its backend cannot do: {error}"
             ) from error
 
     def leave(self, reason: str, error: BaseException | None) -> None:
