@@ -356,7 +356,7 @@ def test_a_malformed_message_fails_its_rank(message: bytes) -> None:
     ranks.receive(ours)
     assert not ranks.open
     with pytest.raises(errors.RankFailedError, match=r"rank 0 .* does not load"):
-        ranks.outcome.end(returns_errors=False)
+        ranks.run()
     for end in (ours, theirs):
         end.close()
 
@@ -367,7 +367,7 @@ def test_a_huge_announced_length_fails_its_rank() -> None:
     os.write(theirs.fileno(), b"\xff\xff\xff\xff" + b"\x7f" + b"\xff" * 7)
     ranks.receive(ours)
     with pytest.raises(errors.RankFailedError, match="rank 0"):
-        ranks.outcome.end(returns_errors=False)
+        ranks.run()
     for end in (ours, theirs):
         end.close()
 
