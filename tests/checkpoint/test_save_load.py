@@ -556,7 +556,7 @@ def test_the_state_of_random_generators_comes_back(tmp_path: Path) -> None:
 
 def test_types_that_the_program_has_declared_safe_stay_so() -> None:
     with torch.serialization.safe_globals([np.ndarray, np.dtype]):
-        assert checkpoint_files.unpack_value(checkpoint_files.pack_value("save", 0, "extra", np.float64(2))) == 2
+        assert checkpoint_files.unpack_value(checkpoint_files.pack_value(0, "extra", np.float64(2))) == 2
         assert {np.ndarray, np.dtype} <= {*torch.serialization.get_safe_globals()}
     assert np.ndarray not in torch.serialization.get_safe_globals()
 
