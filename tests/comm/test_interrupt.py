@@ -58,8 +58,8 @@ CLOSED_IN = {
 HOSTS = pytest.mark.parametrize("hosts", [None, [1, 1], [2, 1]], ids=str)
 
 
-def send_once_it_waits(comm: Communicator, number: signal.Signals = signal.SIGUSR1) -> None:
-    """Sends a signal to this process once its main thread sleeps in a call."""
+def send_once_it_waits(comm: Communicator) -> None:
+    """A signal to this process, once its main thread sleeps in a call; run_ranks keeps SIGINT from its ranks."""
 
     def asleep() -> bool:
         states = [call.state for each in records() if each.rank == comm.rank for call in each.calls]
@@ -73,7 +73,7 @@ def send_once_it_waits(comm: Communicator, number: signal.Signals = signal.SIGUS
             if comm.closed:
                 return  # the test has failed before
             looks = looks + 1 if asleep() else 0
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGUSR1)
 
     threading.Thread(target=watch, daemon=True).start()
 
@@ -122,14 +122,14 @@ def on_ranks(function: Callable[..., Any], hosts: list[int] | None, *args: Any) 
 
 
 def waits(comm: Communicator, op: str) -> Told:
-    """The last rank comes late; rank 0 waits for it until its user presses Ctrl-C."""
+    """The last rank comes late; rank 0 waits for it, and its user has had enough."""
     comm.barrier()
     late = comm.rank == comm.world_size - 1
 
     def call() -> None:
         if comm.rank == 0:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            send_once_it_waits(comm, signal.SIGINT)
+            signal.signal(signal.SIGUSR1, signal.default_int_handler)
+            send_once_it_waits(comm)
         while late and not comm.aborted:
             time.sleep(0.01)
         CALLS["barrier" if late else op](comm)

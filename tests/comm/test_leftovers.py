@@ -149,6 +149,55 @@ def test_memory_that_is_refused_is_a_clear_error() -> None:
     assert ended(process).split() == ["True", "False"]
 
 
+def test_ctrl_c_ends_a_call_that_waits() -> None:
+    """The interrupted rank raises KeyboardInterrupt, also from an asynchronous call and a receive, the other one
+    AbortedError."""
+    process = start("""
+        from torch.distributed import FileStore
+        import tempfile
+        WAITS = (
+            lambda comm: comm.barrier(),
+            lambda comm: comm.barrier(async_op=True).wait(),
+            lambda comm: comm.recv(np.zeros(3), 1),
+        )
+        def rank(r, path, waits):
+            comm = ringcomm.init(r, 2, store=FileStore(path, 2), timeout=50)
+            comm.barrier()
+            try:
+                if r == 0:
+                    open(path + ".ready", "w").close()
+                    waits(comm)
+                end = time.monotonic() + 20
+                while r == 1 and not comm.aborted and time.monotonic() < end:
+                    time.sleep(0.01)
+                comm.barrier()
+                comm.barrier()  # what rank 0 had begun asynchronously may have ended well
+            except BaseException as error:
+                print(r, type(error).__name__, flush=True)
+            os._exit(0)
+        for waits in WAITS:
+            with tempfile.TemporaryDirectory() as folder:
+                path, children = folder + "/store", []
+                for r in range(2):
+                    child = os.fork()
+                    if child == 0:
+                        rank(r, path, waits)
+                    children.append(child)
+                while not os.path.exists(path + ".ready"):
+                    time.sleep(0.01)
+                time.sleep(0.3)
+                os.kill(children[0], signal.SIGINT)
+                for child in children:
+                    os.waitpid(child, 0)
+    """)
+    said = ended(process).splitlines()
+    assert len(said) == 6, said
+    for pair in (said[:2], said[2:4], said[4:]):
+        first, second = sorted(pair)
+        assert first == "0 KeyboardInterrupt", said
+        assert second in ("1 AbortedError", "1 RankLostError"), said
+
+
 def forks(comm: Communicator) -> int:
     """Rank 0 forks with calls in flight. Returns: how many of them the child was refused to wait for."""
     comm.barrier()
