@@ -210,8 +210,8 @@ class CpuEngine final : public Engine {
   std::atomic<bool> absorbed_{false};
 };
 
-// ---- collectives: chooses the algorithm of a call, and runs it
-// -------------------------------------------------------
+// ---- collectives
+// The algorithm of a call is chosen, and run.
 
 void CpuEngine::run_collective(const Call& call) {
   const trace::CallSpan span(group_.origin(), static_cast<std::int64_t>(progress_.sequence), call);

@@ -1,4 +1,4 @@
-// Requests of the engine over several hosts, which may know more about the end of a call than the request itself.
+// Requests of the engine over several hosts. The engine may know more about the end of a call than the request does.
 #pragma once
 
 #include <atomic>
@@ -12,7 +12,8 @@ namespace ringcomm::hierarchy {
 
 class CheckedRequest final : public Request, public std::enable_shared_from_this<CheckedRequest> {
  public:
-  // `check` gets the request's error, or null if it has ended well, and may throw another error to be reported instead.
+  // `check` gets the request's error, or null if there is none so far. It may be called several times, by several
+  // threads, and may throw another error to be reported instead.
   CheckedRequest(std::shared_ptr<Request> request, std::function<void(const std::exception_ptr&)> check)
       : request_(std::move(request)), check_(std::move(check)) {}
 
@@ -46,7 +47,7 @@ class CheckedRequest final : public Request, public std::enable_shared_from_this
   void explained(const Act& act) const {
     try {
       act();
-    } catch (...) {
+    } catch (const std::exception&) {
       check_(std::current_exception());
       throw;
     }

@@ -50,7 +50,8 @@ class CallTensors {
 
 class DeviceWork final : public c10d::Work {
  public:
-  // `call`: its name, a literal; `source`: of a receive; `blocks_host`: as for a barrier; `stream`: on which it runs.
+  // `call`: its name, a literal; `source`: of a receive; `blocks_host`: as for a barrier; `stream`: the one that it
+  // runs on.
   DeviceWork(int rank, c10d::OpType type, const char* call, std::uint64_t sequence, int source, bool blocks_host,
              const c10::Stream& stream, std::shared_ptr<const DeviceLink> link, std::shared_ptr<CallTensors> in_flight,
              Tensors outputs)

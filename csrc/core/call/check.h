@@ -7,7 +7,8 @@
 
 namespace ringcomm {
 
-// Throws an error that says why the engine cannot be used: it is closed, not connected, or was made before a fork.
+// Throws an error that says why the engine cannot be used: it is closed, not connected, or this process was
+// forked after it was made.
 [[noreturn]] void report_unusable(const char* call, int rank, bool closed, bool forked);
 
 // Each throws unless its argument is valid on this rank.

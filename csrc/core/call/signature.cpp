@@ -105,7 +105,7 @@ std::string difference(const std::vector<Caller>& callers) {
                              : concat("call #", first.sequence, ": ");
   for (std::size_t i = 0; i < groups.size(); ++i)
     text += concat(i ? ", " : "", named(groups[i].second), ' ', groups[i].first);
-  if (gathers && !differ(callers, [](const Signature& each) { return each.root; }) &&
+  if (gathers && first.root == 0 && !differ(callers, [](const Signature& each) { return each.root; }) &&
       differ(callers, [](const Signature& each) { return each.count; }))
     text += "; all_gather_list gathers parts of different sizes";
   return text;

@@ -105,8 +105,12 @@ class Simulation {
         return inside(false, reduces);
       case Op::kBroadcast:
         return broadcast();
-      default:  // all_to_all
+      case Op::kAllToAll:
         return hosts_ > 1 ? straight() : inside(false, reduces);
+      default:
+        fail(ErrorCode::kUnsupported,
+             "simulate: got a collective without a model, expected all_reduce, reduce_scatter, all_gather, broadcast or "
+             "all_to_all");
     }
   }
 

@@ -144,7 +144,7 @@ std::uint64_t run_ring(SlotStream& slots, const WindowCut& cut, Shape input, Sha
 std::uint64_t ring_collective(SlotStream& slots) {
   const Call& call = slots.call();
   const int rank = slots.rank(), world_size = slots.world_size();
-  const std::size_t align = 64 / slots.element(), most = slots.group().slot_bytes() / slots.element();
+  const std::size_t align = kAlignBytes / slots.element(), most = slots.group().slot_bytes() / slots.element();
   const WindowCut chunks = cut_windows(call.count, world_size, most, align),
                   whole = cut_windows(call.count, 1, most, align);
   switch (call.op) {

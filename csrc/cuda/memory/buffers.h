@@ -85,8 +85,9 @@ class Buffers {
   void called();
   // Where a buffer of the next call lies for the peers. The first use of an allocation offers it.
   Location locate(const void* data, std::size_t nbytes, bool captured, const char* call);
-  // Finds, and closes, mappings of peers' memory that no call of this rank uses any more.
+  // Whether there are mappings of peers' memory that no call of this rank uses any more.
   bool has_unused() const;
+  // Closes them.
   void close_unused();
   // How many allocations of this rank the peers have opened.
   std::size_t num_visible() const;

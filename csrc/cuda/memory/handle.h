@@ -1,5 +1,6 @@
-// The handle that a rank sends to the others before they can access its memory: where it runs, its settings, and
-// where its segment and its control socket are. It is one line of text, which stores of all kinds can carry.
+// The handle that a rank sends to the others before they can access its memory: where it runs, its settings, which
+// must be equal, and where its segment and its control socket are. It is one line of text, which stores of all kinds
+// can carry.
 #pragma once
 
 #include <cstdint>

@@ -55,6 +55,12 @@ void take_back_stream(int device, cudaStream_t stream) {
   idle.by_device[device].push_back(stream);
 }
 
+bool is_capturing(cudaStream_t stream, int rank) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing of the call's stream", rank);
+  return status != cudaStreamCaptureStatusNone;
+}
+
 unsigned long long capture_of(cudaStream_t stream, int rank) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;
@@ -67,7 +73,7 @@ bool reached(const StreamEvent& event, int rank) {
   const RelaxedCapture relaxed(rank);
   const cudaError_t status = cudaEventQuery(event.handle);
   if (status == cudaErrorNotReady) return false;
-  check(status, "cudaEventQuery of a call's end", rank);
+  check(status, "cudaEventQuery", rank);
   return true;
 }
 
@@ -101,14 +107,14 @@ StreamEventPtr StreamEvents::record(cudaStream_t stream, unsigned long long capt
                          }
                          delete event;
                        });
-  check(cudaEventRecord(handle, stream), "cudaEventRecord on the call's stream", rank);
+  check(cudaEventRecord(handle, stream), "cudaEventRecord", rank);
   return event;
 }
 
 void StreamEvents::follow(cudaStream_t stream, unsigned long long capture, const StreamEventPtr& event, int rank) {
   if (!event || event->capture != capture)
     return;  // the same stream too: handles are used again, and 0 is one per device
-  check(cudaStreamWaitEvent(stream, event->handle, 0), "cudaStreamWaitEvent on the call's stream", rank);
+  check(cudaStreamWaitEvent(stream, event->handle, 0), "cudaStreamWaitEvent", rank);
 }
 
 bool StreamEvents::is_of(cudaStream_t stream, const StreamEvent& event, bool has_stayed) {

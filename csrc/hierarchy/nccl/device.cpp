@@ -5,7 +5,7 @@
 namespace ringcomm::nccl {
 
 bool reached(const Place& place, const StreamEventPtr& event) {
-  const DeviceScope on(place.device, place.rank);
+  const cuda::DeviceGuard on(place.device, place.rank);
   return cuda::reached(*event, place.rank);
 }
 

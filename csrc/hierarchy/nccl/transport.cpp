@@ -103,7 +103,7 @@ void NcclTransport::check_open() const {
 }
 
 void NcclTransport::check_stream(const char* call, cudaStream_t stream) const {
-  if (cuda::capture_of(stream, rank()) != 0)
+  if (cuda::is_capturing(stream, rank()))
     fail(ErrorCode::kUnsupported, call, ": rank ", rank(),
          " expected a stream that is not being captured, got one in the capture of a graph; calls between hosts cannot "
          "be captured, make them before or after");

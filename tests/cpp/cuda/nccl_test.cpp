@@ -394,6 +394,10 @@ void captures() {
     cudaGraph_t graph = nullptr;
     require(cudaStreamEndCapture(rank.cuda, &graph) == cudaSuccess, "a refusal spoils no capture");
     cudaGraphDestroy(graph);
+    cudaStreamBeginCapture(rank.cuda, cudaStreamCaptureModeRelaxed);
+    require(cudaStreamSynchronize(rank.cuda) != cudaSuccess, "which a capture does not allow");
+    expect_error(ErrorCode::kUnsupported, "capture of a graph", [&] { rank.transport.enter(rank.stream()); });
+    require(cudaStreamEndCapture(rank.cuda, &graph) != cudaSuccess, "the capture was invalidated");
     exchange(rank, 2);
   });
   end_of_section("captures");

@@ -218,7 +218,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatu
     *status = !s->capture           ? cudaStreamCaptureStatusNone
               : s->capture->invalid ? cudaStreamCaptureStatusInvalidated
                                     : cudaStreamCaptureStatusActive;
-    if (id && s->capture) *id = s->capture->id;
+    if (id && *status == cudaStreamCaptureStatusActive) *id = s->capture->id;
     return cudaSuccess;
   });
 }

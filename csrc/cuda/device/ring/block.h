@@ -139,7 +139,8 @@ class RingBlock {
         ring_reduce(root, plan_.position, world_size(), windows, *this);
       return windows;
     }
-    const Op op = kCopies ? Op::kAllGather : args_.op;  // a constant where it can be one
+    // One of two, so that the compiler drops keep() where values are reduced.
+    const Op op = kCopies ? Op::kAllGather : args_.op == Op::kAllReduce ? Op::kAllReduce : Op::kReduceScatter;
     ring_loop(op, plan_.position, world_size(), windows, *this);
     return ring_tickets(op, world_size(), windows);
   }
