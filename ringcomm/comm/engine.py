@@ -11,7 +11,7 @@ import difflib
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -87,13 +87,14 @@ def named_reduction(op: Any, factor: Any) -> tuple[Any, Any]:
     name = getattr(op, "op", op).name.lower()
     if name == "premul_sum" and factor is None:
         factor = getattr(op, "factor", None)
-    return {"product": "prod"}.get(name, name), factor
+    return _OTHER_NAMES.get(name, name), factor
 
 
-def _meant(word: str, known: Iterable[str]) -> str | None:
-    """Returns the known name that is most like a wrong one, or that other libraries call so; None: no name is."""
-    close = difflib.get_close_matches(word[:_LONGEST_NAME].lower(), [*known, *_OTHER_NAMES], 1)
-    return next((name for name in known if close and name == _OTHER_NAMES.get(close[0], close[0])), None)
+def _meant(word: str, known: Collection[str]) -> str | None:
+    """Returns the known name closest to a wrong one, or the one for a synonym; None if there is none."""
+    word = word[:_LONGEST_NAME].lower()
+    close = [_OTHER_NAMES.get(word), *difflib.get_close_matches(word, known, 1, 0.75)]
+    return next((name for name in close if name in known), None)
 
 
 class CollectiveArgs:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -394,6 +395,7 @@ class Span:
         """Finishes the calls in flight and disconnects from the peers."""
         self.engine.close()
         if self._stop_watch is not None:
+            atexit.unregister(self._stop_watch)
             self._stop_watch()
         self._report_end()
 
@@ -420,16 +422,16 @@ def _start_watch(span: Span, store: Any) -> Callable[[], None]:
     every_s = max(_LOOK_EVERY_S, span.world_size / 2000)
     arguments = (weakref.ref(span), store, end, every_s)  # weak, so that the thread does not keep the span alive
     thread = threading.Thread(target=_watch, args=arguments, name="ringcomm watch", daemon=True)
-
-    def stop() -> None:
-        atexit.unregister(stop)
-        end.set()
-        if thread is not threading.current_thread():
-            thread.join(_LAST_LOOK_S)
-
+    stop = partial(_stop_watch, thread, end)
     thread.start()
     atexit.register(stop)  # a thread inside native code while Python exits would crash the process
     return stop
+
+
+def _stop_watch(thread: threading.Thread, end: threading.Event) -> None:
+    end.set()
+    if thread is not threading.current_thread():
+        thread.join(_LAST_LOOK_S)
 
 
 def _watch(owner: weakref.ref[Span], store: Any, end: threading.Event, every_s: float) -> None:

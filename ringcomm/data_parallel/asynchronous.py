@@ -52,8 +52,10 @@ from ringcomm.errors import (
     DeviceError,
     InvalidArgumentError,
     MismatchError,
+    RankLostError,
     RingcommError,
     UnsupportedError,
+    rank_list,
     shown,
 )
 from ringcomm.modules.arguments import MODULE
@@ -75,8 +77,9 @@ class AsynchronousDataParallel(nn.Module):
     object as a context manager, or call `close`, which serves until every worker has closed.
 
     Args:
-        module: the same on all ranks; all get rank 0's parameters and buffers now. Later, parameters that require no
-            gradient now are never sent, and neither are buffers: each rank keeps its own statistics of batch norms.
+        module: the same on all ranks; all get rank 0's parameters and buffers when it is wrapped. Buffers are not sent
+            again, so each rank keeps its own, such as the statistics of batch norms; and neither are parameters that
+            require no gradient when the module is wrapped.
         comm: a communicator on the cpu by ringcomm's own engine; None: one over torch.distributed's default group, or
             ``ringcomm.init()``. A module on another device is copied through host memory in each step.
         optimizer: makes an ordinary optimizer from a list of parameters; called on every rank. Element-wise ones of
@@ -88,8 +91,8 @@ class AsynchronousDataParallel(nn.Module):
         staleness_scale: factor of the learning rate, by a gradient's staleness: the number of updates of the shard
             between the values with which it was computed and now; for example ``lambda s: 1 / (1 + s)``.
         record: whether to record `order`: two numbers for each step of each worker.
-        replay: this rank's `order` of an earlier run with the same number of ranks, servers and data: the gradients are
-            used in that order again, which gives the same bits.
+        replay: this rank's `order` of an earlier run with as many ranks, the same servers and the same data: the
+            gradients are used in that order again, which gives the same bits.
     Order:   of updates: as the gradients come. With max_staleness=0, the canonical order of sums.
     Cost:    a step sends the gradients and receives the parameters once, less this rank's own shard; two
              communicators of two ranks with each other rank, and a thread and a shard's memory for each worker.
@@ -481,10 +484,11 @@ class ServerConnection:
             yield
         except (AbortedError, CollectiveTimeoutError, MismatchError) as error:
             rank, server = self.channel.rank, self.channel.peer
+            closes = isinstance(error, RankLostError) and "has closed its communicator" in str(error)
             raise type(error)(
                 f"{call}: rank {rank} expected the server on rank {server} to answer, got an error of the "
-                f"connection, whose ranks 0 and 1 are ranks {min(server, rank)} and {max(server, rank)} (a rank that "
-                f"is done must call close(), which serves the others): {error}"
+                f"connection, whose ranks 0 and 1 are ranks {min(server, rank)} and {max(server, rank)}: {error}"
+                + ("; a rank that is done calls close(), which serves the others" if closes else "")
             ) from error
 
 
@@ -619,19 +623,22 @@ def _end_all() -> None:
     interactive interpreter, an error need not have ended the program."""
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     failure: Exception | None = None
+    unclosed: list[int] = []
     for model in list(_open):
         try:
             model.__exit__(None if error is None else type(error), error, None)
-        except ClosedError:  # run_ranks has closed the communicator, because its function has returned
-            warnings.warn(
-                f"{CALL}: rank {model.rank} did not close its model before its communicator was closed, so the last "
-                "updates may be lost; call close(), or use the model in a with block",
-                stacklevel=1,
-            )
+        except ClosedError:  # the communicator was closed, by run_ranks when its function returned, or by the program
+            unclosed.append(model.rank)
         except Exception as its:  # the other models are closed all the same
             failure = failure or its
     if failure is not None:
         raise failure
+    if unclosed:
+        warnings.warn(
+            f"{CALL}: {rank_list(sorted(unclosed))} closed the communicator before the model, so the last updates may "
+            "be lost; call the model's close() first, or use the model in a with block",
+            stacklevel=1,
+        )
 
 
 atexit.register(_end_all)

@@ -23,6 +23,7 @@ from ringcomm.data_parallel.buckets.group import Join
 from ringcomm.data_parallel.model.sharded_model import ShardedModel, wrapped_model
 from ringcomm.data_parallel.optim.clip import clip_grad_norm_
 from ringcomm.data_parallel.optim.optimizer import ShardedOptimizer, sharded_optimizers
+from ringcomm.data_parallel.optim.zero_optimizer import optimizers_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.modules.arguments import MODULE
 from ringcomm.validation import FLAG, expects
@@ -40,11 +41,11 @@ def join(
 
     A rank that leaves the block early waits at its end. While it waits, it takes part in the other ranks' collectives,
     with gradients of zero and with its shards, so that all ranks leave together with equal parameters. Gradients that a
-    rank has accumulated in ``no_sync`` when it leaves are added to the next reduction. Attached optimizers step on
-    every rank, with the hyperparameters of a rank that still has input. An optimizer that is not attached keeps the
-    state that it had, and the parameters are sent once more at the end. A rank may run forward, backward,
-    `ringcomm.clip_grad_norm_`, step and zero_grad of the wrapped model inside; other collectives are not followed by
-    the joined ranks.
+    rank has accumulated in ``no_sync`` when it leaves are added to the next reduction. Attached optimizers, and
+    those of `ZeroRedundancyOptimizer`, step on every rank, with the hyperparameters of a rank that still has input. Any
+    other optimizer keeps the state that it had, and the parameters are sent once more at the end. A rank may run
+    forward, backward, `ringcomm.clip_grad_norm_`, step and zero_grad of the wrapped model inside; other collectives are
+    not followed by the joined ranks.
 
     Args:
         model: a model wrapped by `ringcomm.shard` (any stage), `fully_shard` or DistributedDataParallel.
@@ -102,12 +103,17 @@ def enter(flat: ShardedModel, over_all: bool, throw: bool) -> None:
     _refuse(flat)
     flat.recover()
     flat.sync.buffers_are_due = True  # so that the first forward pass is announced
-    flat.ranks.joining = Join(flat.ranks, flat.module, flat.device, over_all, throw)
+    joining = Join(flat.ranks, flat.module, flat.device, over_all, throw, optimizers_of(flat))
+    for number, optimizer in enumerate(joining.replicated):
+        optimizer.joined = joining, number
+    flat.ranks.joining = joining
 
 
 def leave(flat: ShardedModel) -> None:
     """Leaves `join`, after all ranks have joined or one has raised."""
-    flat.ranks.joining = None
+    joining, flat.ranks.joining = flat.ranks.joining, None
+    for optimizer in [] if joining is None else joining.replicated:
+        optimizer.joined = None
     flat.forget_passes()
 
 
@@ -151,17 +157,25 @@ def _forget(bucket: Bucket) -> None:
             p.grad = None
 
 
-def _optimizer(flat: ShardedModel, which: int, is_followed: bool) -> torch.optim.Optimizer | None:
-    return flat.optimizers.followed(which) if is_followed else flat.optimizers.of_number(which)
-
-
-def _step(flat: ShardedModel, which: int, is_followed: bool, options: Any) -> None:
-    optimizer = _optimizer(flat, which, is_followed)
+def _optimizer(flat: ShardedModel, which: int, is_replicated: bool) -> Any:
+    """Returns the optimizer that the other ranks use."""
+    joining = flat.ranks.joining
+    assert joining is not None
+    if is_replicated and which < len(joining.replicated):
+        return joining.replicated[which]
+    optimizer = None if is_replicated else flat.optimizers.of_number(which)
     if optimizer is None:
+        what = "it to be made" if is_replicated else "it to be attached"
+        advice = "make it on every rank" if is_replicated else "call ringcomm.shard(model, optimizer)"
         raise InvalidArgumentError(
             f"join: rank {flat.ranks.rank} has joined before the first step of an optimizer that rank "
-            f"{flat.ranks.root} steps, expected it to be attached; call ringcomm.shard(model, optimizer) before"
+            f"{flat.ranks.root} steps, expected {what}; {advice} before join"
         )
+    return optimizer
+
+
+def _step(flat: ShardedModel, which: int, is_replicated: bool, options: Any) -> None:
+    optimizer = _optimizer(flat, which, is_replicated)
     for group, theirs in zip(optimizer.param_groups, options, strict=True):
         group.update(theirs)
     optimizer.step()
@@ -173,9 +187,8 @@ def _clip(flat: ShardedModel, which: int, flag: bool, wanted: Any) -> None:
     clip_grad_norm_([flat.buckets[number].params[i] for number, i in picked], *arguments)
 
 
-def _zero_grad(flat: ShardedModel, which: int, is_followed: bool, _: Any) -> None:
-    optimizer = _optimizer(flat, which, is_followed)
-    assert optimizer is not None  # every optimizer that zeroes gradients has stepped
+def _zero_grad(flat: ShardedModel, which: int, is_replicated: bool, _: Any) -> None:
+    optimizer = _optimizer(flat, which, is_replicated)
     optimizer.zero_grad(set_to_none=False)
 
 

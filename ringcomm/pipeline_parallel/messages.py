@@ -48,11 +48,14 @@ class Messages:
     def __init__(self, comm: Communicator, device: torch.device, static_shapes: bool) -> None:
         self.comm, self.device, self.static_shapes = comm, device, static_shapes
         self.sent_nbytes = 0  # tensors alone
-        self._sending: list[tuple[Any, torch.Tensor, int | None]] = []  # and its version, if it is checked
+        # With each tensor its version, if it must not change, and the stage and micro-batch of an activation.
+        self._sending: list[tuple[Any, torch.Tensor, int | None, tuple[int, int] | None]] = []
         self._known: dict[tuple[str, int, bool], Any] = {}  # by direction, stage, and whether gradients are on
 
-    def send(self, tensors: Sequence[torch.Tensor], metadata: StageMetadata, stage: int, rank: int) -> None:
-        """Sends a stage's inputs to the rank of that stage."""
+    def send(
+        self, tensors: Sequence[torch.Tensor], metadata: StageMetadata, stage: int, number: int, rank: int
+    ) -> None:
+        """Sends a stage's inputs of a micro-batch to the rank of that stage."""
         key = ("to", stage, torch.is_grad_enabled())
         facts = tuple((tuple(x.shape), x.dtype, x.requires_grad, _strides(x)) for x in tensors)
         known = self._known.get(key)
@@ -71,7 +74,7 @@ class Messages:
             if self.static_shapes:
                 self._known[key] = facts, metadata.of_any()
         for x, (_, _, _, strides) in zip(tensors, facts, strict=True):
-            self._send(x.detach().permute(_order(strides)), rank, _forward(stage), check=True)
+            self._send(x.detach().permute(_order(strides)), rank, _forward(stage), check=True, of=(stage, number))
 
     def receive(self, stage: int, rank: int) -> tuple[list[torch.Tensor], StageMetadata]:
         """Receives a stage's inputs from the rank of the stage before, as leaves of a new autograd graph."""
@@ -97,16 +100,20 @@ class Messages:
         for x, its in zip(there, strides, strict=True):
             self._send(x.permute(_order(its)), rank, tag, check=True)
 
-    def receive_gradients(self, sent: Sequence[Sent], stage: int, rank: int) -> list[torch.Tensor | None]:
+    def receive_gradients(self, sent: Sequence[Sent], stage: int, number: int, rank: int) -> list[torch.Tensor | None]:
         """Receives the gradients of what was sent to a stage; None for each tensor that the stage did not use."""
         tag = _backward(stage)
         there = self._receive((len(sent),), torch.uint8, False, rank, tag).tolist()
         dims = sum(len(shape) for (_, shape, _), its in zip(sent, there, strict=True) if its)
         strides = iter(self._receive((dims,), torch.int64, False, rank, tag).tolist())
-        return [
+        gradients = [
             self._receive(shape, dtype, False, rank, tag, [*islice(strides, len(shape))]) if its else None
             for (_, shape, dtype), its in zip(sent, there, strict=True)
         ]
+        # The activations have arrived, since their gradients are here: backward may write into their memory now.
+        self._refuse_written()
+        self._sending = [each for each in self._sending if each[3] != (stage, number)]
+        return gradients
 
     def send_tied(self, x: torch.Tensor, rank: int, number: int, counts: bool = True) -> None:
         """Sends a tensor outside of the schedule; ``number`` selects its tag."""
@@ -119,29 +126,38 @@ class Messages:
 
     def finish(self) -> None:
         """Waits until everything that was sent has arrived."""
-        sending, self._sending = self._sending, []
-        for work, _, _ in sending:
+        for work, *_ in self._sending:
             work.wait()
-        self._refuse_written(sending)
+        self._refuse_written()
+        self._sending.clear()
 
-    def _refuse_written(self, sending: Sequence[tuple[Any, torch.Tensor, int | None]]) -> None:
-        for _, x, version in sending:
+    def _refuse_written(self) -> None:
+        """Raises where the program wrote into a tensor that was being sent."""
+        for _, x, version, _ in self._sending:
             if version is not None and version_of(x) != version:
                 raise InvalidArgumentError(
                     f"Pipeline: rank {self.comm.rank} found that a tensor of shape {tuple(x.shape)}, which its stage "
-                    "returned, or a gradient of it, was written in place before the other stage had it, expected the "
-                    "values that were returned; write into a clone"
+                    "returned, or a gradient of one, was written in place while it was being sent, expected the values "
+                    "that were returned; write into a clone"
                 )
 
     # ---- one message ----------------------------------------------------------------------------------------------
 
-    def _send(self, x: torch.Tensor, rank: int, tag: int, counts: bool = True, check: bool = False) -> None:
-        self._refuse_written(self._sending)
+    def _send(
+        self,
+        x: torch.Tensor,
+        rank: int,
+        tag: int,
+        counts: bool = True,
+        check: bool = False,
+        of: tuple[int, int] | None = None,
+    ) -> None:
+        self._refuse_written()
         self._sending = [each for each in self._sending if not each[0].done]
         x = x.contiguous()
         self.sent_nbytes += x.nbytes if counts else 0
         if x.numel():
-            self._sending.append((self.comm.isend(x, rank, tag), x, version_of(x) if check else None))
+            self._sending.append((self.comm.isend(x, rank, tag), x, version_of(x) if check else None, of))
 
     def _receive(
         self,

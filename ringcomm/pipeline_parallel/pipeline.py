@@ -433,7 +433,7 @@ class _Step:
         if following == self.rank:
             self._local_messages["forward", stage + 1, number] = (output, after)
         else:
-            self.pipe.messages.send(output, after, stage + 1, following)
+            self.pipe.messages.send(output, after, stage + 1, number, following)
 
     def _refuse_cut_off(self, stage: int, received: Sequence[torch.Tensor], output: Any) -> None:
         if any(x.requires_grad for x in received) and not any(x.requires_grad for x in tree_leaves(output)):
@@ -495,7 +495,7 @@ class _Step:
             return found
         sent = self._open[stage, number][1]
         assert not isinstance(sent, torch.Tensor)
-        return self.pipe.messages.receive_gradients(sent, stage + 1, source)
+        return self.pipe.messages.receive_gradients(sent, stage + 1, number, source)
 
     def _backward(self, stage: int, number: int, gradients: Sequence[torch.Tensor | None]) -> None:
         found, sent = self._open.pop((stage, number))

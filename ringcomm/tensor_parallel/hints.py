@@ -20,17 +20,13 @@ from ringcomm.data_parallel.model.partition import is_compiled
 from ringcomm.errors import InvalidArgumentError, RingcommError
 from ringcomm.tensor_parallel.group import TensorParallelGroup
 from ringcomm.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from ringcomm.tensor_parallel.styles import COUNTS
 from ringcomm.tensor_parallel.verify import digest
 
 MULTIPLIES = {
     "matmul", "__matmul__", "__rmatmul__", "linear", "mm", "addmm", "bmm", "baddbmm", "einsum", "embedding", "tensordot"
 }  # fmt: skip
 """Functions of torch that multiply with rows of a table, or look them up."""
-COUNTS = (
-    *("num_heads", "num_head", "n_heads", "n_head", "nheads", "nhead", "n_local_heads", "heads", "h"),
-    "split_size",
-)
-"""Attributes that count heads and that modules usually compute with."""
 
 
 def ancestors_of(name: str) -> list[str]:

@@ -678,8 +678,9 @@ def _head_attributes(target: _Target, group: TensorParallelGroup) -> tuple[str, 
     names = target.style.attributes or tuple(each for each in HEADS if type(getattr(found, each, None)) is int)
     if not names:
         raise InvalidArgumentError(
-            f"parallelize: rank {group.rank} got {name} as heads, a {type(found).__name__} without a number of heads "
-            "that is known, expected its attributes; pass Heads(('name', ...))"
+            f"parallelize: rank {group.rank} got {name or 'the module'} as heads, of class {type(found).__name__}, "
+            "which has no attribute of a known name with a number of heads, expected one; pass "
+            "ringcomm.tensor_parallel.Heads(('name', ...)) with its name"
         )
     for each in names:
         value = getattr(found, each, None)

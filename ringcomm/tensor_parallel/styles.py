@@ -6,10 +6,11 @@ import enum
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
-HEADS = (
-    "num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads",
-    "n_kv_heads", "split_size", "embed_dim",
+COUNTS = (
+    "num_heads", "num_head", "n_heads", "n_head", "nheads", "nhead", "n_local_heads", "heads", "split_size"
 )  # fmt: skip
+"""Attributes that count heads and that modules usually compute with."""
+HEADS = (*COUNTS, "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads", "embed_dim")
 """Attributes of an attention module that `Heads` divides when it names none."""
 
 

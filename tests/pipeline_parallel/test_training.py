@@ -437,6 +437,49 @@ def test_the_next_micro_batch_may_overwrite_what_a_stage_returned(how: str, sche
     assert not differing([each for _, each in found], expected)
 
 
+class ReusesItsResult(torch.autograd.Function):
+    """Computes the gradient in the memory of its result, which it saved, as in-place activations do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x.sigmoid()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (y,) = ctx.saved_tensors
+        factor = 1 - y
+        return y.mul_(factor).mul_(grad)
+
+
+class Reusing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.activation = Activation()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.activation(self.first(x))).square().mean()
+
+
+class Activation(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ReusesItsResult.apply(x)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_backward_may_use_the_memory_of_what_was_sent(schedule: str) -> None:
+    model, x = make(Reusing).double(), torch.randn(16, 4, dtype=torch.float64)
+    _, expected = plain(model, [lambda m, each=each: m(each) for each in x.chunk(8)], 8)
+
+    def step(pipe: Pipeline, rank: int) -> Gradients:
+        pipe.step(x)
+        return gradients(pipe)
+
+    assert not differing(on_ranks(model, ["second"], 2, step, microbatches=8, schedule=schedule), expected)
+
+
 def test_a_result_that_needs_a_gradient_must_not_be_overwritten() -> None:
     x = torch.randn(1 << 18, 4)
     with pytest.raises(InvalidArgumentError, match=r"shape \(65536, 4\), which its stage returned, or a g"):

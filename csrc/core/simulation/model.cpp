@@ -108,9 +108,10 @@ class Simulation {
       case Op::kAllToAll:
         return hosts_ > 1 ? straight() : inside(false, reduces);
       default:
-        fail(ErrorCode::kUnsupported,
-             "simulate: got a collective without a model, expected all_reduce, reduce_scatter, all_gather, broadcast or "
-             "all_to_all");
+        fail(
+            ErrorCode::kUnsupported,
+            "simulate: got a collective without a model, expected all_reduce, reduce_scatter, all_gather, broadcast or "
+            "all_to_all");
     }
   }
 

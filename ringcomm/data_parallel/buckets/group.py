@@ -230,6 +230,7 @@ class DataParallelGroup:
                 f"Join: rank {self.rank} got a model over a communicator, expected torch.distributed to be "
                 "initialised; use ringcomm.join(model)"
             )
+        # Every rank makes one, because torch names a group by the number of groups that were made before it.
         return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
     def announce(self, kind: str, which: int = 0, flag: bool = False, more: Any = None) -> None:
@@ -364,12 +365,21 @@ class Join:
         device: the device of the ranks' messages.
         over_all: whether gradients are averaged over all ranks, not only over those that still have input.
         throw: whether to raise as soon as a rank has no more input.
+        replicated: the optimizers that are not attached and step on every rank all the same, those of
+            `ZeroRedundancyOptimizer`, in the same order on all ranks.
     """
 
     def __init__(
-        self, ranks: DataParallelGroup, module: nn.Module, device: torch.device, over_all: bool, throw: bool
+        self,
+        ranks: DataParallelGroup,
+        module: nn.Module,
+        device: torch.device,
+        over_all: bool,
+        throw: bool,
+        replicated: Sequence[Any],
     ) -> None:
         self.ranks, self.module, self.over_all, self.throw = ranks, module, over_all, throw
+        self.replicated = replicated
         # The number of ranks with input, and the first of them, in the last round in which there were any.
         self.with_input, self.root = ranks.world_size, 0
         self.shadowing = False  # whether this rank has joined

@@ -110,7 +110,6 @@ class AttachedOptimizers:
     def __init__(self, ranks: DataParallelGroup, device: torch.device) -> None:
         self._ranks, self._device = ranks, device
         self._attached: list[weakref.ref[torch.optim.Optimizer]] = []  # in the same order on every rank
-        self._followed: list[weakref.ref[torch.optim.Optimizer]] = []
         self._hosts: list[weakref.ref[HostGradients]] = []
         self.stepped: set[Options] = set()
         self.options_differ = False
@@ -146,19 +145,6 @@ class AttachedOptimizers:
     def of_number(self, number: int) -> torch.optim.Optimizer | None:
         """Returns the optimizer with a number; None: it is not attached on this rank, or was dropped."""
         return self._attached[number]() if number < len(self._attached) else None
-
-    def follow(self, optimizer: torch.optim.Optimizer) -> int:
-        """Has `join` follow the steps of an optimizer that is not attached, a ZeroRedundancyOptimizer.
-
-        Returns: its number for `followed`, the same on all ranks.
-        """
-        if not any(ref() is optimizer for ref in self._followed):
-            self._followed.append(weakref.ref(optimizer))
-        return next(i for i, ref in enumerate(self._followed) if ref() is optimizer)
-
-    def followed(self, number: int) -> torch.optim.Optimizer | None:
-        """Returns the optimizer of a number that `follow` returned on another rank; None: it was dropped here."""
-        return self._followed[number]() if number < len(self._followed) else None
 
     def on_all_ranks(self) -> list[torch.optim.Optimizer]:
         """Returns the optimizers that no rank has dropped, and removes the others. Garbage collection may drop an

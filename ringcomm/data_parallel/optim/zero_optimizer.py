@@ -10,6 +10,7 @@ in its shard of the flat layout; an all-gather then updates the other pieces.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import communicator_of
-from ringcomm.data_parallel.buckets.group import DataParallelGroup, refuse_several
+from ringcomm.data_parallel.buckets.group import DataParallelGroup, Join, refuse_several
 from ringcomm.data_parallel.buckets.layout import Atom, FlatLayout, Segment
 from ringcomm.data_parallel.model.sharded_model import ShardedModel, place_of
 from ringcomm.data_parallel.optim.optimizer import is_elementwise, refuse_unusable
@@ -31,6 +33,7 @@ from ringcomm.validation import COMMUNICATOR, FLAG, Requirement, a, expects, sev
 
 State = dict[str, Any]
 _CALL = "ZeroRedundancyOptimizer"
+_living: list[weakref.ref[ZeroRedundancyOptimizer]] = []  # in the order in which they were made
 
 
 @dataclass
@@ -240,6 +243,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             self, [_group_of(group) for group in self.optim.param_groups], self.optim.defaults
         )
         Joinable.__init__(self)
+        self.joined: tuple[Join, int] | None = None  # inside `ringcomm.join` of a model, and this optimizer's number
         self._process_group = process_group  # None: the default group, or `comm` was given
         self._has_group = comm is None
         device = self.param_groups[0]["params"][0].device
@@ -251,7 +255,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._unsharded_state: list[State] | None = None
         self._state_at: int | None = -1
         self._ready = True
-        self._model()
+        _living.append(weakref.ref(self, _living.remove))
         initial = dict(self.optim.state)
         self.optim.state.clear()
         pieces = self._deal_out(range(len(self.param_groups)))
@@ -306,24 +310,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     # ---- uneven inputs --------------------------------------------------------------------------------------------
 
-    def _model(self) -> ShardedModel | None:
-        """Returns the model wrapped by ringcomm that has the parameters, so that its `join` follows this optimizer."""
-        place = place_of(self.param_groups[0]["params"][0])
-        if place is None:
-            return None
-        place.flat.optimizers.follow(self)
-        return place.flat
-
-    def _announce(self, kind: str, options: list[dict[str, Any]] | None = None) -> None:
-        """Inside `join`, tells the ranks that have joined what this optimizer is about to do."""
-        model = self._model()
-        if model is not None and model.ranks.joining is not None and model.ranks.joining.module is model.module:
-            model.ranks.announce(kind, model.optimizers.follow(self), True, options)
+    def models(self) -> list[ShardedModel]:
+        """Returns the models wrapped by ringcomm that have parameters of this optimizer."""
+        places = (place_of(p) for group in self.param_groups for p in group["params"])
+        return [*dict.fromkeys(place.flat for place in places if place is not None)]
 
     def join_hook(self, **_: Any) -> JoinHook:
         """Returns the hook for torch.distributed.algorithms.Join. The `join` of a model that ringcomm has wrapped needs
         none."""
-        return _ShadowStep(self) if self._model() is None else JoinHook()
+        return JoinHook() if self.models() else _ShadowStep(self)
 
     @property
     def join_device(self) -> torch.device:
@@ -337,8 +332,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
         Raises: InvalidArgumentError: the ranks are those of a communicator, without a process group.
         """
-        model = self._model()
-        if model is not None:
+        for model in self.models():
             return model.ranks.alone
         if not self._has_group:
             raise InvalidArgumentError(
@@ -354,12 +348,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
         Returns: the result of ``closure``, which is called first.
         """
-        Join.notify_join_context(self)
+        TorchJoin.notify_join_context(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._announce("step", [_options(group) for group in self.param_groups])
+        if self.joined is not None:
+            joining, number = self.joined
+            joining.announce("step", number, True, [_options(group) for group in self.param_groups])
         self._unsharded_state, self._state_at = None, -1
         for mine, theirs in zip(self.param_groups, self.optim.param_groups, strict=True):
             theirs.update(_options(mine))
@@ -375,8 +371,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discards the gradients; with ``set_to_none=False`` sets them to zero, as in torch."""
-        if not set_to_none:
-            self._announce("zero_grad")
+        if not set_to_none and self.joined is not None:
+            joining, number = self.joined
+            joining.announce("zero_grad", number, True)
         super().zero_grad(set_to_none)
 
     # ---- state ----------------------------------------------------------------------------------------------------
@@ -457,3 +454,9 @@ def _group_of(group: dict[str, Any]) -> dict[str, Any]:
     names = group.get("param_names")
     params = list(group["params"]) if names is None else list(zip(names, group["params"], strict=True))
     return {**_options(group), "params": params}
+
+
+def optimizers_of(model: ShardedModel) -> list[ZeroRedundancyOptimizer]:
+    """Returns the optimizers that step parameters of a model, in the order in which they were made."""
+    living = [ref() for ref in list(_living)]
+    return [each for each in living if each is not None and model in each.models()]

@@ -329,6 +329,28 @@ def test_ranks_with_other_numbers_of_batches(way: str, set_to_none: bool) -> Non
         assert all(map(torch.equal, found, expected[0]))
 
 
+def _made_before_wrapping() -> list[torch.Tensor]:
+    """The optimizer is made first, has a parameter beside the model's, and zeroes gradients before its first step; the
+    last rank has no batch."""
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    net, beside = nn.Linear(4, 2), nn.Parameter(torch.ones(3))
+    optimizer = ZeroRedundancyOptimizer([beside, *net.parameters()], torch.optim.SGD, lr=0.1)
+    model = ringcomm.DistributedDataParallel(net)
+    with ringcomm.join(model):
+        for step in range((3, 1, 0)[dist.get_rank()]):
+            optimizer.zero_grad(set_to_none=False)
+            model(torch.full((2, 4), float(dist.get_rank() + step))).square().mean().backward()
+            optimizer.step()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def test_an_optimizer_that_was_made_before_its_model_was_wrapped_is_followed() -> None:
+    found = torch_ranks.run(_made_before_wrapping, timeout_s=100)
+    assert all(torch.equal(x, y) for theirs in found[1:] for x, y in zip(theirs, found[0], strict=True))
+
+
 def test_other_numbers_of_batches_beside_torchs_ddp() -> None:
     """The ranks end with equal parameters, as with torch's own optimizer. The values are others: a rank that has joined
     has no gradients for its shard, which is not the same shard."""
