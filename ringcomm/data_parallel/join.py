@@ -192,6 +192,13 @@ def _zero_grad(flat: ShardedModel, which: int, is_replicated: bool, _: Any) -> N
     optimizer.zero_grad(set_to_none=False)
 
 
+def _zero(flat: ShardedModel, which: int, flag: bool, name: str) -> None:
+    del which, flag
+    for bucket in flat.order:
+        if name in bucket.names:
+            bucket.gradient.zero(bucket.names.index(name))
+
+
 # Every message of a forward and a backward pass is announced by itself.
 _FOLLOW: dict[str, Callable[..., None]] = {
     "buffers": lambda flat, *_: flat.send_buffers(),
@@ -201,6 +208,7 @@ _FOLLOW: dict[str, Callable[..., None]] = {
     "step": _step,
     "clip": _clip,
     "zero_grad": _zero_grad,
+    "zero": _zero,
 }
 
 

@@ -39,8 +39,8 @@ class SideEffect:
 
     Attributes:
         place: the location of the container.
-        key: the key in a dict or the name of an attribute. None for a list: the value was appended, or
-            (``replaces_all``) the value is the list's entire new content.
+        key: the key in a dict, the name of an attribute, or the index in a list at which the value was appended; None
+            (``replaces_all``): the value is the list's entire new content.
         value: a nest; where ``written`` is set, the tensor.
         removed: the call removed the key or attribute; the value is None.
         changed: the value is a tensor that existed before the call, and the call wrote into it.
@@ -215,7 +215,7 @@ def side_effects(before_call: Sequence[Snapshot]) -> list[SideEffect]:
                 if key not in container and key not in own and not _is_code(x):
                     found.append(SideEffect(place, key, None, removed=True))
         elif not isinstance(container, set) and _is_same([*container][: len(before)], before, versions):
-            found += [SideEffect(place, None, x) for x in [*container][len(before) :]]
+            found += [SideEffect(place, i, x) for i, x in enumerate(container) if i >= len(before)]
         else:
             found.append(SideEffect(place, None, list(container), replaces_all=True))
     place, _, args, versions = before_call[-1]
@@ -280,7 +280,7 @@ def apply_effect(container: Any, effect: SideEffect, value: Any) -> None:
         _refill(container, value)
     elif isinstance(container, dict):
         container[effect.key] = value
-    else:
+    elif len(container) <= effect.key:  # else the module itself ran on this rank, for an earlier stage
         container.append(value)
 
 

@@ -159,6 +159,45 @@ def test_clipping_reaches_the_ranks_that_have_joined(stage: int) -> None:
     alike(on_ranks(rank, 3), one_process(True, steps, clip=0.05), exact=False)
 
 
+def by_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def by_module(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+def by_gradient(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.zero_()
+
+
+@pytest.mark.parametrize("zero", [by_optimizer, by_module, by_gradient])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_gradients_that_are_set_to_zero_are_zero_on_the_ranks_that_have_joined(zero: Any, foreach: bool) -> None:
+    def trained(stage: int) -> Values:
+        models = [make() for _ in range(WORLD)]
+
+        def rank(comm: Any) -> Values:
+            optimizer = torch.optim.AdamW(models[comm.rank].parameters(), lr=0.01, foreach=foreach)
+            model, _ = shard(models[comm.rank], optimizer, stage, comm)
+            with join(model):
+                for step in range(STEPS[comm.rank]):
+                    loss_of(model, comm.rank, step).backward()
+                    optimizer.step()
+                    zero(model, optimizer)
+            return values(model)
+
+        found = on_ranks(rank)
+        assert all(torch.equal(x, found[0][name]) for each in found for name, x in each.items())
+        return found[0]
+
+    expected = trained(0)
+    for stage in (1, 2, 3):
+        assert all(torch.equal(x, expected[name]) for name, x in trained(stage).items())
+
+
 @pytest.mark.parametrize("precision", [MixedPrecision(torch.bfloat16), MixedPrecision(reduce_dtype=torch.bfloat16)])
 def test_mixed_precision_and_accumulation_at_every_stage(precision: MixedPrecision) -> None:
     steps, found = (2, 4, 3), []

@@ -110,6 +110,47 @@ class LeavingNet(nn.Module):
         return [*beside.values()] if self.how == "dict" else [*beside]
 
 
+class Keeping(nn.Module):
+    """Computes with a list of all its results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.kept: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.kept.append(y.detach()[:1])
+        return y + torch.cat(self.kept).mean(0)
+
+
+class KeepingNet(nn.Module):
+    def __init__(self, where: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Keeping() if i == where else nn.Linear(DIM, DIM) for i in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("where", range(4))
+def test_a_list_that_a_module_keeps_has_each_value_once_on_a_rank_of_several_stages(where: int) -> None:
+    model, x = make(KeepingNet, where), torch.randn(6, 4, DIM)
+    loss, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank_main(comm: Communicator) -> tuple[Any, Gradients]:
+        stages = ringcomm.split(models[comm.rank], ["blocks.1", "blocks.2", "blocks.3"])
+        pipe = Pipeline(stages, comm, microbatches=3, schedule="interleaved")
+        return pipe.step(x), gradients(pipe)
+
+    done = ringcomm.run_ranks(rank_main, 2, timeout=30)
+    assert all(torch.equal(found, loss) for found, _ in done)
+    assert differing([grads for _, grads in done], expected) == []
+
+
 HOWS = (
     *("attribute", "nested", "list", "shared list", "own list", "replaced", "dict", "deep", "object", "in place"),
 )  # fmt: skip

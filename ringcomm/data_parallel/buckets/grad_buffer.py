@@ -592,7 +592,8 @@ class GradBuffer:
         return self.layout.piece(self.reduced, self.layout.owned_range(self.ranks.rank, self.stage)[0], i)
 
     def zero(self, i: int) -> None:
-        """Sets a parameter's gradient to zero."""
+        """Sets a parameter's gradient to zero; inside `join` on the ranks that have joined, too."""
+        self.ranks.announce("zero", more=self._name(i))
         self._zero(i)
         self.changed()
 
@@ -826,10 +827,14 @@ class ShardedGradient(torch.Tensor):
             return first._viewed(func, name, args[1:], kwargs)
         if name == _UNSCALE:
             return _unscale(func, *args)
+        if name == "_foreach_zero_":
+            for x in args[0]:
+                x.zero_()
+            return None
         if name.startswith("_foreach_"):
             return _by_group(func, args, kwargs)
         if name == "zero_" and isinstance(first, ShardedGradient) and not first._views:
-            first._home.zero(first._index)  # as zero_grad(set_to_none=False) does; `join` follows it
+            first._home.zero(first._index)  # as zero_grad(set_to_none=False) does
             return first
         if name in _ELEMENTWISE and isinstance(first, ShardedGradient) and not first._views:
             return first._edit(func, args[1:], kwargs)

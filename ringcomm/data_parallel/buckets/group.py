@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 # What a rank inside `join` may be about to do; the kinds in PHASES are announced even while all ranks have input.
-KINDS = ("forward", "backward", "buffers", "gather", "reduce", "used", "step", "clip", "zero_grad")
+KINDS = ("forward", "backward", "buffers", "gather", "reduce", "used", "step", "clip", "zero_grad", "zero")
 PHASES = ("forward", "backward", "step", "clip", "zero_grad")
-SENDS_MORE = ("step", "clip")  # kinds that are followed by a message with details
+SENDS_MORE = ("step", "clip", "zero")  # kinds that are followed by a message with details
 SAME = "ask for the same, with the same model, on every rank"
 
 

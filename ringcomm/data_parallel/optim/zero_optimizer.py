@@ -356,6 +356,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if self.joined is not None:
             joining, number = self.joined
             joining.announce("step", number, True, [_options(group) for group in self.param_groups])
+            if joining.some_have_joined:
+                self._share_grads(joining)
         self._unsharded_state, self._state_at = None, -1
         for mine, theirs in zip(self.param_groups, self.optim.param_groups, strict=True):
             theirs.update(_options(mine))
@@ -368,6 +370,17 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         for mine, theirs in zip(self.param_groups, self.optim.param_groups, strict=True):
             mine.update(_options(theirs))
         return loss
+
+    def _share_grads(self, joining: Join) -> None:
+        """Gives the ranks that have joined the gradients of a rank that still has input: the program may have changed
+        them since they were averaged, for example clipped or unscaled them."""
+        params = self._in_order()
+        there = joining.ranks.comm.exchange(bytes(p.grad is not None for p in params))[joining.root]
+        for p, has_grad in zip(params, there, strict=True):
+            if joining.shadowing and (p.grad is None or not has_grad):
+                p.grad = torch.zeros_like(p) if has_grad else None
+            if has_grad:
+                joining.ranks.broadcast(p.grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discards the gradients; with ``set_to_none=False`` sets them to zero, as in torch."""

@@ -329,6 +329,37 @@ def test_ranks_with_other_numbers_of_batches(way: str, set_to_none: bool) -> Non
         assert all(map(torch.equal, found, expected[0]))
 
 
+def _changed(way: str) -> list[torch.Tensor]:
+    """The program changes the gradients before each step; two ranks have fewer batches."""
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    model: nn.Module
+    if way == "shard":
+        model, optimizer = ringcomm.shard(net, torch.optim.Adam(net.parameters(), lr=0.1), stage=0)
+    else:
+        model = ringcomm.DistributedDataParallel(net)
+        optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with ringcomm.join(model):
+        for step in range((4, 1, 0)[dist.get_rank()]):
+            loss = model(torch.full((2, 4), float(dist.get_rank() + step))).square().mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def test_ranks_that_have_joined_step_with_gradients_that_the_others_changed() -> None:
+    expected = torch_ranks.run(_changed, "shard", timeout_s=100)
+    for found in torch_ranks.run(_changed, "zero", timeout_s=100):
+        assert all(map(torch.equal, found, expected[0]))
+
+
 def _made_before_wrapping() -> list[torch.Tensor]:
     """The optimizer is made first, has a parameter beside the model's, and zeroes gradients before its first step; the
     last rank has no batch."""
