@@ -107,3 +107,9 @@ def test_a_tree_that_is_not_there_is_refused() -> None:
     done = subprocess.run(words, cwd=house.ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "got 'no-such-commit', expected a commit or a folder" in done.stderr
+
+
+def test_lines_of_prose_are_short() -> None:
+    pages = [path for path in house.files(house.ROOT, ".md") if "results" not in path.parts]
+    assert {path.name: house.long_lines(path) for path in pages if house.long_lines(path)} == {}
+    assert len((house.ROOT / "README.md").read_text().splitlines()) <= 130

@@ -112,6 +112,8 @@ class Messages:
         ]
         # The activations have arrived, since their gradients are here: backward may write into their memory now.
         self._refuse_written()
+        for work in [work for work, _, _, of in self._sending if of == (stage, number)]:
+            work.wait()
         self._sending = [each for each in self._sending if each[3] != (stage, number)]
         return gradients
 
