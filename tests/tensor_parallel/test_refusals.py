@@ -231,7 +231,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], Any, Any, type[Exception], str]] = 
      r"160 outputs of blocks\.0\.mlp\.0, expected 3 equal parts; use a number"),
     (lambda: GPT(1, 40, 5, 12), {"*.proj": "rowwise"}, {}, InvalidArgumentError, r"40 inputs of blocks\.0\.proj, exp"),
     (lambda: GPT(1, 48, 6, 12), {"*.qkv": Colwise(parts=5)}, {}, InvalidArgumentError, r"parts=\[28, 28, 28, 28, 28\]"),
-    (lambda: GPT(1, 48, 6, 12), {"norm": "heads"}, {}, InvalidArgumentError, "got norm as heads, of class LayerNorm, wh"),
+    (lambda: GPT(1, 48, 6, 12), {"norm": "heads"}, {}, InvalidArgumentError, "got norm as heads, of class LayerNorm"),
     (lambda: GPT(1, 48, 6, 12), {"norm": Heads(("eps",))}, {}, InvalidArgumentError, r"got norm\.eps = 1e-05, exp"),
     (Counted, {"linear": "colwise"}, {}, None, ""),
     (Gated, {"gate": "colwise", "out": "rowwise"}, {}, InvalidArgumentError, r"norm\.weight .*, which lies"),
