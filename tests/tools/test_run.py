@@ -286,7 +286,7 @@ def _unknown_name() -> list[str]:
         warnings.simplefilter("always")
         torch_ranks.init("gloo", int(os.environ["RANK"]), 2)
         torch_ranks._ended_groups.append(dist.group.WORLD)
-        dist.new_group(backend="gloo")
+        dist.barrier(dist.new_group(backend="gloo"))  # a rank that left before would close connections being made
     return [str(each.message) for each in caught if "RINGCOMM_REPLACE" in str(each.message)]
 
 
