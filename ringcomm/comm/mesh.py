@@ -83,11 +83,11 @@ class Mesh:
             return init(0, 1, device=None if "," in self.comm.device else self.comm.device)
         if self.device_mesh is not None:
             return _of_device_mesh(self.device_mesh, key, self.comm.device)
-        colour = 0
+        color = 0
         for name, extent in zip(self.names, self.shape, strict=True):
             if name not in key:
-                colour = colour * extent + self.coordinates[name]
-        made = self.comm.split(colour, self.comm.rank)
+                color = color * extent + self.coordinates[name]
+        made = self.comm.split(color, self.comm.rank)
         assert made is not None  # every rank has a color
         return made
 

@@ -72,9 +72,9 @@ class AsynchronousDataParallel(nn.Module):
 
     Each rank works: ``backward()`` leaves its own gradients, and ``optimizer.step()`` sends them to the servers, which
     update the parameters at once, and copies the new values into the module. Each rank also serves a shard of the
-    parameters, on threads of its own, unless ``servers`` names fewer ranks. A rank that only serves takes
-    part in the other ranks' collectives, `load_state_dict` and those of ``comm``, before it calls `close`. Use this
-    object as a context manager, or call `close`, which serves until every worker has closed.
+    parameters, on threads of its own, unless ``servers`` names fewer ranks. A rank that only serves takes part in the
+    other ranks' collectives, `load_state_dict` and those of ``comm``, before it calls `close`. Use this object as a
+    context manager, or call `close`, which serves until every worker has closed.
 
     Args:
         module: the same on all ranks; all get rank 0's parameters and buffers when it is wrapped. Buffers are not sent
@@ -484,11 +484,11 @@ class ServerConnection:
             yield
         except (AbortedError, CollectiveTimeoutError, MismatchError) as error:
             rank, server = self.channel.rank, self.channel.peer
-            closes = isinstance(error, RankLostError) and "has closed its communicator" in str(error)
+            lost = isinstance(error, RankLostError)
             raise type(error)(
                 f"{call}: rank {rank} expected the server on rank {server} to answer, got an error of the "
                 f"connection, whose ranks 0 and 1 are ranks {min(server, rank)} and {max(server, rank)}: {error}"
-                + ("; a rank that is done calls close(), which serves the others" if closes else "")
+                + ("; a rank that is done calls close(), which serves the others" if lost else "")
             ) from error
 
 

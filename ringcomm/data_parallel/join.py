@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringcomm.data_parallel.buckets.bucket import Bucket
+from ringcomm.data_parallel.buckets.grad_buffer import drop_like_root
 from ringcomm.data_parallel.buckets.group import Join
 from ringcomm.data_parallel.model.sharded_model import ShardedModel, wrapped_model
 from ringcomm.data_parallel.optim.clip import clip_grad_norm_
@@ -44,8 +44,8 @@ def join(
     rank has accumulated in ``no_sync`` when it leaves are added to the next reduction. Attached optimizers, and
     those of `ZeroRedundancyOptimizer`, step on every rank, with the hyperparameters of a rank that still has input. Any
     other optimizer keeps the state that it had, and the parameters are sent once more at the end. A rank may run
-    forward, backward, `ringcomm.clip_grad_norm_`, step and zero_grad of the wrapped model inside; other collectives are
-    not followed by the joined ranks.
+    forward, backward, `ringcomm.clip_grad_norm_` and step of the wrapped model inside, and set gradients to None or to
+    zero; other collectives are not followed by the joined ranks.
 
     Args:
         model: a model wrapped by `ringcomm.shard` (any stage), `fully_shard` or DistributedDataParallel.
@@ -53,8 +53,9 @@ def join(
             input.
         enable: False: the block has no effect.
         throw_on_early_termination: raise on all ranks as soon as one rank has no more input.
-    Cost:    an all_gather of 8 bytes for each forward pass that sends something, each backward pass and each step; once
-             a rank has joined, one for each collective.
+    Cost:    an all_gather of 8 bytes for each forward pass that sends something, each backward pass, clipping and step,
+             and before gradients are set to zero; once a rank has joined, one or two small messages for each collective
+             and for each gradient that is set to zero.
     Raises:  RingcommError: a rank has no more input, with ``throw_on_early_termination``. MismatchError: the ranks do
              different things. UnsupportedError: a model with replicas, or with SyncBatchNorm.
     """
@@ -141,29 +142,13 @@ def _gather(flat: ShardedModel, which: int, *_: Any) -> None:
     bucket.release()
 
 
-def _reduce(flat: ShardedModel, which: int, had_reduced: bool, _: Any) -> None:
-    bucket = flat.buckets[which]
-    if not had_reduced:
-        _forget(bucket)
-    flat.start_reduce(bucket)
-
-
-def _forget(bucket: Bucket) -> None:
-    """Discards the reduced gradients, as the other ranks did."""
-    gradient = bucket.gradient
-    if gradient.has_reduced:
-        gradient.drop()
-        for p in bucket.params:
-            p.grad = None
-
-
-def _optimizer(flat: ShardedModel, which: int, is_replicated: bool) -> Any:
-    """Returns the optimizer that the other ranks use."""
+def _step(flat: ShardedModel, which: int, is_replicated: bool, options: Any) -> None:
     joining = flat.ranks.joining
     assert joining is not None
-    if is_replicated and which < len(joining.replicated):
-        return joining.replicated[which]
-    optimizer = None if is_replicated else flat.optimizers.of_number(which)
+    if is_replicated:
+        optimizer = joining.replicated[which] if which < len(joining.replicated) else None
+    else:
+        optimizer = flat.optimizers.of_number(which)
     if optimizer is None:
         what = "it to be made" if is_replicated else "it to be attached"
         advice = "make it on every rank" if is_replicated else "call ringcomm.shard(model, optimizer)"
@@ -171,11 +156,6 @@ def _optimizer(flat: ShardedModel, which: int, is_replicated: bool) -> Any:
             f"join: rank {flat.ranks.rank} has joined before the first step of an optimizer that rank "
             f"{flat.ranks.root} steps, expected {what}; {advice} before join"
         )
-    return optimizer
-
-
-def _step(flat: ShardedModel, which: int, is_replicated: bool, options: Any) -> None:
-    optimizer = _optimizer(flat, which, is_replicated)
     for group, theirs in zip(optimizer.param_groups, options, strict=True):
         group.update(theirs)
     optimizer.step()
@@ -185,11 +165,6 @@ def _clip(flat: ShardedModel, which: int, flag: bool, wanted: Any) -> None:
     del which, flag
     picked, arguments = wanted
     clip_grad_norm_([flat.buckets[number].params[i] for number, i in picked], *arguments)
-
-
-def _zero_grad(flat: ShardedModel, which: int, is_replicated: bool, _: Any) -> None:
-    optimizer = _optimizer(flat, which, is_replicated)
-    optimizer.zero_grad(set_to_none=False)
 
 
 def _zero(flat: ShardedModel, which: int, flag: bool, name: str) -> None:
@@ -203,11 +178,10 @@ def _zero(flat: ShardedModel, which: int, flag: bool, name: str) -> None:
 _FOLLOW: dict[str, Callable[..., None]] = {
     "buffers": lambda flat, *_: flat.send_buffers(),
     "gather": _gather,
-    "reduce": _reduce,
+    "reduce": lambda flat, which, *_: flat.start_reduce(flat.buckets[which]),
     "used": lambda flat, *_: flat.finish_reductions(),
     "step": _step,
     "clip": _clip,
-    "zero_grad": _zero_grad,
     "zero": _zero,
 }
 
@@ -217,15 +191,16 @@ _FOLLOW: dict[str, Callable[..., None]] = {
 
 def _finish(flat: ShardedModel) -> None:
     """Makes all ranks equal, with the values of the ranks that went on longest."""
-    for bucket in flat.order:
-        bucket.gradient.reconcile()
-    mine = bytes(bucket.gradient.has_reduced for bucket in flat.order)
-    theirs = flat.ranks.comm.exchange(mine)[flat.ranks.root]
-    for bucket, kept in zip(flat.order, theirs, strict=True):
-        if not kept:
-            _forget(bucket)
+    gradients = [bucket.gradient for bucket in flat.order]
+    for gradient in gradients:
+        gradient.reconcile()
+    drop_like_root(gradients)
     flat.send_buffers()
     if flat.stage == 0:
+        for gradient in gradients:
+            if gradient.has_reduced:
+                _send(flat, gradient.reduced)
+                gradient.changed()
         for bucket in flat.order:
             _send(flat, bucket.unsharded)
             if bucket.separate:

@@ -173,20 +173,37 @@ def by_gradient(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             p.grad.zero_()
 
 
-@pytest.mark.parametrize("zero", [by_optimizer, by_module, by_gradient])
-@pytest.mark.parametrize("foreach", [False, True])
-def test_gradients_that_are_set_to_zero_are_zero_on_the_ranks_that_have_joined(zero: Any, foreach: bool) -> None:
+def discarding_some(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for name, p in model.named_parameters():
+        if name.startswith("blocks.1"):
+            p.grad = None
+
+
+@pytest.mark.parametrize("change", [by_optimizer, by_module, by_gradient, discarding_some])
+@pytest.mark.parametrize("when", ["first", "before the step", "last"])
+@pytest.mark.parametrize("foreach", [slow(False), True])
+def test_changes_of_gradients_reach_the_ranks_that_have_joined(change: Any, when: str, foreach: bool) -> None:
+    """Two blocks, because what a rank kept from the first one would be wrong in the second. In the first one all ranks
+    have input, so a change at the start of a step is the first call that a joined rank must follow."""
+
     def trained(stage: int) -> Values:
         models = [make() for _ in range(WORLD)]
 
         def rank(comm: Any) -> Values:
             optimizer = torch.optim.AdamW(models[comm.rank].parameters(), lr=0.01, foreach=foreach)
             model, _ = shard(models[comm.rank], optimizer, stage, comm)
-            with join(model):
-                for step in range(STEPS[comm.rank]):
-                    loss_of(model, comm.rank, step).backward()
-                    optimizer.step()
-                    zero(model, optimizer)
+            for steps in ((3, 1, 4, 2), STEPS):
+                with join(model):
+                    for step in range(steps[comm.rank]):
+                        if when == "first":
+                            change(model, optimizer)
+                        loss_of(model, comm.rank, step).backward()
+                        clip_grad_norm_(model, 1e9)
+                        if when == "before the step":
+                            change(model, optimizer)
+                        optimizer.step()
+                        if when == "last":
+                            change(model, optimizer)
             return values(model)
 
         found = on_ranks(rank)

@@ -564,9 +564,9 @@ class GradBuffer:
         return self.layout.part(self.ranks.read[1], i)
 
     def _gathered(self) -> torch.Tensor:
-        return (
-            self.reduced if self.stage == 0 else self.ranks.gather_apart(self.reduced, self.reduced.device, self.stage)
-        )
+        if self.stage == 0:
+            return self.reduced
+        return self.ranks.gather_apart(self.reduced, self.reduced.device, self.stage)
 
     def unsharded_grads(self, dtype: torch.dtype) -> dict[int, torch.Tensor]:
         """Returns the unsharded `p.grad` tensors in new memory and in the module's type; a collective. They are the
@@ -592,8 +592,9 @@ class GradBuffer:
         return self.layout.piece(self.reduced, self.layout.owned_range(self.ranks.rank, self.stage)[0], i)
 
     def zero(self, i: int) -> None:
-        """Sets a parameter's gradient to zero; inside `join` on the ranks that have joined, too."""
-        self.ranks.announce("zero", more=self._name(i))
+        """Sets a parameter's gradient to zero; inside `join` a mean on the ranks that have joined, too."""
+        if i in self.with_mean:
+            self.ranks.announce("zero", more=self._name(i))
         self._zero(i)
         self.changed()
 
@@ -759,6 +760,22 @@ def adopt_user_grads(gradients: Collection[GradBuffer], call: str) -> None:
                     p.grad = p.grad.clone()
     for each in gradients:
         each.adopt_user_grads(call)
+
+
+def drop_like_root(gradients: Sequence[GradBuffer]) -> None:
+    """Inside `join`, once a rank has joined: discards, on the ranks that have joined, the gradients that a rank with
+    input has discarded; a collective."""
+    joining = gradients[0].ranks.joining if gradients else None
+    if joining is None or not joining.some_have_joined:
+        return
+    mine = bytes(i in each.with_mean for each in gradients for i in range(len(each.params)))
+    roots = iter(joining.ranks.comm.exchange(mine)[joining.root])
+    for each in gradients if joining.shadowing else ():
+        with torch._C.DisableTorchFunctionSubclass():
+            for i, (p, kept) in enumerate(zip(each.params, roots, strict=False)):
+                if i in each.with_mean and not kept:
+                    p.grad = None
+        each.reconcile()
 
 
 # ---- a gradient that is sharded --------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ shards are replicated, and their shared pool of memory."""
 from __future__ import annotations
 
 import os
-import pickle
 import weakref
 import zlib
 from collections import Counter
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 # What a rank inside `join` may be about to do; the kinds in PHASES are announced even while all ranks have input.
-KINDS = ("forward", "backward", "buffers", "gather", "reduce", "used", "step", "clip", "zero_grad", "zero")
-PHASES = ("forward", "backward", "step", "clip", "zero_grad")
+KINDS = ("forward", "backward", "buffers", "gather", "reduce", "used", "step", "clip", "zero")
+PHASES = ("forward", "backward", "step", "clip", "zero")
 SENDS_MORE = ("step", "clip", "zero")  # kinds that are followed by a message with details
 SAME = "ask for the same, with the same model, on every rank"
 
@@ -383,6 +382,7 @@ class Join:
         # The number of ranks with input, and the first of them, in the last round in which there were any.
         self.with_input, self.root = ranks.world_size, 0
         self.shadowing = False  # whether this rank has joined
+        self._last = ""  # the kind that this rank announced last
         self._codes = torch.zeros(ranks.world_size, dtype=torch.int64, device=device)
 
     @property
@@ -401,11 +401,15 @@ class Join:
         Args:
             which, flag, more: details, depending on the kind.
         """
-        if self.shadowing or not (kind in PHASES or self.some_have_joined):
+        if self.shadowing:
             return
+        # All gradients are set to zero one after another; while all ranks have input, the first announces the others.
+        if not self.some_have_joined and (kind not in PHASES or kind == self._last == "zero"):
+            return
+        self._last = kind
         self._round(1 + KINDS.index(kind) + len(KINDS) * (2 * which + flag))
         if kind in SENDS_MORE and self.some_have_joined:
-            self.ranks.comm.exchange(pickle.dumps(more))
+            self.ranks.comm.all_gather_object(more)
 
     def receive(self) -> tuple[str, int, bool, Any] | None:
         """Returns, on a rank that has joined, what the others are about to do: the kind and its details; None: all
@@ -414,7 +418,7 @@ class Join:
         if not code:
             return None
         kind, which, flag = _decoded(code)
-        more = pickle.loads(self.ranks.comm.exchange(b"")[self.ranks.root]) if kind in SENDS_MORE else None
+        more = self.ranks.comm.all_gather_object(None)[self.ranks.root] if kind in SENDS_MORE else None
         return kind, which, flag, more
 
     def _round(self, mine: int) -> int:

@@ -46,6 +46,7 @@ from torch.utils._pytree import tree_flatten
 
 from ringcomm import _C
 from ringcomm.data_parallel.buckets.bucket import Bucket, UnshardedState, ViewData, Window, in_transform
+from ringcomm.data_parallel.buckets.grad_buffer import drop_like_root
 from ringcomm.data_parallel.buckets.group import DataParallelGroup
 from ringcomm.data_parallel.buckets.layout import Atom
 from ringcomm.data_parallel.model.contents import ModuleContents
@@ -1043,7 +1044,8 @@ class ShardedModel:
         self.backward.states[bucket] = BucketState.REDUCING
         while self.backward.next < len(self.order) and self.backward.is_launched(self.order[self.backward.next]):
             self.backward.next += 1
-        self.ranks.announce("reduce", bucket.number, gradient.has_reduced)
+        self.ranks.announce("reduce", bucket.number)
+        drop_like_root([gradient])
         hook = self.sync.hook
         if hook is None:
             self.timed(gradient.start_reduce)

@@ -244,10 +244,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         )
         Joinable.__init__(self)
         self.joined: tuple[Join, int] | None = None  # inside `ringcomm.join` of a model, and this optimizer's number
-        self._process_group = process_group  # None: the default group, or `comm` was given
-        self._has_group = comm is None
         device = self.param_groups[0]["params"][0].device
         self.ranks = DataParallelGroup(comm if comm is not None else communicator_of(process_group, _CALL, device))
+        self._process_group = None if comm is not None else process_group or dist.group.WORLD
         refuse_unusable(self.optim, _CALL, self.ranks.rank)
         self._views = parameters_as_bucket_view
         self._atom: Atom = "element" if is_elementwise(self.optim) else "tensor"
@@ -332,14 +331,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
         Raises: InvalidArgumentError: the ranks are those of a communicator, without a process group.
         """
-        for model in self.models():
-            return model.ranks.alone
-        if not self._has_group:
+        models = self.models()
+        if models:
+            return models[0].ranks.alone
+        if self._process_group is None:
             raise InvalidArgumentError(
                 f"Join: rank {self.ranks.rank} got a {_CALL} over a communicator, expected one over a process group; "
                 "pass process_group= in place of comm="
             )
-        return self._process_group if self._process_group is not None else dist.group.WORLD
+        return self._process_group
 
     # ---- a step ---------------------------------------------------------------------------------------------------
 
@@ -381,13 +381,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 p.grad = torch.zeros_like(p) if has_grad else None
             if has_grad:
                 joining.ranks.broadcast(p.grad)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discards the gradients; with ``set_to_none=False`` sets them to zero, as in torch."""
-        if not set_to_none and self.joined is not None:
-            joining, number = self.joined
-            joining.announce("zero_grad", number, True)
-        super().zero_grad(set_to_none)
 
     # ---- state ----------------------------------------------------------------------------------------------------
 
