@@ -9,7 +9,7 @@ benchmarks/results/matrix.md.
 For each Python it builds one wheel for all torches asked for. For each pair it makes an environment with that torch
 from the package index, and runs the tests there against the wheel, with no compiler on PATH. The index has torch with
 CUDA: 5 GB for each environment, which is removed before the next is made. uv makes them, since it keeps one copy on
-disk of what several have, and downloads it once.
+disk of what several have, and downloads it once. The exit status is 1 if a test failed or did not run.
 """
 
 from __future__ import annotations
@@ -62,6 +62,10 @@ class Row:
 
     def __str__(self) -> str:
         return f"| {' | '.join([self.python, self.torch, self.tests, self.wheel, *self.outcomes])} |"
+
+    @property
+    def passed(self) -> bool:
+        return all(re.fullmatch(r"\d+ passed(, \d+ skipped)?", outcome) for outcome in self.outcomes)
 
 
 def run(*words: str | Path, **environment: str) -> None:
@@ -160,6 +164,7 @@ def main() -> None:
     parser.add_argument("--wheels", metavar="FOLDER")
     chosen = parser.parse_args()
     pairs = [tuple(word.split(":")) for word in chosen.pairs]
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["UV_CACHE_DIR"] = os.environ.get("UV_CACHE_DIR") or f"{scratch}/cache"
         run(interpreter(pairs[0][0]), "-m", "venv", f"{scratch}/uv")
@@ -174,6 +179,9 @@ def main() -> None:
                     row = try_out(python, torch, wheel, chosen.quick, Path(scratch, "uv", "bin", "uv"), Path(place))
                 print(f"{row}  in {time.monotonic() - started:.0f} s", flush=True)
                 write([row])
+                rows.append(row)
+    if failed := [f"{row.python}:{row.torch}" for row in rows if not row.passed]:
+        raise SystemExit(f"make matrix: tests failed with {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -153,6 +153,23 @@ def test_a_row_of_the_matrix_takes_the_place_of_an_older_one(tmp_path: Path, mon
     assert rows == [f"| {each} | {end} |" for each in versions]
 
 
+@pytest.mark.parametrize(
+    ("outcome", "passed"),
+    [
+        ("36 passed", True),
+        ("36 passed, 2 skipped", True),
+        ("35 passed, 1 failed: test_a", False),
+        ("1 failed: test_a", False),
+        ("2 skipped", False),
+        ("no test", False),
+        ("pytest did not start", False),
+        ("not ended after 3600 s", False),
+    ],
+)
+def test_a_row_of_the_matrix_has_passed_if_its_tests_ran_and_none_failed(outcome: str, passed: bool) -> None:
+    assert matrix.Row("3.12.1", "2.15.0", "quick", "linux", ["1 passed", outcome]).passed == passed
+
+
 NUMPY = """
 import time
 started = time.perf_counter()
