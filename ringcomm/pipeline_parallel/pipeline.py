@@ -515,6 +515,14 @@ class _Step:
                     "other tensors in the backward pass than in the forward pass, expected the same; checkpoint "
                     "modules one by one, and no function that calls modules on both sides of a cut"
                 ) from error
+            except RuntimeError as error:
+                if "modified by an inplace operation" not in str(error) or self.pipe.microbatches == 1:
+                    raise
+                raise InvalidArgumentError(
+                    f"Pipeline: rank {self.rank} ran stage {stage}, whose backward pass needs a tensor that was "
+                    "written in place after its forward pass, such as a buffer that the next micro-batch writes, "
+                    "expected the old values; assign a new tensor to the buffer, or let forward use a clone of it"
+                ) from error
         before = self.pipe.schedule.rank_of[stage - 1] if stage else None
         if before == self.rank:
             self._local_messages["backward", stage, number] = found

@@ -427,6 +427,46 @@ def test_a_running_mean_of_parameters_of_another_stage_is_refused(how: str) -> N
     assert all(map(torch.equal, models[1].mean.parameters(), before))
 
 
+class MovingScale(nn.Module):
+    """Multiplies by a moving average, which backward needs."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.change = change
+        self.weight = nn.Parameter(torch.ones(6))
+        self.register_buffer("scale", torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        new = 0.9 * self.scale + 0.1 * x.detach().mean(0)
+        if self.change == "anew":
+            self.scale = new
+        else:
+            self.scale.copy_(new)
+        return x * self.weight * (self.scale.clone() if self.change == "in place, cloned" else self.scale)
+
+
+@pytest.mark.parametrize("change", ["in place", "in place, cloned", "anew"])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_a_buffer_that_the_next_micro_batch_writes_and_backward_needs(change: str, microbatches: int) -> None:
+    """torch's own pipelines raise autograd's error, which names neither a stage nor a cause."""
+    model, x = make(lambda: nn.Sequential(Block(6), MovingScale(change), Block(6))), torch.ones(3, 6).cumsum(0)
+    alone = copy.deepcopy(model)
+    for part in x.chunk(microbatches):
+        (alone(part).square().mean() / microbatches).backward()
+
+    def step(comm: Communicator) -> None:
+        pipe = pipeline(comm, copy.deepcopy(model), ["2"], microbatches=microbatches)
+        pipe.step(x)
+        assert all(torch.equal(p.grad, alone.get_parameter(name).grad) for name, p in pipe.named_parameters())
+
+    found = errors(step)
+    if change != "in place" or microbatches == 1:
+        assert found == [None, None]
+    else:
+        assert type(found[0]) is InvalidArgumentError and one_sentence(found[0]), found
+        assert "rank 0 ran stage 0" in str(found[0]) and "assign a new tensor to the buffer" in str(found[0])
+
+
 def test_values_of_the_inputs_are_there_where_they_are_passed() -> None:
     x, ids = torch.ones(2, 6), torch.arange(2)[:, None]
     assert errors(lambda comm: pipeline(comm, Reads("ids"), ["second"]).step(x, ids)) == [None, None]
