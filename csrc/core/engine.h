@@ -54,7 +54,7 @@ struct Call {
   DType dtype = DType::kUInt8;
   ReduceOp reduce_op = ReduceOp::kSum;
   Algorithm algorithm = Algorithm::kAuto;
-  int root = 0;  // root of a rooted op, peer of send and recv; of all_gather and all_to_all a mark, equal on all ranks
+  int root = 0;  // root of a rooted op, peer of a message, or mark (core/call/parts.h), which is equal on all ranks
   int tag = 0;   // messages only; a receive takes the oldest message with its tag from its source
   const void* input = nullptr;
   void* output = nullptr;

@@ -47,7 +47,7 @@ std::string describe(const std::string& bytes) {
   const Signature& s = fields.signature;
   const Op op = static_cast<Op>(s.op);
   const bool scans = is_scan(op, s.root);
-  std::string text = concat(scans ? ringcomm::describe(s) : name(op), " #", s.sequence);
+  std::string text = concat(scans ? ringcomm::describe(s) : name_of(op, s.root), " #", s.sequence);
   if (op != Op::kBarrier && !scans) {
     text += concat(" of ", s.count & ~kUneven, s.count & kUneven ? " (uneven) x " : " x ",
                    name(static_cast<DType>(s.dtype)));

@@ -830,10 +830,15 @@ class Communicator:
 
         Raises:  on a device, the errors of earlier calls.
         """
-        made = self._run_plain("barrier", None, None, timeout, stream, async_op)
+        return self._barrier(timeout=timeout, stream=stream, async_op=async_op, mark=0)
+
+    def _barrier(self, *, timeout: Timeout = None, stream: Any = None, async_op: bool = False, mark: int) -> Any:
+        """barrier with a mark, as `_all_gather`; the mark 1: before a gather that only some ranks may have begun."""
+        made = self._run_plain("barrier", None, None, timeout, stream, async_op, root=mark)
         if made is not NotImplemented:
             return made
         call = self._begin("barrier", timeout, stream)
+        call.root = mark
         if not call.on_device or call.flag("async_op", async_op) or self._group is not None:
             return self._launch(call, None, async_op)
         self._launch(call, None, async_op=True).synchronize()

@@ -103,7 +103,7 @@ class CollectiveArgs:
     ``input`` and ``output`` are an array or, where the message has a part for each rank, its pieces. ``writes`` has
     (the caller's array, the contiguous memory that the engine writes) for each array that the call writes. ``first`` is
     the first array of a call without a stream of its own: the call runs on the stream of its library. ``root`` is a
-    rank, or the mark of an all_gather or all_to_all.
+    rank, or the mark of an all_gather, all_to_all or barrier.
     """
 
     __slots__ = (

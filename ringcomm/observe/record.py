@@ -80,7 +80,7 @@ class Call:
     def passed(self) -> str:
         """The call's arguments, such as "1024 x float32, sum"; the ranks of one collective must agree on them."""
         if self.op == "barrier":
-            return ""
+            return "before a gather" if self.root else ""
         if self.op == "probe":
             return f"tag {self.tag}"
         words = [f"uneven parts of {self.dtype}" if self.count < 0 else f"{self.count} x {self.dtype}"]

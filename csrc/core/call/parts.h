@@ -58,7 +58,7 @@ inline bool rooted(Op op) {
   return op == Op::kBroadcast || op == Op::kReduce || op == Op::kGather || op == Op::kScatter;
 }
 // Ops that have a mark for a root: a number that the caller chooses, and that is the same on all ranks.
-inline bool marked(Op op) { return op == Op::kAllGather || op == Op::kAllToAll; }
+inline bool marked(Op op) { return op == Op::kAllGather || op == Op::kAllToAll || op == Op::kBarrier; }
 // The root in the signature of a collective.
 inline int agreed_root(const Call& call) { return rooted(call.op) || marked(call.op) ? call.root : 0; }
 inline bool point_to_point(Op op) { return op == Op::kSend || op == Op::kRecv || op == Op::kProbe; }

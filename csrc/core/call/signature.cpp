@@ -45,6 +45,7 @@ std::string named(const std::vector<int>& ranks) {
 }  // namespace
 
 const char* name_of(Op op, int root) {
+  if (op == Op::kBarrier && root) return "barrier before a gather";
   if (!is_scan(op, root)) return name(op);
   return root & 1 ? "exscan" : "scan";
 }
@@ -58,7 +59,7 @@ std::string other_counts(int root, int rank, std::uint64_t expected, int peer, s
 
 std::string root_text(const Signature& s) {
   if (rooted(op_of(s))) return concat(", root ", s.root);
-  return marked(op_of(s)) && s.root ? concat(", mark ", s.root) : "";
+  return marked(op_of(s)) && op_of(s) != Op::kBarrier && s.root ? concat(", mark ", s.root) : "";
 }
 
 std::string describe(const Signature& s) {
@@ -66,7 +67,7 @@ std::string describe(const Signature& s) {
   if (is_scan(op, s.root))
     return concat(name_of(op, s.root), '(', name(static_cast<DType>((s.root - kScan) >> 8)), ", ",
                   name(static_cast<ReduceOp>(s.root >> 1 & 127)), ')');
-  if (op == Op::kBarrier) return name(op);
+  if (op == Op::kBarrier) return name_of(op, s.root);
   std::string text = concat(name(op), '(', elements(s));
   if (reduces(op)) text += concat(", ", name(static_cast<ReduceOp>(s.reduce_op)));
   text += root_text(s);
@@ -87,7 +88,8 @@ std::string describe(const Call& call, int world_size) {
 
 std::string difference(const std::vector<Caller>& callers) {
   const bool same_op = !differ(callers, [](const Signature& each) {
-    return std::pair(each.op, is_scan(op_of(each), each.root) ? each.root : 0);
+    const bool is_named = is_scan(op_of(each), each.root) || op_of(each) == Op::kBarrier;
+    return std::pair(each.op, is_named ? each.root : 0);
   });
   const bool gathers = same_op && op_of(callers[0].signature) == Op::kAllGather;  // its count is that of the output
   std::vector<std::pair<std::string, std::vector<int>>> groups;                   // in the order of their first ranks

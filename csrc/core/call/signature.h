@@ -19,7 +19,7 @@ inline constexpr const char* kSameCalls = "; every rank must make the same calls
 
 // Returns a text such as "all_reduce(1024 x float32, sum, auto)"; the signature of a message has the tag as its root.
 std::string describe(const Signature& signature);
-// Returns ", root 3" or ", mark 3"; empty for an op without a root, and for the mark 0.
+// Returns ", root 3" or ", mark 3"; empty for an op without a root, for a barrier, and for the mark 0.
 std::string root_text(const Signature& signature);
 std::string describe(const Call& call, int world_size);
 
@@ -29,7 +29,8 @@ inline int scan_mark(DType dtype, ReduceOp op, bool exclusive) {
   return kScan | static_cast<int>(dtype) << 8 | static_cast<int>(op) << 1 | static_cast<int>(exclusive);
 }
 inline bool is_scan(Op op, int root) { return op == Op::kAllToAll && root >= kScan; }
-// Returns "scan" or "exscan" for a marked all_to_all, else the name of the op.
+// Returns "scan" or "exscan" for a marked all_to_all, "barrier before a gather" for a marked barrier, else the name of
+// the op.
 const char* name_of(Op op, int root);
 // Returns "all_to_all: rank 1 expected 4 elements from rank 0, which sends 3; recv_counts must ...".
 std::string other_counts(int root, int rank, std::uint64_t expected, int peer, std::uint64_t sent, const char* unit);

@@ -302,8 +302,8 @@ class DataParallelGroup:
 
     def barrier(self) -> None:
         """Checks that all ranks start a gather that is not part of a step. A rank that does so alone gets an error,
-        and not the data of another rank's next gather."""
-        self.comm.barrier()
+        and not the data of another rank's next gather. The mark tells it from barriers of the program."""
+        self.comm._barrier(mark=1)
 
     def average_replicas(self, x: torch.Tensor) -> None:
         """Averages over the ranks that hold the same shard, in place."""
