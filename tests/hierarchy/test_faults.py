@@ -85,6 +85,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "gather": lambda comm: comm.gather(torch.ones(50_000), 3),
     "all_to_all": lambda comm: comm.all_to_all(torch.ones(200_000)),
     "barrier": lambda comm: comm.barrier(),
+    "barrier before a gather": lambda comm: comm._barrier(mark=1),
     "broadcast 0": lambda comm: comm.broadcast(torch.ones(50_000), 0),
     "broadcast 2": lambda comm: comm.broadcast(torch.ones(50_000), 2),
     "nothing": lambda comm: comm.all_reduce(torch.ones(0)),
@@ -156,10 +157,12 @@ DIFFERENT = [
     ("all_gather", "all_gather with mark 3"),
     ("all_to_all", "all_gather"),
     ("barrier", "all_reduce"),
+    ("barrier", "barrier before a gather"),
     ("broadcast 0", "broadcast 2"),
 ]
 OPS = {"all_gather": "all_gather", "gather": "gather", "all_to_all": "all_to_all", "barrier": "barrier"}
 OPS |= {"broadcast 0": "broadcast", "broadcast 2": "broadcast", "all_gather with mark 3": "all_gather"}
+OPS |= {"barrier before a gather": "barrier before a gather"}
 
 
 @pytest.mark.parametrize(("first", "second"), DIFFERENT, ids=[" and ".join(pair) for pair in DIFFERENT])
@@ -169,7 +172,7 @@ def test_different_calls_on_two_hosts_are_refused_on_both(first: str, second: st
     ops = [OPS.get(call, "all_reduce") for call in (first, second)]
     assert {name for name, _, _ in told} == {"MismatchError"}, told
     for _, text, _ in told:
-        made = re.findall(r"rank (\d) on host host(\d) made (\w+) #\d+", text)
+        made = re.findall(r"rank (\d) on host host(\d) made ([\w ]+) #\d+", text)
         assert sorted(int(host) for _, host, _ in made) == [0, 1], text
         assert all(int(rank) // 2 == int(host) and op == ops[int(host)] for rank, host, op in made), text
     assert all(seconds < 12 for (_, _, seconds), _, _ in found)

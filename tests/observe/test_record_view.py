@@ -59,6 +59,13 @@ def test_the_rank_that_is_behind_comes_first() -> None:
     ]
 
 
+def test_a_barrier_before_a_gather_is_another_one() -> None:
+    calls = [made_call(7, "in flight", "barrier", root=root) for root in (0, 1)]
+    place = "(train.py:87)"
+    differs = f"call #7 differs: rank 0 called barrier() {place}, rank 1 called barrier(before a gather) {place}"
+    assert differs in view(*(made(rank, call, world_size=2) for rank, call in enumerate(calls))).summary()
+
+
 def test_a_rank_that_has_not_come_is_behind_those_that_wait() -> None:
     outside = made(1, made_call(7), process="stopped")
     waits = made_call(7), made_call(8, "in flight")

@@ -311,6 +311,24 @@ def test_an_error_says_which_calls_are_collectives(call: str) -> None:
         assert "At stage 3 these are collectives: forward" in str(raised.value.__notes__)
 
 
+@pytest.mark.parametrize("call", ["reads a parameter", "state_dict", "whole"])
+def test_a_barrier_of_the_program_is_not_the_one_before_a_gather(call: str) -> None:
+    def run(comm: ringcomm.Communicator) -> None:
+        model = _model()
+        ringcomm.shard(model, None, stage=3, comm=comm)
+        model(torch.ones(2, 6)).sum().backward()
+        if comm.rank == 0 and call == "whole":
+            with ringcomm.whole(model):
+                pass
+        elif comm.rank == 0:
+            _ = model[0].weight.norm() if call == "reads a parameter" else model.state_dict()
+        comm.barrier()
+
+    text = r"rank 0 called barrier before a gather .*, rank 1 called barrier "
+    with pytest.raises(ringcomm.MismatchError, match=text):
+        ringcomm.run_ranks(run, 2, ranks="threads", timeout=20)
+
+
 def _hard_update(a: nn.Module, b: nn.Module, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         for p, q in zip(a.parameters(), b.parameters(), strict=True):

@@ -783,6 +783,12 @@ def of_another_mark(comm: Communicator, algorithm: str) -> str:
     return str(caught.value)
 
 
+def another_barrier(comm: Communicator) -> str:
+    with pytest.raises((errors.MismatchError, errors.AbortedError)) as caught:
+        comm._barrier(timeout=20, mark=comm.rank)
+    return str(caught.value)
+
+
 def different_and_prepared_in_c(comm: Communicator) -> str:
     plain = Exchanged(np.ones(10 + comm.rank, np.float32))
 
@@ -840,6 +846,8 @@ def failures(kind: str) -> None:
     for algorithm in ("ring", "direct", "copy_engine"):
         said = ranks(of_another_mark, 2, algorithm, kind=kind)
         assert any("mark 3" in text and "mark 4" in text for text in said), said
+    said = ranks(another_barrier, 2, kind=kind)
+    assert any("rank 1 called #0 barrier before a gather" in text for text in said), said
     said = ranks(different_and_prepared_in_c, 2, kind=kind)  # the same error as of calls that Python prepares
     assert all("MismatchError" in text for text in said), said
     if kind == "threads":  # the host finds it when the second one calls
