@@ -331,23 +331,25 @@ void CudaEngine::synchronize(std::uintptr_t stream) {
 }
 
 // Done before any rank runs a kernel: later, creating a stream, allocating memory or loading a kernel may wait for a
-// running kernel, which may wait for this rank.
+// running kernel, which may wait for this rank. So all kernels are loaded, once per process and device.
 void CudaEngine::prepare_device() {
   const RelaxedCapture relaxed(rank());
   const int threads = context_->setting().threads ? context_->setting().threads : kUsualBlockThreads;
   const auto load = [&](auto kernel) {
     if (kernel) room_for(reinterpret_cast<const void*>(kernel), threads, context_->device(), rank());
   };
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
-    const Arithmetic arithmetic = arithmetic_of(dtype, ReduceOp::kSum);
-    if (context_->setting().known) {
+  for (int type = 0; type <= static_cast<int>(DType::kBool); ++type) {
+    const DType dtype = static_cast<DType>(type);
+    for (int op = 0; op <= static_cast<int>(ReduceOp::kBxor); ++op) {
+      const Arithmetic arithmetic = arithmetic_of(dtype, static_cast<ReduceOp>(op));
+      for (const auto kernel_of : {ring_kernel, direct_kernel, oneshot_kernel})
+        load(kernel_of(arithmetic.dtype, arithmetic.op));
       load(known_kernel(arithmetic.dtype, arithmetic.op));
-      continue;
     }
-    load(direct_kernel(arithmetic.dtype, arithmetic.op));
-    if (world_size() <= kMaxPacketRanks) load(oneshot_kernel(arithmetic.dtype, arithmetic.op));
+    for (int to = 0; to <= static_cast<int>(DType::kBool); ++to) load(pack_kernel(dtype, static_cast<DType>(to)));
   }
-  if (context_->setting().known) load(copy_kernel());
+  load(copy_kernel());
+  load(ring_copy_kernel());
   if (const int here = context_->setting().ranks_of_a_device; needs_many_exchanges(here, world_size())) {
     int driver = 0;
     cuda::check(cudaDriverGetVersion(&driver), "cudaDriverGetVersion", rank());

@@ -89,6 +89,7 @@ void Context::connect(const std::vector<std::string>& handles, const std::functi
   peer_memory_->connect(handles, [&] {
     if (tuning_.serves(world_size_))
       tuning_.check_measured_on(peer_memory_->facts().name, peer_memory_->worst_path(), rank_);
+    if (!setting().known) copy_stream_ = lend_stream(device_, rank_);
     prepare();
   });
   connected_ = SharedState::of(peer_memory_->identity());
@@ -191,10 +192,12 @@ void Context::rethrow(const PendingCall& pending, Op op) {
 }
 
 void Context::release_peer_memory(bool idle) {
-  if (idle)
-    peer_memory_.reset();
-  else
+  if (!idle) {
     peer_memory_.release();  // NOLINT: kernels may still write there
+    return;
+  }
+  peer_memory_.reset();
+  if (copy_stream_) take_back_stream(device_, copy_stream_);
 }
 
 }  // namespace ringcomm::cuda

@@ -54,6 +54,10 @@ class Context {
   int world_size() const { return world_size_; }
   int device() const { return device_; }
   StreamEvents& events() const { return *events_; }
+  // The stream for copies between devices in calls on `stream`. On the default stream CUDA lets such a copy wait for
+  // all earlier work of both devices, also for kernels that wait for this rank; so it is another one, which the caller
+  // forks from the default one and joins with it.
+  cudaStream_t copy_stream(cudaStream_t stream) const { return is_default(stream) ? copy_stream_ : stream; }
   StreamWaits& waits() { return waits_; }
   // Whether streams of the device can wait for words in memory.
   bool has_word_ops();
@@ -103,6 +107,7 @@ class Context {
   const int usual_channels_;
   std::unique_ptr<PeerMemory> peer_memory_;
   std::shared_ptr<StreamEvents> events_;
+  cudaStream_t copy_stream_ = nullptr;              // null: one launch holds all ranks
   const std::shared_ptr<SharedState> unconnected_;  // until connected
   std::shared_ptr<SharedState> connected_;
   std::atomic<SharedState*> shared_;

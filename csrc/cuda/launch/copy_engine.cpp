@@ -270,21 +270,24 @@ void CopyCall::enqueue() const {
         pieces.push_back({part.data, data, part.count * element_bytes(call(y).dtype)});
     }
   if (members_.size() == member_of_.size()) return copy_pieces(pieces, batch.stream, batch.capture != 0, rank);
+  const cudaStream_t stream = context().copy_stream(batch.stream);
   const auto step = [&](std::uint32_t CopyWords::* word, bool waits) {
-    enqueue_word_ops(word_ops(word, false), batch.stream, rank);
-    if (waits) enqueue_word_ops(word_ops(word, true), batch.stream, rank);
+    enqueue_word_ops(word_ops(word, false), stream, rank);
+    if (waits) enqueue_word_ops(word_ops(word, true), stream, rank);
   };
   const StreamEventPtr begin = context().events().record(batch.stream, batch.capture, rank);
+  if (stream != batch.stream) StreamEvents::follow(stream, batch.capture, begin, rank);
   const auto add_waits = [&] {
-    const StreamEventPtr end = context().events().record(batch.stream, batch.capture, rank);
+    const StreamEventPtr end = context().events().record(stream, batch.capture, rank);
+    if (stream != batch.stream) StreamEvents::follow(batch.stream, batch.capture, end, rank);
     for (const LaunchMember& member : members_)
       member.context->waits().add({batch.first().op, ticket(), batch.limit_ms, begin, end});
   };
   try {
     step(&CopyWords::ready, RINGCOMM_FAULT != Fault::kCopyBeforeReady);
-    copy_pieces(pieces, batch.stream, false, rank);
+    copy_pieces(pieces, stream, false, rank);
     step(&CopyWords::done, RINGCOMM_FAULT != Fault::kGoOnBeforeDone);
-    for (const LaunchMember& member : members_) member.context->waits().copy_abort_flag(batch.stream);
+    for (const LaunchMember& member : members_) member.context->waits().copy_abort_flag(stream);
   } catch (const Error& error) {
     add_waits();
     throw Error(ErrorCode::kSystem, error.what());  // never kUnsupported, after which ranks go on: a part is enqueued

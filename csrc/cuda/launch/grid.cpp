@@ -9,9 +9,12 @@ namespace ringcomm::cuda {
 int room_for(const void* kernel, int threads, int device, int rank) {
   static std::mutex mutex;
   static std::map<std::tuple<const void*, int, int>, int> known;
-  const std::lock_guard<std::mutex> lock(mutex);
-  int& blocks = known[{kernel, threads, device}];
-  if (blocks != 0) return blocks;
+  const std::tuple key(kernel, threads, device);
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (const auto it = known.find(key); it != known.end()) return it->second;
+  }
+  // Without the lock: loading may wait for a kernel that waits for another rank of this process.
   const RelaxedCapture relaxed(rank);
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes of a kernel", rank);
@@ -20,7 +23,8 @@ int room_for(const void* kernel, int threads, int device, int rank) {
         "cudaOccupancyMaxActiveBlocksPerMultiprocessor of a kernel", rank);
   check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
         "cudaDeviceGetAttribute of the multiprocessors", rank);
-  return blocks = each * multiprocessors;
+  const std::lock_guard<std::mutex> lock(mutex);
+  return known[key] = each * multiprocessors;
 }
 
 }  // namespace ringcomm::cuda

@@ -87,15 +87,19 @@ void Matcher::copy(Message& message, Message& other) {
     fail(ErrorCode::kInvalid, "recv: rank ", to.rank, " expected the send of rank ", from.rank,
          " in the same graph capture, got one outside of it; capture both from one thread, on streams forked from one");
   const int rank = message.rank;
-  StreamEvents::follow(message.stream, message.capture, other.ready, rank);
-  if (from.nbytes && from.context.device() == to.context.device())
-    check(cudaMemcpyAsync(to.call.output, from.call.input, from.nbytes, cudaMemcpyDefault, message.stream),
+  const bool crosses = from.context.device() != to.context.device();
+  const cudaStream_t stream = crosses ? message.context.copy_stream(message.stream) : message.stream;
+  if (stream != message.stream) StreamEvents::follow(stream, message.capture, message.ready, rank);
+  StreamEvents::follow(stream, message.capture, other.ready, rank);
+  if (from.nbytes && !crosses)
+    check(cudaMemcpyAsync(to.call.output, from.call.input, from.nbytes, cudaMemcpyDefault, stream),
           "cudaMemcpyAsync of a message", rank);
   else if (from.nbytes)
     check(cudaMemcpyPeerAsync(to.call.output, to.context.device(), from.call.input, from.context.device(), from.nbytes,
-                              message.stream),
+                              stream),
           "cudaMemcpyPeerAsync of a message", rank);
-  const StreamEventPtr end = message.context.events().record(message.stream, message.capture, rank);
+  const StreamEventPtr end = message.context.events().record(stream, message.capture, rank);
+  if (stream != message.stream) StreamEvents::follow(message.stream, message.capture, end, rank);
   Message& receive = message.sends() ? other : message;
   receive.came_from(from.rank);
   message.enqueued(end, false);

@@ -19,7 +19,7 @@ IdleStreams& idle_streams() {
 }
 
 bool is_never_destroyed(cudaStream_t stream) {
-  if (stream == nullptr || stream == cudaStreamLegacy) return true;
+  if (is_default(stream)) return true;
   IdleStreams& idle = idle_streams();
   const std::lock_guard<std::mutex> lock(idle.mutex);
   return idle.all.count(stream) != 0;

@@ -17,6 +17,7 @@ namespace ringcomm::cuda {
 cudaStream_t lend_stream(int device, int rank);
 void take_back_stream(int device, cudaStream_t stream);
 
+inline bool is_default(cudaStream_t stream) { return !stream || stream == cudaStreamLegacy; }
 // Whether `stream` takes part in a capture, also in one that an error has invalidated.
 bool is_capturing(cudaStream_t stream, int rank);
 // The capture that `stream` takes part in; 0: none.

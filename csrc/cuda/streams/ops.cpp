@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "cuda/runtime.h"
+#include "cuda/streams/events.h"
 
 namespace ringcomm::cuda {
 
@@ -51,7 +52,7 @@ bool lacks_batches(cudaError_t status) {
 
 void copy_pieces(const std::vector<Piece>& pieces, cudaStream_t stream, bool captured, int rank) {
   if (pieces.empty()) return;
-  if (stream && stream != cudaStreamLegacy && !captured) {
+  if (!is_default(stream) && !captured) {
     const cudaError_t status = copy_batch(pieces, stream);
     if (!lacks_batches(status)) return check(status, "cudaMemcpyBatchAsync of a call's parts", rank);
     cudaGetLastError();

@@ -485,6 +485,7 @@ std::vector<Section> sections() {
        [] {
          on_two_devices(2, [](Engine& e) {
            results(e, From::kMalloc);
+           results(e, From::kMalloc, false);
            require(by_direct(e) == 0, "all by copies: " + described(e));
            order(e), e.close();
          });

@@ -360,6 +360,39 @@ void messages_of_two_devices() {
   other.join();
 }
 
+// A message on the default stream and a sum behind it. The later rank enqueues the copy, which must not wait for the
+// sum of the earlier one: that waits for the later rank.
+void message_before_a_sum_of_two_devices() {
+  const auto engines = make_ranks(2, short_timeout(), 1);
+  const auto rank_main = [&](int r) {
+    require(cudaSetDevice(r) == cudaSuccess, "a second device");
+    Engine& engine = *engines[r];
+    std::vector<float> data(5000), sums(3000);
+    for (int i = 1; i <= 10; ++i) {
+      data.assign(data.size(), r == 1 ? static_cast<float>(i) : 0.f);
+      sums.assign(sums.size(), 1.f);
+      Call message, sum;
+      message.op = r == 1 ? Op::kSend : Op::kRecv;
+      sum.op = Op::kAllReduce;
+      message.dtype = sum.dtype = DType::kFloat32;
+      message.root = 1 - r;
+      message.count = data.size();
+      message.input = message.output = data.data();
+      sum.count = sums.size();
+      sum.input = sum.output = sums.data();
+      if (i % 2 == r) usleep(5000);
+      const auto first = engine.submit(message), second = engine.submit(sum);
+      second->wait();
+      first->wait();
+      require(data[4999] == static_cast<float>(i) && sums[2999] == 2.f, concat("message and sum ", i));
+    }
+    engine.close();
+  };
+  std::thread other(rank_main, 1);
+  rank_main(0);
+  other.join();
+}
+
 // Both ranks send more than the links hold before they receive: requests and lists do not wait for each other.
 void crossing_messages(Engine& engine) {
   const OwnStream own;
@@ -507,6 +540,7 @@ std::vector<Section> sections() {
       {"graphs", processes(2, graphs_of_processes), {}, true},
       {"messages", threads(3, message_orders), {}},
       {"messages_of_two_devices", messages_of_two_devices, {}},
+      {"message_before_a_sum_of_two_devices", message_before_a_sum_of_two_devices, {}},
       {"crossing", threads(2, crossing_messages), {}},
       {"crossing_processes", processes(2, crossing_messages), {}, true},
       {"visible_processes", processes(2, visible_messages), {}, true},

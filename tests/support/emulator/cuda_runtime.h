@@ -6,7 +6,8 @@
 //   - Device memory is host memory, and any host pointer counts as memory of the current device.
 //   - Copies are asynchronous from and to all memory; the real API waits for some copies of pageable memory.
 //   - Stream 0 (legacy) waits for all blocking streams of its device and they for it, as in CUDA. There is no
-//     per-thread default stream.
+//     per-thread default stream. A copy between two devices on it waits for all earlier work of both, and their later
+//     work for it, if the call names the devices or the memory was allocated here.
 //   - A host function runs in a thread of its own and, as in CUDA, may not call this API.
 //
 // Environment, read once:

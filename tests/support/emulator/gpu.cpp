@@ -105,6 +105,7 @@ void Gpu::enqueue(Stream* stream, const Work& work) {
   Task task{work.kind};
   task.sequence = ++sequence_;
   task.cooperative = work.cooperative;
+  task.other_device = stream->legacy ? work.other_device : -1;
   if (work.kind == Kind::kKernel) {
     task.grid = new Grid(work.name, work.body, work.grid, work.block);
     task.grid->before_start();
@@ -181,12 +182,29 @@ bool Gpu::waits_for_word() const {
                      [](const Stream& s) { return !s.tasks.empty() && s.tasks.front().kind == Kind::kWaitWord; });
 }
 
+// A copy between two devices on a legacy stream waits for all earlier work of both devices, and their later work for it.
+bool Gpu::may_copy(const Stream& stream) const {
+  const Task& task = stream.tasks.front();
+  if (task.other_device >= 0)
+    for (const Stream& s : streams_)
+      if ((s.device == stream.device || s.device == task.other_device) && !s.tasks.empty() &&
+          s.tasks.front().sequence < task.sequence)
+        return false;
+  for (const Stream* legacy : legacy_)
+    for (const Task& copy : legacy->tasks)
+      if (copy.other_device >= 0 && copy.sequence < task.sequence &&
+          (stream.device == legacy->device || stream.device == copy.other_device))
+        return false;
+  return true;
+}
+
 // The legacy stream and the blocking streams of its device wait for each other.
 bool Gpu::may_start(const Stream& stream) const {
   const Task& task = stream.tasks.front();
   if (task.started) return task.finished;
   if (task.kind == Kind::kWait && !task.point->reached) return false;
   if (task.kind == Kind::kWaitWord && !task.word.reached()) return false;
+  if (!may_copy(stream)) return false;
   const auto before = [&](const Stream& s) { return !s.tasks.empty() && s.tasks.front().sequence < task.sequence; };
   if (stream.blocking()) return !before(*legacy_[stream.device]);
   return !stream.legacy || std::none_of(streams_.begin(), streams_.end(), [&](const Stream& s) {

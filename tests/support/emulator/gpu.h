@@ -56,6 +56,7 @@ struct Work {
   std::shared_ptr<Point> point = {};
   int captured_event = -1;  // in a graph, in place of a point
   Word word = {};
+  int other_device = -1;  // of a copy between two devices
 };
 
 struct Payload {
@@ -70,6 +71,7 @@ struct Task {
   Payload* payload = nullptr;
   std::shared_ptr<Point> point = {};
   Word word = {};
+  int other_device = -1;  // of a copy between two devices on the legacy stream
 };
 
 }  // namespace ringcomm::emulator
@@ -131,6 +133,7 @@ class Gpu {
   void callback_thread();
 
   bool may_start(const Stream& stream) const;
+  bool may_copy(const Stream& stream) const;
   bool start_tasks(std::unique_lock<std::mutex>& lock);
   void start(std::unique_lock<std::mutex>& lock, Stream* stream);
   void complete(Stream* stream);

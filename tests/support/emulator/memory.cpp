@@ -124,12 +124,14 @@ cudaError_t open_handle(void** memory, const Handle& handle) {
   return cudaSuccess;
 }
 
-cudaError_t call_on(cudaStream_t handle, std::function<void()> call, bool and_wait) {
+cudaError_t call_on(cudaStream_t handle, std::function<void()> call, bool and_wait, int other_device = -1) {
   return locked([&](Gpu& gpu, std::unique_lock<std::mutex>& lock) {
     if (const cudaError_t error = and_wait ? forbid_in_capture() : cudaSuccess) return error;
     Stream* const stream = gpu.resolve(handle, current_device());
     if (!stream) return cudaErrorInvalidResourceHandle;
-    const cudaError_t error = submit(gpu, stream, Work{Kind::kCall, {}, {}, {}, {}, false, std::move(call)});
+    Work work{Kind::kCall, {}, {}, {}, {}, false, std::move(call)};
+    if (other_device != stream->device) work.other_device = other_device;
+    const cudaError_t error = submit(gpu, stream, std::move(work));
     if (error || !and_wait) return error;
     gpu.wait(lock, stream);
     return gpu.error_of(stream->device);
@@ -282,8 +284,7 @@ static void copy_bytes(void* to, const void* from, std::size_t nbytes) {
     std::memcpy(to, from, nbytes);
 }
 
-cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t nbytes, cudaMemcpyKind kind, cudaStream_t stream) {
-  if (kind < cudaMemcpyHostToHost || kind > cudaMemcpyDefault) return note(cudaErrorInvalidMemcpyDirection);
+static cudaError_t copy_on(cudaStream_t stream, void* to, const void* from, std::size_t nbytes, int other_device) {
   if (nbytes && (!to || !from)) return note(cudaErrorInvalidValue);
   const unsigned pause_us = Gpu::get().config.copy_us;
   return call_on(
@@ -292,7 +293,21 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t nbytes, cuda
         if (pause_us > 0) usleep(pause_us);
         copy_bytes(to, from, nbytes);
       },
-      false);
+      false, other_device);
+}
+// The device of memory that was allocated here, other than the current one; else -1.
+static int other_device_of(const void* memory) {
+  int device = -1;
+  locked([&](Gpu&, Lock&) {
+    const auto at = find(memory);
+    if (at != allocations().end() && at->second.type == cudaMemoryTypeDevice) device = at->second.device;
+    return cudaSuccess;
+  });
+  return device == current_device() ? -1 : device;
+}
+cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t nbytes, cudaMemcpyKind kind, cudaStream_t stream) {
+  if (kind < cudaMemcpyHostToHost || kind > cudaMemcpyDefault) return note(cudaErrorInvalidMemcpyDirection);
+  return copy_on(stream, to, from, nbytes, std::max(other_device_of(to), other_device_of(from)));
 }
 cudaError_t cudaMemcpy(void* to, const void* from, std::size_t nbytes, cudaMemcpyKind kind) {
   if (kind < cudaMemcpyHostToHost || kind > cudaMemcpyDefault) return note(cudaErrorInvalidMemcpyDirection);
@@ -304,7 +319,7 @@ cudaError_t cudaMemcpyPeerAsync(void* to, int to_device, const void* from, int f
   const int devices = Gpu::get().config.devices;
   if (to_device < 0 || to_device >= devices || from_device < 0 || from_device >= devices)
     return note(cudaErrorInvalidDevice);
-  return cudaMemcpyAsync(to, from, nbytes, cudaMemcpyDefault, stream);
+  return copy_on(stream, to, from, nbytes, to_device == current_device() ? from_device : to_device);
 }
 cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const std::size_t* nbytes, std::size_t count,
                                  cudaMemcpyAttributes* attributes, std::size_t* first_of_attributes,
