@@ -14,11 +14,12 @@ from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from ringcomm import errors
 from ringcomm.arrays.devices import CPU, Device
-from ringcomm.comm.hosts import Hosts, Network, Span, extension, identity
+from ringcomm.comm.hosts import Hosts, Network, Span, ask_for_queues, extension, identity
 from ringcomm.comm.store import exchange
 from ringcomm.errors import DeviceError as DeviceError
 from ringcomm.errors import DtypeError as DtypeError
@@ -110,6 +111,8 @@ def _backend(
     options: _c10d.Backend.Options,
     call: str,
 ) -> _c10d.Backend:
+    if torch.cuda.is_available():
+        ask_for_queues()  # now, because the first call on a device comes after its context
     limit_ms = _milliseconds(options._timeout)
     name, identities = _exchange(store, f"{prefix}/host", rank, world_size, identity().encode(), options._timeout, call)
     hosts = Hosts.of([each.decode() for each in identities])

@@ -86,7 +86,7 @@ def stages(capability: str, out: str) -> list[Stage]:
         "--clock-control",
         "none",
         "--kernel-name",
-        "regex:direct|combine|ring",
+        "regex:direct|known|ring",
         "--launch-count",
         "6",
     ]

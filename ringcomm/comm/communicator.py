@@ -1112,7 +1112,7 @@ class Communicator:
         """
         call = self._begin("synchronize", None, stream)
         if call.on_device:
-            self._open.synchronize(call.waiting_stream(None))
+            self._open.synchronize(call.waiting_stream(None) if call.stream is None else call.stream)
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Gathers every rank's bytes, by rank, through host memory on any device; a collective."""

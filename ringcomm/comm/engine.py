@@ -261,14 +261,13 @@ class CollectiveArgs:
         return array.library.on(self.stream or 0, array.data) if self.has_own_stream else nullcontext()
 
     def waiting_stream(self, stream: Any) -> int:
-        """Returns the stream that waits for the call: ``stream``, or the one on which the call would run if it were
-        made now."""
+        """Returns the stream that waits for the call: ``stream``, or the one on which the library of the call's arrays
+        now works, whatever stream the call was given."""
         if stream is not None:
             return self._given(stream)
-        if self.first is not None:
-            return self.first.library.stream(self.first.data)
-        if self.stream is not None:
-            return self.stream
+        array = self.first or next(iter(self.written), None)
+        if array is not None:
+            return array.library.stream(array.data)
         return 0 if EMULATED else usual_stream(self.engine.device or CPU)
 
     # ---- arrays --------------------------------------------------------------------------------------------------

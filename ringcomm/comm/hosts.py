@@ -49,6 +49,12 @@ _MEET_EVERY_S = 0.01  # interval of checks for the surviving ranks
 _LOOK_EVERY_S = 0.25
 
 
+def ask_for_queues() -> None:
+    """Asks CUDA for 32 hardware queues, unless the program has set their number. It is read when the process's first
+    context is made; with the default of 8, streams share queues."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
 def identity() -> str:
     """Returns a string that is equal exactly for ranks that can share memory; it begins with a name for people.
 
@@ -345,9 +351,8 @@ class Span:
         network: Network | None = None,
     ) -> None:
         self.rank, self.world_size, self.device, self.limit_ms = rank, world_size, device, limit_ms
-        # Read when this process's first context is made; with the default of 8, streams share queues.
         if device.kind == "cuda":
-            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+            ask_for_queues()
         self._hosts = hosts if hosts is not None and hosts.several else None
         self._network = network
         here = self._hosts.ranks[self._hosts.host_of(rank)] if self._hosts else tuple(range(world_size))

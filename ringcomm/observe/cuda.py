@@ -75,7 +75,7 @@ def devices() -> list[Fact]:
     present = driver.device_count()
     if present == 0:
         return [*facts, Fact("devices", "cuda:0", False, "no device; look at CUDA_VISIBLE_DEVICES and nvidia-smi")]
-    return [*facts, _connections(), *map(_device, range(present)), *_paths(present)]
+    return [*facts, _connections(), *_blocking(), *map(_device, range(present)), *_paths(present)]
 
 
 def _connections() -> Fact:
@@ -85,6 +85,14 @@ def _connections() -> Fact:
     text = "a communicator on cuda sets 32 where it makes the first context" if given is None else given
     advice = "; streams that share one wait for each other's kernels: unset it, or set 32" if few else ""
     return Fact("devices", "CUDA_DEVICE_MAX_CONNECTIONS", False if few else None, text + advice)
+
+
+def _blocking() -> list[Fact]:
+    """Returns a warning where the host waits for each kernel, and a kernel for the other ranks."""
+    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") == "0":
+        return []
+    waits = "irecv before isend on both ranks, or one thread for several devices, waits until the time limit"
+    return [Fact("devices", "CUDA_LAUNCH_BLOCKING", False, f"set; {waits}: unset it")]
 
 
 def _release() -> str:

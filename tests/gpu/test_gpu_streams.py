@@ -48,6 +48,11 @@ def named_stream(comm: Communicator) -> None:
         doubled = x * 2
     other.synchronize()
     assert bool((doubled == comm.world_size * (comm.world_size - 1)).all())
+    y = torch.full((3000,), float(comm.rank), device=PLACE)
+    mine.wait_stream(torch.cuda.current_stream())
+    busy(mine)
+    comm.all_reduce(y, stream=mine, async_op=True).wait()  # the current stream waits, not the call's
+    assert bool((y * 2 == comm.world_size * (comm.world_size - 1)).all())
 
 
 @real

@@ -178,7 +178,7 @@ HostPage* PeerMemory::page() const { return own_->page; }
 char* PeerMemory::scratch() const { return table_ + kTableBytes; }
 
 void PeerMemory::copy(void* target, const void* source, std::size_t nbytes, const char* what) const {
-  const DeviceGuard guard(device_, rank_);
+  const DeviceScope on(device_, rank_);
   check(cudaMemcpyAsync(target, source, nbytes, cudaMemcpyDefault, stream_), what, rank_);
   check(cudaStreamSynchronize(stream_), what, rank_);
 }

@@ -78,8 +78,13 @@ bool reached(const StreamEvent& event, int rank) {
 }
 
 StreamEvents::~StreamEvents() {
-  if (process_is_ending()) return;
-  for (cudaEvent_t event : idle_) tolerate(cudaEventDestroy(event), "cudaEventDestroy");
+  if (process_is_ending() || idle_.empty()) return;
+  try {
+    const DeviceScope on(device_, 0);  // a thread without a context would make one on device 0
+    for (cudaEvent_t event : idle_) tolerate(cudaEventDestroy(event), "cudaEventDestroy");
+  } catch (const Error&) {
+    // the device is lost, and they with it
+  }
 }
 
 cudaEvent_t StreamEvents::take(int rank) {

@@ -108,6 +108,7 @@ class DataParallelGroup:
         self.read: tuple[object, torch.Tensor] | None = None
         ranks_here = comm.world_size if mesh is None else mesh.comm.world_size
         self.background = comm.engine != "cpu" or self._least_cores() >= 2 * ranks_here
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}  # for collectives beside the computation
 
     @property
     def rank(self) -> int:
@@ -259,13 +260,13 @@ class DataParallelGroup:
     def all_reduce(self, x: torch.Tensor, op: str = "avg") -> Any:
         """Starts to reduce all ranks' ``x``, in place."""
         self.count("all_reduce", x.nbytes)
-        with unversioned(x):
+        with unversioned(x), self.beside(x):
             return self._started(self.comm.all_reduce(x, op, async_op=self.background))
 
     def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor, op: str = "avg") -> Any:
         """Starts to reduce all ranks' ``x``; this rank gets its shard."""
         self.count("reduce_scatter", x.nbytes)
-        with unversioned(out):
+        with unversioned(out), self.beside(x):
             return self._started(self.comm.reduce_scatter(x, op, out=out, async_op=self.background))
 
     def all_gather(self, shard: torch.Tensor, unsharded: torch.Tensor, mark: int = 0) -> Any:
@@ -276,8 +277,20 @@ class DataParallelGroup:
                 process group.
         """
         self.count("all_gather", unsharded.nbytes)
-        with unversioned(unsharded):
+        with unversioned(unsharded), self.beside(shard):
             return self._started(self.comm._all_gather(shard, out=unsharded, async_op=self.background, mark=mark))
+
+    def beside(self, x: torch.Tensor) -> AbstractContextManager[Any]:
+        """Inside the block, collectives of ``x`` run beside the computation if they are to. On a GPU they run on a
+        stream of their own, after the work that is now on the current stream; who waits for them waits on the then
+        current one."""
+        if not self.background or not x.is_cuda or not self.comm.lends_memory:
+            return nullcontext()
+        if x.device not in self._streams:
+            self._streams[x.device] = torch.cuda.Stream(x.device, priority=-1)
+        stream = self._streams[x.device]
+        stream.wait_stream(torch.cuda.current_stream(x.device))
+        return torch.cuda.stream(stream)
 
     def _started(self, result: Any) -> Any:
         return result if self.background else DONE

@@ -383,7 +383,8 @@ class Synchronisation:
             and backward in any order, parameters stay unsharded, and nothing is reduced before the end. None: no step
             is running.
         microbatch: the micro-batch of the current passes; None: each parameter's next.
-        last_header: on a device, the header of the last message that ended a backward pass.
+        last_header: on a device, the header of the last message that ended a backward pass, in memory of the host, and
+            the event after which it is there.
         hook: starts a bucket's reduction in place of the communicator; see comm_hook.py.
     """
 
@@ -394,7 +395,7 @@ class Synchronisation:
     buffers_are_due: bool = True
     microbatches: int | None = None
     microbatch: int | None = None
-    last_header: torch.Tensor | None = None
+    last_header: tuple[torch.Tensor, torch.cuda.Event] | None = None
     hook: Callable[[Bucket, int, bool, torch.Tensor], Any] | None = None
 
     @property
@@ -1126,11 +1127,14 @@ class ShardedModel:
         if self.stage == LAST_STAGE:
             sent += with_complement(self.ranks.order)
         received = bytearray(sent)
-        flags = torch.frombuffer(received, dtype=torch.uint8).to(self.device)
+        flags = torch.frombuffer(received, dtype=torch.uint8)
+        if self.device.type != "cpu":  # pinned, so that the host does not wait for the copy, which is behind backward
+            flags = flags.pin_memory().to(self.device, non_blocking=True)
         if self.ranks.data_world_size == 1:
             return sent, received, flags, None
         self.ranks.count("flags", flags.nbytes)
-        work = self.ranks.comm.all_reduce(flags, "max", async_op=self.ranks.background)
+        with self.ranks.beside(flags):
+            work = self.ranks.comm.all_reduce(flags, "max", async_op=self.ranks.background)
         return sent, received, flags, work if self.ranks.background else None
 
     def _finish_used_params(self, used: tuple[bytes, bytearray, torch.Tensor, Any]) -> None:
@@ -1147,10 +1151,13 @@ class ShardedModel:
         if on_cpu:
             values = [*received]
             self._read_header(values)
-        else:  # the common case does not wait for a device: it reads the header of the previous backward pass
-            before, self.sync.last_header = self.sync.last_header, flags[:HEADER_NBYTES].clone()
+        else:  # the common case does not wait for this backward pass: it reads the header of the previous one
+            before, header = self.sync.last_header, torch.empty(HEADER_NBYTES, dtype=torch.uint8, pin_memory=True)
+            header.copy_(flags[:HEADER_NBYTES], non_blocking=True)
+            self.sync.last_header = header, torch.cuda.current_stream(self.device).record_event()
             if before is not None:
-                self._read_header(before.tolist())
+                before[1].synchronize()
+                self._read_header(before[0].tolist())
             values = flags.tolist() if missing else []
         if not values:
             return

@@ -617,6 +617,11 @@ def cupy_arrays(comm: Communicator) -> None:
     assert LOG, "the temporary was not made on the call's stream"
     assert work.synchronize() is columns
     assert bool((columns.memory == comm.world_size).all())
+    work = comm.all_reduce(ones, stream=ExternalStream(0), async_op=True)
+    with pytest.MonkeyPatch.context() as patched:  # CuPy now works on another stream than the call
+        patched.setattr("cupy.cuda.get_current_stream", lambda: ExternalStream(42))
+        assert work._waiting_stream(None) == 42
+    work.synchronize()
     Device.current = 1
     elsewhere = ndarray(np.ones(3))
     Device.current = 0
