@@ -66,6 +66,7 @@ def emulate(folder: Path, monkeypatch: pytest.MonkeyPatch, more: str = "") -> No
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT)]))
     monkeypatch.setenv(emulated.MODULE, str(emulated.module()))
     monkeypatch.setenv("RINGCOMM_EMULATED_SMS", "4")
+    monkeypatch.setenv("RINGCOMM_EMULATED_DEVICES", "2")
 
 
 def program(path: Path, text: str) -> str:

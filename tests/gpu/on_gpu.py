@@ -26,4 +26,4 @@ def ranks(
 
 def place(x: torch.Tensor, on: str) -> torch.Tensor:
     """A copy of ``x`` where a communicator on device ``on`` takes it."""
-    return x.clone() if on == "cpu" else x.to(PLACE, copy=True)
+    return x.clone() if on == "cpu" or EMULATED else x.to(on, copy=True)

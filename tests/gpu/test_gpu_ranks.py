@@ -70,7 +70,7 @@ def test_processes_share_the_gpu(world_size: int, handles: str, monkeypatch: pyt
 
 
 def alive(comm: Communicator) -> None:
-    x = comm.all_reduce(torch.ones(1000, device=PLACE))
+    x = comm.all_reduce(place(torch.ones(1000), comm.device))
     comm.synchronize()
     assert bool((x == comm.world_size).all())
 
@@ -81,7 +81,7 @@ def one_is_absent(comm: Communicator) -> str:
         return ""
     started = time.monotonic()
     with pytest.raises((errors.CollectiveTimeoutError, errors.AbortedError)) as caught:
-        comm.all_reduce(torch.ones(1000, device=PLACE), timeout=2, async_op=True).synchronize()
+        comm.all_reduce(place(torch.ones(1000), comm.device), timeout=2, async_op=True).synchronize()
     assert time.monotonic() - started < 30
     return str(caught.value)
 
@@ -89,7 +89,7 @@ def one_is_absent(comm: Communicator) -> str:
 def calls_differ(comm: Communicator) -> str:
     alive(comm)
     with pytest.raises((errors.MismatchError, errors.AbortedError)) as caught:
-        comm.all_reduce(torch.ones(10 + comm.rank, device=PLACE), timeout=20, async_op=True).synchronize()
+        comm.all_reduce(place(torch.ones(10 + comm.rank), comm.device), timeout=20, async_op=True).synchronize()
     return type(caught.value).__name__
 
 
@@ -100,7 +100,7 @@ def stopped(comm: Communicator) -> str:
         comm.abort("the user pressed stop")
         return ""
     with pytest.raises(errors.AbortedError) as caught:
-        comm.all_reduce(torch.ones(10, device=PLACE), async_op=True).synchronize()
+        comm.all_reduce(place(torch.ones(10), comm.device), async_op=True).synchronize()
     return str(caught.value)
 
 
