@@ -425,6 +425,7 @@ class GradBuffer:
             self.work = None
             with contextlib.suppress(RingcommError):  # the caller does not want the result
                 work.wait()
+            self.ranks.rejoin()
             _give_back(self.ranks, wire, out, *self.local.levels)
             self.local.clear()
         self.exposed = [None] * len(self.exposed)

@@ -292,6 +292,12 @@ class DataParallelGroup:
         stream.wait_stream(torch.cuda.current_stream(x.device))
         return torch.cuda.stream(stream)
 
+    def rejoin(self) -> None:
+        """Orders later work on the current stream after all collectives beside the computation: after an error, before
+        memory that they may still write is used again."""
+        for device, stream in self._streams.items():
+            torch.cuda.current_stream(device).wait_stream(stream)
+
     def _started(self, result: Any) -> Any:
         return result if self.background else DONE
 
