@@ -31,6 +31,7 @@ def write_table(*words: str) -> None:
     importlib.import_module("benchmarks.training.architectures").main()
 
 
+@pytest.mark.timeout(260)  # its process has 200
 @pytest.mark.parametrize("families", [["mixtral", "m2m_100"], slow([*WORKS])], ids=" ".join)  # of each kind one
 def test_some_families(families: list[str], tmp_path: Path) -> None:
     path = tmp_path / "cells.json"
