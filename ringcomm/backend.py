@@ -111,7 +111,7 @@ def _backend(
     options: _c10d.Backend.Options,
     call: str,
 ) -> _c10d.Backend:
-    if torch.cuda.is_available():
+    if torch.version.cuda is not None:
         ask_for_queues()  # now, because the first call on a device comes after its context
     limit_ms = _milliseconds(options._timeout)
     name, identities = _exchange(store, f"{prefix}/host", rank, world_size, identity().encode(), options._timeout, call)

@@ -101,7 +101,7 @@ def stages(capability: str, out: str) -> list[Stage]:
         tests("conversions", 20, usual),
         tests("libraries", 90, usual),
         tests("ranks", 60, usual),
-        tests("devices", 60, usual),
+        tests("devices", 150, usual),
         tests("memory", 90, usual),
         Stage("benchmark", 140, bench, "bench", part="cells"),
         Stage(

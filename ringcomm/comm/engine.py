@@ -265,8 +265,8 @@ class CollectiveArgs:
         now works, whatever stream the call was given."""
         if stream is not None:
             return self._given(stream)
-        array = self.first or next(iter(self.written), None)
-        if array is not None:
+        array = self.first or next(iter(self.written), None) or self.input
+        if isinstance(array, Array):
             return array.library.stream(array.data)
         return 0 if EMULATED else usual_stream(self.engine.device or CPU)
 

@@ -83,6 +83,8 @@ class Work:
             return self._end()
         self._ask(self._request.join, waiting)
         call = self._call
+        if call is not None and call.has_own_stream and call.stream is not None:
+            self._ask(self._request.join, call.stream)  # messages run on streams of the engine
         if call is not None and not self._joined:
             self._joined = True
             self._result = call.finish_on(waiting, call.root, self._result)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringcomm.data_parallel.buckets.grad_buffer import drop_like_root
+from ringcomm.data_parallel.buckets.grad_buffer import follow_root
 from ringcomm.data_parallel.buckets.group import Join
 from ringcomm.data_parallel.model.sharded_model import ShardedModel, wrapped_model
 from ringcomm.data_parallel.optim.clip import clip_grad_norm_
@@ -55,7 +55,7 @@ def join(
         throw_on_early_termination: raise on all ranks as soon as one rank has no more input.
     Cost:    an all_gather of 8 bytes for each forward pass that sends something, each backward pass, clipping and step,
              and before gradients are set to zero; once a rank has joined, one or two small messages for each collective
-             and for each gradient that is set to zero.
+             and for each gradient that is set to zero, and at stage 0 the gradients for each clipping.
     Raises:  RingcommError: a rank has no more input, with ``throw_on_early_termination``. MismatchError: the ranks do
              different things. UnsupportedError: a model with replicas, or with SyncBatchNorm.
     """
@@ -194,13 +194,9 @@ def _finish(flat: ShardedModel) -> None:
     gradients = [bucket.gradient for bucket in flat.order]
     for gradient in gradients:
         gradient.reconcile()
-    drop_like_root(gradients)
+    follow_root(gradients, values=True)
     flat.send_buffers()
     if flat.stage == 0:
-        for gradient in gradients:
-            if gradient.has_reduced:
-                _send(flat, gradient.reduced)
-                gradient.changed()
         for bucket in flat.order:
             _send(flat, bucket.unsharded)
             if bucket.separate:

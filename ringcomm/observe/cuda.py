@@ -89,7 +89,7 @@ def _connections() -> Fact:
 
 def _blocking() -> list[Fact]:
     """Returns a warning where the host waits for each kernel, and a kernel for the other ranks."""
-    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") == "0":
+    if os.environ.get("CUDA_LAUNCH_BLOCKING", "") in ("", "0"):
         return []
     waits = "irecv before isend on both ranks, or one thread for several devices, waits until the time limit"
     return [Fact("devices", "CUDA_LAUNCH_BLOCKING", False, f"set; {waits}: unset it")]

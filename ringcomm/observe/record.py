@@ -531,7 +531,8 @@ class View:
         """Returns collectives that the ranks called with different arguments, in the words of an error."""
         found = []
         for number, ranks in sorted(self._collectives().items()):
-            same_op = len({call.op for call in ranks.values()} - {"barrier"}) == 1
+            ops = {call.op for call in ranks.values()}
+            same_op = len(ops) == 1 and ops != {"barrier"}  # barriers differ in what they are before
             if len({(call.op, call.passed) for call in ranks.values()}) == 1:
                 continue
             parts = []

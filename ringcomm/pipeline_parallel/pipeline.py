@@ -520,7 +520,7 @@ class _Step:
                     raise
                 raise InvalidArgumentError(
                     f"Pipeline: rank {self.rank} ran stage {stage}, whose backward pass needs a tensor that was "
-                    "written in place after its forward pass, such as a buffer that the next micro-batch writes, "
+                    "written in place since, by its own forward pass or, if it is a buffer, the next micro-batch's, "
                     "expected the old values; assign a new tensor to the buffer, or let forward use a clone of it"
                 ) from error
         before = self.pipe.schedule.rank_of[stage - 1] if stage else None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.on_gpu import EMULATED, PLACE, in_processes, ranks
-from tests.support.cuda.training import every_stage, train_on
+from tests.gpu.on_gpu import EMULATED, PLACE, in_processes, ranks, real
+from tests.support.cuda.training import every_stage, late_collectives, train_on
 
 pytestmark = in_processes
 
@@ -16,7 +16,12 @@ def test_every_stage_trains_to_the_same_bits(world_size: int) -> None:
     assert ranks(every_stage, world_size, str(PLACE), kind="processes") == [6] * world_size
 
 
-@pytest.mark.skipif(EMULATED, reason="needs a CUDA device that torch sees; an emulated one is not enough")
+@real
+def test_every_stage_waits_for_its_collectives() -> None:
+    ranks(late_collectives, 2, str(PLACE), kind="processes")
+
+
+@real
 def test_master_weights_in_the_hosts_memory_change_no_bit() -> None:
     apart = ranks(train_on, 2, 2, "bfloat16", str(PLACE), True, kind="processes")
     for mine, theirs in zip(apart, ranks(train_on, 2, 2, "bfloat16", str(PLACE), kind="processes"), strict=True):

@@ -59,6 +59,13 @@ def test_the_rank_that_is_behind_comes_first() -> None:
     ]
 
 
+def test_a_barrier_beside_another_call() -> None:
+    calls = [made_call(7, "in flight", op) for op in ("barrier", "all_reduce")]
+    place = "(train.py:87)"
+    differs = f"call #7 differs: rank 0 called barrier() {place}, rank 1 called all_reduce(1024 x float32, sum) {place}"
+    assert differs in view(*(made(rank, call, world_size=2) for rank, call in enumerate(calls))).summary()
+
+
 def test_a_barrier_before_a_gather_is_another_one() -> None:
     calls = [made_call(7, "in flight", "barrier", root=root) for root in (0, 1)]
     place = "(train.py:87)"

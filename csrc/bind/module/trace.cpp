@@ -24,7 +24,7 @@ void add_call(py::dict& args, const trace::CallFacts& call) {
   }
   if (reduces(call.op)) args["reduce_op"] = name(call.reduce_op);
   if (rooted(call.op)) args["root"] = call.root;
-  if (call.op == Op::kAllGather && call.root) args["mark"] = call.root;
+  if ((call.op == Op::kAllGather || call.op == Op::kBarrier) && call.root) args["mark"] = call.root;
   if (point_to_point(call.op)) args["peer"] = call.root;
   args["algorithm"] = call.algorithm ? call.algorithm : name(call.asked);
   add(args, "training_step", call.training_step);

@@ -433,7 +433,7 @@ class Bucket:
         try:
             yield
         except BaseException as error:
-            self.ranks.rejoin()
+            self.ranks.wait_for_side_streams()
             self.unsharded.untyped_storage().resize_(0)
             self.ranks.note_gathered(-self.unsharded.nbytes)
             if isinstance(error, MismatchError) and hasattr(error, "add_note"):  # Python 3.11

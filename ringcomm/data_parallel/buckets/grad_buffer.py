@@ -425,7 +425,7 @@ class GradBuffer:
             self.work = None
             with contextlib.suppress(RingcommError):  # the caller does not want the result
                 work.wait()
-            self.ranks.rejoin()
+            self.ranks.wait_for_side_streams()
             _give_back(self.ranks, wire, out, *self.local.levels)
             self.local.clear()
         self.exposed = [None] * len(self.exposed)
@@ -763,9 +763,13 @@ def adopt_user_grads(gradients: Collection[GradBuffer], call: str) -> None:
         each.adopt_user_grads(call)
 
 
-def drop_like_root(gradients: Sequence[GradBuffer]) -> None:
+def follow_root(gradients: Sequence[GradBuffer], values: bool = False) -> None:
     """Inside `join`, once a rank has joined: discards, on the ranks that have joined, the gradients that a rank with
-    input has discarded; a collective."""
+    input has discarded; a collective.
+
+    Args:
+        values: whether, at stage 0, to copy that rank's gradients too, which a program changes without a message.
+    """
     joining = gradients[0].ranks.joining if gradients else None
     if joining is None or not joining.some_have_joined:
         return
@@ -777,6 +781,10 @@ def drop_like_root(gradients: Sequence[GradBuffer]) -> None:
                 if i in each.with_mean and not kept:
                     p.grad = None
         each.reconcile()
+    for each in gradients if values and gradients[0].stage == 0 else ():
+        if each.has_reduced:
+            each.ranks.broadcast(each.reduced)
+            each.changed()
 
 
 # ---- a gradient that is sharded --------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
@@ -260,13 +260,13 @@ class DataParallelGroup:
     def all_reduce(self, x: torch.Tensor, op: str = "avg") -> Any:
         """Starts to reduce all ranks' ``x``, in place."""
         self.count("all_reduce", x.nbytes)
-        with unversioned(x), self.beside(x):
+        with unversioned(x), self.on_side_stream(x):
             return self._started(self.comm.all_reduce(x, op, async_op=self.background))
 
     def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor, op: str = "avg") -> Any:
         """Starts to reduce all ranks' ``x``; this rank gets its shard."""
         self.count("reduce_scatter", x.nbytes)
-        with unversioned(out), self.beside(x):
+        with unversioned(out), self.on_side_stream(x):
             return self._started(self.comm.reduce_scatter(x, op, out=out, async_op=self.background))
 
     def all_gather(self, shard: torch.Tensor, unsharded: torch.Tensor, mark: int = 0) -> Any:
@@ -277,13 +277,12 @@ class DataParallelGroup:
                 process group.
         """
         self.count("all_gather", unsharded.nbytes)
-        with unversioned(unsharded), self.beside(shard):
+        with unversioned(unsharded), self.on_side_stream(shard):
             return self._started(self.comm._all_gather(shard, out=unsharded, async_op=self.background, mark=mark))
 
-    def beside(self, x: torch.Tensor) -> AbstractContextManager[Any]:
-        """Inside the block, collectives of ``x`` run beside the computation if they are to. On a GPU they run on a
-        stream of their own, after the work that is now on the current stream; who waits for them waits on the then
-        current one."""
+    def on_side_stream(self, x: torch.Tensor) -> AbstractContextManager[Any]:
+        """Inside the block, collectives of ``x`` run on the layer's own stream of a GPU, if they are to run beside the
+        computation: after the work that is now on the current stream. To wait for them orders the current stream."""
         if not self.background or not x.is_cuda or not self.comm.lends_memory:
             return nullcontext()
         if x.device not in self._streams:
@@ -292,11 +291,12 @@ class DataParallelGroup:
         stream.wait_stream(torch.cuda.current_stream(x.device))
         return torch.cuda.stream(stream)
 
-    def rejoin(self) -> None:
-        """Orders later work on the current stream after all collectives beside the computation: after an error, before
-        memory that they may still write is used again."""
+    def wait_for_side_streams(self) -> None:
+        """Orders later work on the current streams after all collectives on side streams: after an error, before memory
+        that they may still write is used again."""
         for device, stream in self._streams.items():
-            torch.cuda.current_stream(device).wait_stream(stream)
+            with suppress(RuntimeError):  # after an error of the device nothing runs there
+                torch.cuda.current_stream(device).wait_stream(stream)
 
     def _started(self, result: Any) -> Any:
         return result if self.background else DONE
@@ -328,8 +328,9 @@ class DataParallelGroup:
         """Averages over the ranks that hold the same shard, in place."""
         if self.replicas is not None:
             self.count("replicas all_reduce", x.nbytes)
-            with unversioned(x):
-                self.replicas.all_reduce(x, "avg")
+            with unversioned(x), self.on_side_stream(x):  # in one order with the other collectives of the layer
+                work = self.replicas.all_reduce(x, "avg", async_op=self.background)
+            self._started(work).wait()
 
     def broadcast(self, x: torch.Tensor) -> None:
         """Sends the first rank's ``x`` to every rank, in place."""

@@ -46,7 +46,7 @@ from torch.utils._pytree import tree_flatten
 
 from ringcomm import _C
 from ringcomm.data_parallel.buckets.bucket import Bucket, UnshardedState, ViewData, Window, in_transform
-from ringcomm.data_parallel.buckets.grad_buffer import drop_like_root
+from ringcomm.data_parallel.buckets.grad_buffer import follow_root
 from ringcomm.data_parallel.buckets.group import DataParallelGroup
 from ringcomm.data_parallel.buckets.layout import Atom
 from ringcomm.data_parallel.model.contents import ModuleContents
@@ -1046,7 +1046,7 @@ class ShardedModel:
         while self.backward.next < len(self.order) and self.backward.is_launched(self.order[self.backward.next]):
             self.backward.next += 1
         self.ranks.announce("reduce", bucket.number)
-        drop_like_root([gradient])
+        follow_root([gradient])
         hook = self.sync.hook
         if hook is None:
             self.timed(gradient.start_reduce)
@@ -1128,12 +1128,13 @@ class ShardedModel:
             sent += with_complement(self.ranks.order)
         received = bytearray(sent)
         flags = torch.frombuffer(received, dtype=torch.uint8)
-        if self.device.type != "cpu":  # pinned, so that the host does not wait for the copy, which is behind backward
-            flags = flags.pin_memory().to(self.device, non_blocking=True)
+        if self.device.type == "cuda":  # pinned, so that the host does not wait for the copy, which is behind backward
+            flags = flags.pin_memory()
+        flags = flags.to(self.device, non_blocking=True)
         if self.ranks.data_world_size == 1:
             return sent, received, flags, None
         self.ranks.count("flags", flags.nbytes)
-        with self.ranks.beside(flags):
+        with self.ranks.on_side_stream(flags):
             work = self.ranks.comm.all_reduce(flags, "max", async_op=self.ranks.background)
         return sent, received, flags, work if self.ranks.background else None
 
@@ -1148,11 +1149,12 @@ class ShardedModel:
         if on_cpu and received == sent:
             return
         missing = any(len(bucket.gradient.with_mean) < len(bucket.params) for bucket in self.order)
-        if on_cpu:
-            values = [*received]
+        if self.device.type != "cuda":
+            values = [*received] if on_cpu else flags.tolist()
             self._read_header(values)
         else:  # the common case does not wait for this backward pass: it reads the header of the previous one
-            before, header = self.sync.last_header, torch.empty(HEADER_NBYTES, dtype=torch.uint8, pin_memory=True)
+            before = self.sync.last_header
+            header = torch.empty(HEADER_NBYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
             header.copy_(flags[:HEADER_NBYTES], non_blocking=True)
             self.sync.last_header = header, torch.cuda.current_stream(self.device).record_event()
             if before is not None:

@@ -65,6 +65,18 @@ def test_collectives_run_on_a_stream_beside_the_computation(log: list[Any], lend
     assert log == expected
 
 
+def test_memory_is_used_again_only_behind_the_stream(log: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = group(log, True)
+    ranks.wait_for_side_streams()
+    assert log == []  # there is none
+    ranks.all_reduce(torch.ones(4).as_subclass(OnGpu))
+    (stream,) = ranks._streams.values()
+    waits: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_stream=waits.append))
+    ranks.wait_for_side_streams()
+    assert waits == [stream]
+
+
 def test_collectives_on_the_cpu_have_no_stream(log: list[Any]) -> None:
     group(log, True).all_reduce(torch.ones(4))
     assert log == [("all_reduce", True)]

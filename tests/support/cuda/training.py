@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ringcomm
+from ringcomm.data_parallel.buckets.group import DataParallelGroup
 
 Outcome = tuple[list[bytes], dict[str, bytes]]
 
@@ -70,6 +71,37 @@ def every_stage(comm: ringcomm.Communicator, place: str) -> int:
             assert train_on(comm, stage, dtype, place) == expected, f"stage {stage} {dtype} differs from stage 0"
             same += 1
     return same
+
+
+def without_host_waits(comm: ringcomm.Communicator, stage: int, place: str) -> dict[str, bytes]:
+    torch.manual_seed(0)
+    model = Net().to(place)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ringcomm.shard(model, optimizer, stage, comm, bucket_cap_mb=0.002)
+    generator = torch.Generator().manual_seed(comm.rank)
+    batches = torch.randint(17, (4, 2, 5), generator=generator).to(place)
+    for tokens in batches:
+        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten().roll(1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: bits(value) for name, value in model.state_dict().items()}
+
+
+def late_collectives(comm: ringcomm.Communicator, place: str) -> None:
+    """Trains at every stage with collectives that come 10 ms after what the current stream does meanwhile."""
+    expected = without_host_waits(comm, 0, place)
+    usual = DataParallelGroup.on_side_stream
+
+    def late(self: DataParallelGroup, x: torch.Tensor) -> Any:
+        inside = usual(self, x)
+        for stream in self._streams.values():
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(20_000_000)
+        return inside
+
+    DataParallelGroup.on_side_stream = late  # type: ignore[method-assign]  # in a process of its own
+    for stage in range(4):
+        assert without_host_waits(comm, stage, place) == expected, f"stage {stage}"
 
 
 def outcome(world_size: int, stage: int, device: str, precision: Any) -> list[Outcome]:
