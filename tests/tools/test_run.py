@@ -125,7 +125,7 @@ assert "ringcomm" in sys.modules
 rank, world_size = (int(word) for word in sys.argv[1:])
 dist.init_process_group("gloo", store=dist.FileStore("store", world_size), rank=rank, world_size=world_size)
 for group in (dist.group.WORLD, dist.new_group(backend="nccl")):
-    print(dist.get_backend(group), group._get_backend(torch.device("cpu")).name())
+    sys.stdout.write(f"{dist.get_backend(group)} {group._get_backend(torch.device('cpu')).name()}\\n")  # at once
 dist.destroy_process_group()
 """
 
