@@ -160,7 +160,8 @@ def test_failures(kind: str) -> None:
 
 
 def test_an_abort_is_seen_of_a_process_that_ends_at_once() -> None:
-    run("given_up_and_gone", RINGCOMM_EMULATED_COPY_US="300000")
+    # One copy for each of three flags; an abort waits for them for a second at most.
+    run("given_up_and_gone", RINGCOMM_EMULATED_COPY_US="150000")
 
 
 def test_native_names() -> None:
