@@ -260,6 +260,11 @@ class CollectiveArgs:
         """Inside the block, the array's library works on the call's stream."""
         return array.library.on(self.stream or 0, array.data) if self.has_own_stream else nullcontext()
 
+    @property
+    def running_stream(self) -> int:
+        """The stream on which the call runs."""
+        return self.waiting_stream(None) if self.stream is None else self.stream
+
     def waiting_stream(self, stream: Any) -> int:
         """Returns the stream that waits for the call: ``stream``, or the one on which the library of the call's arrays
         now works, whatever stream the call was given."""
@@ -443,7 +448,7 @@ class CollectiveArgs:
             self.timeout_ms,
             [(part.address, part.count * each) for part in source] if isinstance(source, list) else None,
             [(part.address, part.count * each) for part in target] if isinstance(target, list) else None,
-            self.waiting_stream(None) if self.stream is None and self.on_device else self.stream or 0,
+            self.running_stream if self.on_device else 0,
         )
 
     def finish(self, source: int, result: Any) -> Any:

@@ -532,7 +532,7 @@ class View:
         found = []
         for number, ranks in sorted(self._collectives().items()):
             ops = {call.op for call in ranks.values()}
-            same_op = len(ops) == 1 and ops != {"barrier"}  # barriers differ in what they are before
+            same_op = len(ops) == 1 and ops != {"barrier"}  # a barrier may be one before a gather
             if len({(call.op, call.passed) for call in ranks.values()}) == 1:
                 continue
             parts = []

@@ -1144,13 +1144,12 @@ class ShardedModel:
             self.timed(work.wait)
         if self.ranks.replicas is not None:
             self.ranks.replicas.all_reduce(flags, "max")
-        on_cpu = self.device.type == "cpu"
         # The common case; all ranks' checksums are equal, because their complements are sent too.
-        if on_cpu and received == sent:
+        if self.device.type == "cpu" and received == sent:
             return
         missing = any(len(bucket.gradient.with_mean) < len(bucket.params) for bucket in self.order)
         if self.device.type != "cuda":
-            values = [*received] if on_cpu else flags.tolist()
+            values = flags.tolist()
             self._read_header(values)
         else:  # the common case does not wait for this backward pass: it reads the header of the previous one
             before = self.sync.last_header
