@@ -45,6 +45,15 @@ def test_every_length_and_alignment(by_instruction: bool) -> None:
             assert crc32c(memoryview(data)[start:end], by_instruction) == bit_by_bit(data[start:end])
 
 
+def test_long_data_is_added_in_runs() -> None:
+    data = random.Random(2).randbytes(40_000)  # three runs of 4,096 bytes are added side by side
+    lengths = {runs * 12288 + more for runs in (1, 2, 3) for more in (-8, -1, 0, 1, 7, 8, 4096)}
+    for start in (0, 1, 5):
+        for length in lengths:
+            part = memoryview(data)[start : start + length]
+            assert crc32c(part) == crc32c(part, by_instruction=False)
+
+
 def test_any_contiguous_buffer() -> None:
     with mmap.mmap(-1, 4096) as memory:
         memory[:9] = b"123456789"

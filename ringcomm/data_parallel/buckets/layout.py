@@ -58,12 +58,12 @@ class Segment:
     offset: int = 0  # in elements
     atom: int = 1  # a shard boundary inside it lies at a multiple of this, counted from the segment's start
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def end(self) -> int:
         """One past its last element."""
         return self.offset + self.numel
