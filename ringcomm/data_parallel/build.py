@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 from torch import nn
@@ -10,7 +10,7 @@ from torch import nn
 from ringcomm.data_parallel.buckets.group import DataParallelGroup
 from ringcomm.data_parallel.buckets.layout import Atom
 from ringcomm.data_parallel.model.deferred_init import InitFn, MetaModules
-from ringcomm.data_parallel.model.partition import UnitParts, kept_in_their_type, make_units
+from ringcomm.data_parallel.model.partition import UnitParts, cast_buffers, kept_in_their_type, make_units
 from ringcomm.data_parallel.model.sharded_model import Config, ShardedModel, Unit
 from ringcomm.data_parallel.model.state import keep_state_of
 from ringcomm.data_parallel.model.unit_module import UnitModule, mix_in
@@ -32,6 +32,7 @@ def build(
     init_fn: InitFn | Literal[False] | None = None,
     send: bool = True,
     below: Sequence[Unit] = (),
+    ignored: Collection[str] = (),
 ) -> ShardedModel:
     """Moves a module's parameters into buckets; a collective.
 
@@ -41,6 +42,7 @@ def build(
         optimizer_group: by id of a parameter, the index of its optimizer group.
         send: whether all ranks get the first rank's parameters.
         below: units that earlier calls have made of modules inside, which come first.
+        ignored: names of buffers that stay as they are on each rank.
     """
     device = device_of(ranks.comm, module)
     params = {id(p) for _, _, named, _ in parts for _, p in named}
@@ -60,6 +62,8 @@ def build(
     inner = [*{id(each.flat): each.flat for each in below}.values()]
     _detach_units(module, below, inner)
     flat = ShardedModel(module, ranks, [*below, *units], config)
+    flat.contents.ignore_buffers(ignored)
+    cast_buffers(module, config.mixed_precision.buffer_dtype, ignored, [each.module for each in inner])
     if on_meta.init is None:
         flat.contents.missing_params, flat.contents.missing_buffers = on_meta.params, on_meta.buffers
     for each in inner:

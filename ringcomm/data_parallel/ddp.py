@@ -41,11 +41,11 @@ from ringcomm.data_parallel.model.sharded_model import Config, ShardedModel, sha
 from ringcomm.data_parallel.model.unit_module import is_asked_to_wrap
 from ringcomm.data_parallel.optim.optimizer import unwrap_model
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
-from ringcomm.modules.arguments import DEVICE, DEVICES, MODULE
+from ringcomm.modules.arguments import DEVICE, DEVICES, MODULE, PRECISION
 from ringcomm.modules.dynamo import skipped
 from ringcomm.modules.meta import real_device
 from ringcomm.modules.notes import notes_of
-from ringcomm.modules.precision import MixedPrecision, precision_of
+from ringcomm.modules.precision import MixedPrecision
 from ringcomm.validation import COMMUNICATOR, FLAG, INTEGER, NOT_NEGATIVE, a, expects
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         broadcast_buffers=FLAG,
         init_sync=FLAG,
         bucket_cap_mb=NOT_NEGATIVE,
+        mixed_precision=PRECISION,
         bucket_cap_mb_list=a("a list", list, tuple),
         forward_sync_buffers=FLAG,
         device_ids=DEVICES,
@@ -155,10 +156,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.require_forward_param_sync = True  # Accelerate and Lightning save, set and restore it; nothing reads it
         sends = broadcast_buffers is not False if forward_sync_buffers is None else forward_sync_buffers
-        precision = precision_of(
-            MixedPrecision() if mixed_precision is None else mixed_precision, CALL, "mixed_precision"
-        )
-        self._config = Config(0, None, precision, bucket_cap_mb, broadcast_buffers=sends)
+        self._config = Config(0, None, mixed_precision or MixedPrecision(), bucket_cap_mb, broadcast_buffers=sends)
         _unwrap(module)
         self._made = _flat(module, ranks, self._config, init_sync)
         if init_sync and (sends or forward_sync_buffers is not None):
@@ -429,7 +427,7 @@ def _flat(module: nn.Module, ranks: DataParallelGroup, config: Config, init_sync
     if init_sync:
         facts = facts_of(module, ignored, config.broadcast_buffers)
         ranks.agree(CALL, [*facts, *config.facts(), f"ignored={sorted(ignored)}"])
-    flat = build(
+    return build(
         module,
         ranks,
         config,
@@ -439,9 +437,8 @@ def _flat(module: nn.Module, ranks: DataParallelGroup, config: Config, init_sync
         bucket_bytes=bucket_bytes(config.bucket_cap_mb, ranks),
         atom="element",
         send=init_sync,
+        ignored=ignored,
     )
-    flat.contents.ignore_buffers(ignored)
-    return flat
 
 
 class NaiveDataParallel(nn.Module):

@@ -34,10 +34,10 @@ from ringcomm.data_parallel.model.partition import facts_of, named_parameters
 from ringcomm.data_parallel.model.sharded_model import Config, ShardedModel, Unit
 from ringcomm.data_parallel.model.unit_module import UnitModule
 from ringcomm.errors import InvalidArgumentError, UnsupportedError, shown
-from ringcomm.modules.arguments import ATOM, INIT, LAST_STAGE, MODULE, RANKS
+from ringcomm.modules.arguments import ATOM, INIT, LAST_STAGE, MODULE, PRECISION, RANKS
 from ringcomm.modules.meta import real_device
 from ringcomm.modules.notes import ModuleNotes, notes_of
-from ringcomm.modules.precision import MixedPrecision, precision_of
+from ringcomm.modules.precision import MixedPrecision
 from ringcomm.validation import FLAG, TEXT, Requirement, a, expects, several
 
 if TYPE_CHECKING:
@@ -227,6 +227,7 @@ def _modules(value: Any) -> Any:
     module=Requirement("a torch.nn.Module or a list of them", _modules),
     ignored_params=several("parameters", a("", nn.Parameter)),
     comm=RANKS,
+    mp_policy=PRECISION,
     atom=ATOM,
     broadcast_buffers=FLAG,
     init_fn=INIT,
@@ -253,7 +254,7 @@ def fully_shard(
 
     Args:
         module: its parameters that no other call has taken become a unit. A list makes one unit of all its modules,
-            which are called one after the other in this order.
+            which are called one after the other in this order. A module without parameters stays as it is.
         mesh: the ranks; with two axes the first replicates and the second shards.
         reshard_after_forward: whether the parameters are freed between forward and backward; None: True, except for the
             outermost module.
@@ -268,7 +269,7 @@ def fully_shard(
             buffers.
         init_fn: as in `ringcomm.shard`: initialises submodules on the meta device, immediately for the modules of this
             call.
-    Returns: ``module``, whose class now has the methods of FSDPModule.
+    Returns: ``module``, whose class now has the methods of FSDPModule, unless it has no parameters.
     Raises:  InvalidArgumentError: a module that is already wrapped, or a parameter shared with a module outside.
              UnsupportedError: shard_placement_fn, dp_mesh_dims, an int in reshard_after_forward.
              MismatchError: the ranks have different modules.
@@ -277,26 +278,23 @@ def fully_shard(
     _refuse(shard_placement_fn=shard_placement_fn, dp_mesh_dims=dp_mesh_dims)
     modules = [module] if isinstance(module, nn.Module) else list(module)
     top = modules[0] if isinstance(module, nn.Module) else nn.ModuleList(modules)
+    ignored = list(ignored_params or ())
+    out = {*map(id, ignored)}
+    if out.issuperset(map(id, top.parameters())):  # no parameter is to be sharded
+        return module
     ranks = _ranks_for(comm, mesh, real_device(top))
     below = _below(top, modules, ranks)
     taken = {id(p): p for unit in below for bucket in unit.buckets for p in bucket.params}
-    ignored = list(ignored_params or ())
     params = named_parameters(top, "fully_shard", ranks.rank, [*taken.values(), *ignored], meta=True)
-    if not params and not taken:
-        raise InvalidArgumentError(
-            f"fully_shard: rank {ranks.rank} got {type(module).__name__} without parameters, expected at least one; "
-            "leave it out"
-        )
     config = Config(
         stage=LAST_STAGE,
-        mixed_precision=precision_of(mp_policy, "fully_shard", "mp_policy"),
+        mixed_precision=mp_policy,
         reshard_after_forward=reshard,
         broadcast_buffers=broadcast_buffers,
         atom=atom,
         offload=_host(offload_policy),
         init_fn=init_fn is not False,
     )
-    out = {id(p) for p in ignored}
     names = [name for name, p in top.named_parameters() if id(p) in out]
     facts = [type(top).__name__, *facts_of(top, names, broadcast_buffers), *config.facts()]
     ranks.agree("fully_shard", facts)

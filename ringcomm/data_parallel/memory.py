@@ -19,7 +19,14 @@ from torch import nn
 from ringcomm.data_parallel.buckets.bucket import Bucket
 from ringcomm.data_parallel.buckets.group import DataParallelGroup
 from ringcomm.data_parallel.buckets.layout import Atom, FlatLayout
-from ringcomm.data_parallel.model.partition import blocks_of, bucket_bytes, kept_in_their_type, make_units, units_of
+from ringcomm.data_parallel.model.partition import (
+    blocks_of,
+    bucket_bytes,
+    cast_buffers,
+    kept_in_their_type,
+    make_units,
+    units_of,
+)
 from ringcomm.data_parallel.model.sharded_model import (
     IN_FLIGHT,
     Config,
@@ -34,7 +41,7 @@ from ringcomm.data_parallel.model.sharded_parameter import ShardedParameter
 from ringcomm.data_parallel.optim.optimizer import is_elementwise, states_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.modules.arguments import MODULE, OPTIMIZER, STAGE
-from ringcomm.modules.precision import MixedPrecision
+from ringcomm.modules.precision import MixedPrecision, precision_of
 from ringcomm.validation import expects, validate_int
 
 _META = torch.device("meta")
@@ -179,6 +186,7 @@ class Plan:
         at = rank if rank is not None else 0 if flat is None else min(flat.ranks.rank, world_size - 1)
         self.ranks = _ranks_of(flat, at, world_size, background)
         self._home: dict[int, tuple[Bucket, int]] = {}  # by the id of the model's parameter
+        self.buffers = list(model.buffers())
         if flat is not None:
             self.units, self.sends = self._units_of_sharded(flat), flat.sync.broadcast_buffers
         else:
@@ -186,7 +194,6 @@ class Plan:
             self.sends = bool(plain.get("broadcast_buffers", True))
         self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
         self.order = reduction_order(self.units)
-        self.buffers = list(model.buffers())
         self.ignored = [] if flat is None else [p for p in model.parameters() if place_of(p) is None]
         optimizers = self._optimizers(flat, optimizer)
         self.stepped = self._stepped(numbers for _, numbers in optimizers)
@@ -251,10 +258,12 @@ class Plan:
         numbers = {} if optimizer is None else _group_numbers(optimizer)
         config = Config(
             stage=self.stage,
-            mixed_precision=mixed_precision or MixedPrecision(),
+            mixed_precision=precision_of(mixed_precision or MixedPrecision()),
             accumulation=accumulation_order,
             offload=_META if offload else None,
         )
+        cast_buffers(twin, config.mixed_precision.buffer_dtype)
+        self.buffers = list(twin.buffers())
         cap = bucket_bytes(bucket_cap_mb, self.ranks)
         params = list(twin.named_parameters())
         units = make_units(

@@ -95,7 +95,7 @@ def shard(
     *,
     mesh: DeviceMesh | Mesh | None = None,
     units: Units = None,
-    mixed_precision: MixedPrecision | None = None,
+    mixed_precision: Any = None,
     bucket_cap_mb: float | None = None,
     reshard_after_forward: bool = True,
     broadcast_buffers: bool = True,
@@ -124,6 +124,8 @@ def shard(
         units: modules, or their classes, whose parameters are communicated together; None: the blocks of the module's
             lists, joined while they are small; if the module is smaller than a bucket, the module itself. Parameters
             outside all units belong to the module's own unit.
+        mixed_precision: a MixedPrecision, or a policy of torch's FSDP, `fully_shard` or DDP. In torch's, a
+            ``reduce_dtype`` of None means ``param_dtype``; in ours, it means the master weights' type.
         bucket_cap_mb: size of a message in MiB; None: the size at which latency becomes a small part of its time,
             measured now.
         reshard_after_forward: whether stage 3 frees a unit's parameters between forward and backward.

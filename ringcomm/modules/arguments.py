@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringcomm.modules.precision import MixedPrecision
+from ringcomm.modules.precision import precision_of
 from ringcomm.validation import Requirement, a, communicator_over, is_communicator, several, that, validate_int
 
 LAST_STAGE = 3
@@ -18,7 +18,7 @@ MODULE = a("a torch.nn.Module", nn.Module)
 OPTIMIZER = a("a torch.optim.Optimizer", torch.optim.Optimizer)
 TENSOR = a("a tensor", torch.Tensor)
 DTYPE = a("a torch.dtype", torch.dtype)
-PRECISION = a("a ringcomm.MixedPrecision", MixedPrecision)
+PRECISION = Requirement("a ringcomm.MixedPrecision, or a policy of torch's", precision_of)
 STAGE = validate_int(0, LAST_STAGE, "0, 1, 2 or 3")
 RANKS = that(
     "a communicator or a pair of them",

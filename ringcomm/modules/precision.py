@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ringcomm.errors import InvalidArgumentError, UnsupportedError, shown
+from ringcomm.errors import InvalidArgumentError, shown
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 WIRES = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -24,6 +24,8 @@ class MixedPrecision:
             once. 8-bit gradients are scaled by each parameter's largest magnitude on any rank; they keep 3 (e4m3) or 2
             (e5m2) bits of fraction, and lose elements below about 2**-18 (e4m3) or 2**-32 (e5m2) of the largest. None:
             the type of the master weights.
+        buffer_dtype: type of floating point buffers, which are cast when the module is wrapped and stay in it. Batch
+            norms keep their buffers' type, as they keep their parameters'.
         output_dtype: type of the module's outputs.
         cast_forward_inputs: whether floating point inputs of a unit are cast to ``param_dtype``.
         master_dtype: None: float32 for a module in float32 or in 16 bits with a ``param_dtype``, else the module's
@@ -35,9 +37,13 @@ class MixedPrecision:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     master_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        kinds = {"param_dtype": FLOATS, "reduce_dtype": WIRES, "output_dtype": FLOATS, "master_dtype": FLOATS}
+        kinds: dict[str, tuple[torch.dtype, ...]] = dict.fromkeys(
+            ("param_dtype", "output_dtype", "master_dtype", "buffer_dtype"), FLOATS
+        )
+        kinds["reduce_dtype"] = WIRES
         for name, known in kinds.items():
             value = getattr(self, name)
             if value is not None and not (isinstance(value, torch.dtype) and value in known):
@@ -79,26 +85,23 @@ class MixedPrecision:
         return value if all(a is b for a, b in zip(cast, leaves, strict=True)) else tree_unflatten(cast, spec)
 
 
-def precision_of(policy: Any, call: str, argument: str) -> MixedPrecision:
-    """Returns a MixedPrecision; converts a policy of torch's, in which a ``reduce_dtype`` of None means
+def precision_of(policy: Any) -> MixedPrecision:
+    """Returns a MixedPrecision; converts a policy of torch's FSDP or DDP, in which a ``reduce_dtype`` of None means
     ``param_dtype``.
 
-    Raises: InvalidArgumentError: something else. UnsupportedError: a ``buffer_dtype``.
+    Raises: AttributeError: something else.
     """
     if isinstance(policy, MixedPrecision):
         return policy
-    if not hasattr(policy, "param_dtype") or not hasattr(policy, "reduce_dtype"):
-        raise InvalidArgumentError(
-            f"{call}: got {argument}={shown(policy)}, expected ringcomm.MixedPrecision or a policy of torch's; pass one"
-        )
-    if getattr(policy, "buffer_dtype", None) is not None:
-        raise UnsupportedError(
-            f"{call}: got {argument} with buffer_dtype={policy.buffer_dtype}, expected none: buffers keep their type; "
-            "leave it out"
-        )
     param, reduce = policy.param_dtype, policy.reduce_dtype
-    output, cast = getattr(policy, "output_dtype", None), getattr(policy, "cast_forward_inputs", True)
-    return MixedPrecision(param, param if reduce is None else reduce, output, cast)
+    casts = [getattr(policy, name, None) for name in ("cast_forward_inputs", "cast_root_forward_inputs")]
+    return MixedPrecision(
+        param,
+        param if reduce is None else reduce,
+        getattr(policy, "output_dtype", None),
+        casts == [None, None] or True in casts,
+        buffer_dtype=getattr(policy, "buffer_dtype", None),
+    )
 
 
 @dataclass(frozen=True)

@@ -336,6 +336,41 @@ def test_ignored_parameters_stay_whole() -> None:
     on_ranks(rank)
 
 
+def test_modules_without_parameters_to_shard_stay_as_they_are() -> None:
+    """As in a loop over all layers of a model."""
+
+    def layers() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 8), nn.Identity(), nn.Linear(8, 2)
+        )
+
+    def rank(comm: Any) -> list[dict[str, torch.Tensor]]:
+        found = []
+        for model in (layers(), layers()):
+            if not found:
+                for layer in model:
+                    assert fully_shard(layer, comm=comm) is layer
+                assert [isinstance(layer, FSDPModule) for layer in model] == [False, True, False, True, False, True]
+                fully_shard(model, comm=comm)
+            else:
+                shard(model, None, 3, comm)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(2):
+                model(torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(comm.rank))).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append({name: x.clone() for name, x in model.state_dict().items()})
+        ignored = nn.Linear(2, 2)
+        assert fully_shard(ignored, comm=comm, ignored_params=[*ignored.parameters()]) is ignored
+        assert not isinstance(ignored, FSDPModule)
+        return found
+
+    for composed, whole_model in ringcomm.run_ranks(rank, WORLD, timeout=20):
+        assert composed.keys() == whole_model.keys()
+        assert all(composed[name].equal(x) for name, x in whole_model.items())
+
+
 def test_one_optimizer_over_sharded_ignored_and_frozen_parameters() -> None:
     def steps(comm: Any, model: Any, optimizer: Any, start: int) -> None:
         for step in range(start, start + 2):
@@ -552,7 +587,6 @@ REFUSED = {
     "inside": (lambda c, m: (alone(c, m), fully_shard(m.blocks[0], comm=c)), "is wrapped already"),
     "sharded": (lambda c, m: (shard(m, None, 3, c), fully_shard(m, comm=c)), "is wrapped already"),
     "tied": (lambda c, m: (fully_shard(m.embed, comm=c), fully_shard(m, comm=c)), "head.weight, which is weight of"),
-    "empty": (lambda c, m: fully_shard(nn.ReLU(), comm=c), "ReLU without parameters"),
     "int": (lambda c, m: fully_shard(m, comm=c, reshard_after_forward=2), "reshard_after_forward=2"),
     "placement": (lambda c, m: fully_shard(m, comm=c, shard_placement_fn=len), "shard_placement_fn="),
     "dims": (lambda c, m: fully_shard(m, comm=c, dp_mesh_dims=1), "dp_mesh_dims=1"),

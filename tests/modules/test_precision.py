@@ -1,4 +1,4 @@
-"""Element types on the wire: the same bits at every stage, as exact as they say, and what they lose."""
+"""Mixed precision: element types on the wire, as exact as they say, and those of buffers; torch's policies."""
 
 from __future__ import annotations
 
@@ -90,8 +90,141 @@ def test_an_8_bit_wire_loses_what_is_small_beside_the_largest() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"param_dtype": torch.int8}, {"reduce_dtype": torch.int32}, {"master_dtype": "fp32"}]
+    "wrong",
+    [
+        {"param_dtype": torch.int8},
+        {"reduce_dtype": torch.int32},
+        {"master_dtype": "fp32"},
+        {"buffer_dtype": torch.int8},
+    ],
 )
 def test_other_types_are_refused_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(ringcomm.InvalidArgumentError, match=f"MixedPrecision: got {next(iter(wrong))}="):
         MixedPrecision(**wrong)
+
+
+class Scaled(nn.Module):
+    """Buffers of every kind: in a submodule, of a batch norm, of another type, and on meta until it is initialised."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.inner = nn.Linear(6, 6)
+        self.inner.register_buffer("scale", torch.full((6,), 1.1))
+        self.register_buffer("shift", torch.full((6,), 0.3, device=device))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mask", torch.ones(6, dtype=torch.bool))
+
+    def reset_parameters(self) -> None:
+        self.shift = torch.full((6,), 0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return self.inner(torch.relu(self.norm(self.linear(x)))) * self.inner.scale + self.shift * self.mask
+
+
+CAST = {"shift", "inner.scale"}
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, torch.Tensor]:
+    """Two steps; checks the buffers' types."""
+    for step in range(2):
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(3 * rank + step))
+        model(x).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point():
+            assert (buffer.dtype == torch.bfloat16) == (name.removeprefix("module.") in CAST), name
+    assert int(dict(model.named_buffers())["module.steps" if hasattr(model, "module") else "steps"]) == 2
+    return {name.removeprefix("module."): x.clone() for name, x in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_buffers_are_cast_at_every_stage(device: str) -> None:
+    precision = MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
+    models = [[Scaled(device) for _ in range(WORLD)] for _ in range(4)]
+    state = Scaled().state_dict()
+    del state["shift"]
+    for stage in models:
+        for model in stage:
+            model.load_state_dict(state, strict=False)
+
+    def rank(comm: ringcomm.Communicator) -> list[dict[str, torch.Tensor]]:
+        found = []
+        for stage, of_ranks in enumerate(models):
+            model = of_ranks[comm.rank]
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            ringcomm.shard(model, optimizer, stage, comm, mixed_precision=precision)
+            found.append(trained(model, optimizer, comm.rank))
+        return found
+
+    for found in ringcomm.run_ranks(rank, WORLD, timeout=60):
+        assert found[0]["shift"].equal(torch.full((6,), 0.3).bfloat16())
+        for stage in found[1:]:
+            assert all(stage[name].equal(x) for name, x in found[0].items() if "running" not in name)
+
+
+def test_policies_of_torch_are_accepted_everywhere() -> None:
+    from torch.distributed.fsdp import MixedPrecision as OfFSDP1
+    from torch.nn.parallel.distributed import _MixedPrecision as OfDDP
+
+    bf16 = torch.bfloat16
+    ours = MixedPrecision(bf16, bf16, buffer_dtype=bf16)
+    policies = {
+        "ours": ours,
+        "FSDP1": OfFSDP1(param_dtype=bf16, reduce_dtype=bf16, buffer_dtype=bf16),
+        "DDP": OfDDP(param_dtype=bf16, buffer_dtype=bf16),  # gradients travel in param_dtype
+    }
+    torch.manual_seed(0)
+    models = {name: [Scaled() for _ in range(WORLD)] for name in policies}
+    wrapped = {name: [Scaled() for _ in range(WORLD)] for name in policies}
+    state = Scaled().state_dict()
+
+    def rank(comm: ringcomm.Communicator) -> list[dict[str, torch.Tensor]]:
+        found = []
+        for name, policy in policies.items():
+            model, ddp = models[name][comm.rank], wrapped[name][comm.rank]
+            for each in (model, ddp):
+                each.load_state_dict(state)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            ringcomm.shard(model, optimizer, 3, comm, mixed_precision=policy)
+            found.append(trained(model, optimizer, comm.rank))
+            each = ringcomm.DistributedDataParallel(ddp, comm, mixed_precision=policy)
+            found.append(trained(each, torch.optim.SGD(each.parameters(), lr=0.1), comm.rank))
+        return found
+
+    for found in ringcomm.run_ranks(rank, WORLD, timeout=60):
+        for other in found[1:]:
+            assert all(other[name].equal(x) for name, x in found[0].items() if "running" not in name)
+
+
+def test_buffers_that_keep_their_type() -> None:
+    """Those that DDP ignores, and those of a module that fully_shard got with another policy."""
+    precision = MixedPrecision(buffer_dtype=torch.float64)
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = Scaled()
+        model._ddp_params_and_buffers_to_ignore = ["shift"]
+        ringcomm.DistributedDataParallel(model, comm, mixed_precision=precision)
+        assert model.shift.dtype == torch.float32
+        assert model.inner.scale.dtype == torch.float64
+        model = Scaled()
+        ringcomm.fully_shard(model.inner, comm=comm, mp_policy=MixedPrecision(buffer_dtype=torch.bfloat16))
+        ringcomm.fully_shard(model, comm=comm, mp_policy=precision)
+        assert model.shift.dtype == torch.float64
+        assert model.inner.scale.dtype == torch.bfloat16
+        assert model.norm.running_mean is not None
+        assert model.norm.running_mean.dtype == torch.float32
+
+    ringcomm.run_ranks(rank, WORLD, timeout=20)
+
+
+def test_something_else_is_no_policy() -> None:
+    refused = pytest.raises(
+        ringcomm.InvalidArgumentError, match=r"expected a ringcomm\.MixedPrecision,.* policy of torch"
+    )
+    with refused:
+        ringcomm.shard(nn.Linear(2, 2), None, 0, mixed_precision="bf16")  # type: ignore[call-overload]
+    with refused:
+        ringcomm.fully_shard(nn.Linear(2, 2), mp_policy=torch.bfloat16)

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ringcomm.data_parallel.buckets.bucket import Bucket
 from ringcomm.data_parallel.buckets.group import DataParallelGroup
@@ -167,8 +168,26 @@ def _is_opaque(p: torch.Tensor) -> bool:
 
 def kept_in_their_type(module: nn.Module) -> frozenset[int]:
     """Returns the ids of batch norms' parameters: torch computes those in the type of the running statistics."""
-    kind = nn.modules.batchnorm._BatchNorm
-    return frozenset(id(p) for each in module.modules() if isinstance(each, kind) for p in each.parameters())
+    return frozenset(id(p) for each in module.modules() if isinstance(each, _BatchNorm) for p in each.parameters())
+
+
+def cast_buffers(
+    module: nn.Module, dtype: torch.dtype | None, ignored: Collection[str] = (), inner: Sequence[nn.Module] = ()
+) -> None:
+    """Casts a module's floating point buffers, without those of batch norms.
+
+    Args:
+        dtype: None: nothing is cast.
+        ignored: names of buffers that stay as they are.
+        inner: submodules whose buffers stay as they are.
+    """
+    inside = {id(each) for part in inner for each in part.modules()}
+    for path, each in module.named_modules():
+        if dtype is None or id(each) in inside or isinstance(each, _BatchNorm):
+            continue
+        for name, buffer in each.named_buffers(path, recurse=False):
+            if name not in ignored and buffer.is_floating_point():
+                buffer.data = buffer.to(dtype)
 
 
 def facts_of(module: nn.Module, ignored: Collection[str] = (), sends_buffers: bool = True) -> list[str]:
