@@ -189,6 +189,8 @@ def expects(call: str, **wanted: Requirement) -> Callable[[Callable[_P, _R]], Ca
                 return value
             try:
                 return wanted[name].take(value)
+            except InvalidArgumentError:  # it says more than the requirement
+                raise
             except Exception as error:
                 expected = _with_none(wanted[name].said) if defaults[name] is None else wanted[name].said
                 instead = wanted[name].instead(value)

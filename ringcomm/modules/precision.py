@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ringcomm.errors import InvalidArgumentError, shown
 
@@ -89,10 +90,17 @@ def precision_of(policy: Any) -> MixedPrecision:
     """Returns a MixedPrecision; converts a policy of torch's FSDP or DDP, in which a ``reduce_dtype`` of None means
     ``param_dtype``.
 
-    Raises: AttributeError: something else.
+    Raises: AttributeError: something else. InvalidArgumentError: a policy that leaves out other modules than batch
+            norms.
     """
     if isinstance(policy, MixedPrecision):
         return policy
+    others = [kind for kind in getattr(policy, "_module_classes_to_ignore", ()) if not issubclass(kind, _BatchNorm)]
+    if others:
+        raise InvalidArgumentError(
+            f"MixedPrecision: got a policy that leaves out {others[0].__name__}, expected one that leaves out batch "
+            "norms alone; call fully_shard on such modules with a policy of their own"
+        )
     param, reduce = policy.param_dtype, policy.reduce_dtype
     casts = [getattr(policy, name, None) for name in ("cast_forward_inputs", "cast_root_forward_inputs")]
     return MixedPrecision(

@@ -220,6 +220,17 @@ def test_buffers_that_keep_their_type() -> None:
     ringcomm.run_ranks(rank, WORLD, timeout=20)
 
 
+def test_what_is_refused_of_torchs_policies() -> None:
+    from torch.distributed.fsdp import MixedPrecision as OfFSDP1
+
+    for policy, why in (
+        (OfFSDP1(param_dtype=torch.int8), "got param_dtype=torch.int8, expected one of"),
+        (OfFSDP1(torch.bfloat16, _module_classes_to_ignore=[nn.LayerNorm]), "leaves out LayerNorm, expected"),
+    ):
+        with pytest.raises(ringcomm.InvalidArgumentError, match=f"^MixedPrecision: .*{why}"):
+            ringcomm.shard(nn.Linear(2, 2), None, 0, mixed_precision=policy)
+
+
 def test_something_else_is_no_policy() -> None:
     refused = pytest.raises(
         ringcomm.InvalidArgumentError, match=r"expected a ringcomm\.MixedPrecision,.* policy of torch"
