@@ -509,7 +509,7 @@ VERDICTS = [
     Verdict("cs336", r"gradient_sync", "asks for a wrapper with `.module`; fully_shard gives the module itself"),
     Verdict(
         "torch-ddp",
-        r"no attribute '_flat'",
+        r"no attribute '_get_active_ddp_module'",
         "fails under this adapter, which replaces the constructor; torch.compile of the wrapper works without it",
         way="api",
     ),
@@ -540,7 +540,7 @@ VERDICTS = [
     Verdict(
         "torch-ddp",
         r"ddp_uneven_inputs$|no attribute '_|control_flow|broadcast_bucket_size",
-        "calls private methods of torch's wrapper",
+        "uses private methods and attributes of torch's wrapper",
         way="api",
     ),
     Verdict(
@@ -584,13 +584,6 @@ VERDICTS = [
     Verdict("torch-ddp", r"bucket_cap_mb_list", "`bucket_cap_mb_list` is refused by name.", True, "api"),
     Verdict(
         "torch-ddp",
-        r"native_mixed_precision",
-        "A `buffer_dtype` is refused by name: buffers keep their type.",
-        True,
-        "api",
-    ),
-    Verdict(
-        "torch-ddp",
         r"ignore_params_arg",
         "It replaces ignored parameters after wrapping; new parameters are refused then, ignored ones too.",
         True,
@@ -607,13 +600,6 @@ VERDICTS = [
         "torch-ddp",
         r"uneven_inputs_stop_iteration",
         "A SyncBatchNorm inside of `join` is refused, also with `throw_on_early_termination`.",
-        True,
-        "api",
-    ),
-    Verdict(
-        "torch-fsdp",
-        r"nontensor_activations",
-        "A module without parameters is refused by name; torch's function takes it and does nothing.",
         True,
         "api",
     ),
