@@ -119,7 +119,7 @@ def test_arguments_that_contradict() -> None:
             ({"device_ids": [0]}, r"device_ids=\['cuda:0'\] for a module on cpu"),
             ({"device_ids": ["cpu", "cpu"]}, "its one device"),
             ({"output_device": "cuda:1"}, r"output_device=\['cuda:1'\]"),
-            ({"mixed_precision": torch.float16}, "expected ringcomm.MixedPrecision"),
+            ({"mixed_precision": torch.float16}, "expected a ringcomm.MixedPrecision"),
         ):
             with pytest.raises(InvalidArgumentError, match=told):
                 DistributedDataParallel(make(), comm, **options)

@@ -149,7 +149,10 @@ CALLS: dict[str, tuple[Right, dict[str, str]]] = {  # right arguments, and of wh
     "GradScaler": (lambda c: {}, kinds("device:place args:any kwargs:any")),
     "MixedPrecision": (
         lambda c: {},
-        kinds("param_dtype:dtype reduce_dtype:dtype output_dtype:dtype master_dtype:dtype cast_forward_inputs:flag"),
+        kinds(
+            "param_dtype:dtype reduce_dtype:dtype output_dtype:dtype master_dtype:dtype buffer_dtype:dtype "
+            "cast_forward_inputs:flag"
+        ),
     ),
     "NaiveDataParallel": (lambda c: _here(c, module=model()), kinds("module:object comm:object?")),
     "Pipeline": (
