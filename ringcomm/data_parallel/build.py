@@ -32,7 +32,7 @@ def build(
     init_fn: InitFn | Literal[False] | None = None,
     send: bool = True,
     below: Sequence[Unit] = (),
-    ignored: Collection[str] = (),
+    ignored_buffers: Collection[str] = (),
 ) -> ShardedModel:
     """Moves a module's parameters into buckets; a collective.
 
@@ -42,7 +42,7 @@ def build(
         optimizer_group: by id of a parameter, the index of its optimizer group.
         send: whether all ranks get the first rank's parameters.
         below: units that earlier calls have made of modules inside, which come first.
-        ignored: names of buffers that stay as they are on each rank.
+        ignored_buffers: names of buffers that stay as they are on each rank.
     """
     device = device_of(ranks.comm, module)
     params = {id(p) for _, _, named, _ in parts for _, p in named}
@@ -61,9 +61,8 @@ def build(
     on_meta.initialise([unit.buckets for unit in units])
     inner = [*{id(each.flat): each.flat for each in below}.values()]
     _detach_units(module, below, inner)
-    flat = ShardedModel(module, ranks, [*below, *units], config)
-    flat.contents.ignore_buffers(ignored)
-    cast_buffers(module, config.mixed_precision.buffer_dtype, ignored, [each.module for each in inner])
+    flat = ShardedModel(module, ranks, [*below, *units], config, ignored_buffers)
+    cast_buffers(module, config.mixed_precision.buffer_dtype, ignored_buffers, [each.module for each in inner])
     if on_meta.init is None:
         flat.contents.missing_params, flat.contents.missing_buffers = on_meta.params, on_meta.buffers
     for each in inner:

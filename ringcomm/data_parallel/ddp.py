@@ -437,7 +437,7 @@ def _flat(module: nn.Module, ranks: DataParallelGroup, config: Config, init_sync
         bucket_bytes=bucket_bytes(config.bucket_cap_mb, ranks),
         atom="element",
         send=init_sync,
-        ignored=ignored,
+        ignored_buffers=ignored,
     )
 
 

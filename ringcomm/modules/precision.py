@@ -25,12 +25,12 @@ class MixedPrecision:
             once. 8-bit gradients are scaled by each parameter's largest magnitude on any rank; they keep 3 (e4m3) or 2
             (e5m2) bits of fraction, and lose elements below about 2**-18 (e4m3) or 2**-32 (e5m2) of the largest. None:
             the type of the master weights.
-        buffer_dtype: type of floating point buffers, which are cast when the module is wrapped and stay in it. Batch
-            norms keep their buffers' type, as they keep their parameters'.
         output_dtype: type of the module's outputs.
         cast_forward_inputs: whether floating point inputs of a unit are cast to ``param_dtype``.
         master_dtype: None: float32 for a module in float32 or in 16 bits with a ``param_dtype``, else the module's
             type.
+        buffer_dtype: type of floating point buffers, which are cast when the module is wrapped and stay in it. Batch
+            norms keep the type of their buffers and parameters.
     """
 
     param_dtype: torch.dtype | None = None
@@ -41,11 +41,8 @@ class MixedPrecision:
     buffer_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        kinds: dict[str, tuple[torch.dtype, ...]] = dict.fromkeys(
-            ("param_dtype", "output_dtype", "master_dtype", "buffer_dtype"), FLOATS
-        )
-        kinds["reduce_dtype"] = WIRES
-        for name, known in kinds.items():
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "master_dtype", "buffer_dtype"):
+            known = WIRES if name == "reduce_dtype" else FLOATS
             value = getattr(self, name)
             if value is not None and not (isinstance(value, torch.dtype) and value in known):
                 got = value if isinstance(value, torch.dtype) else shown(value)
@@ -95,7 +92,9 @@ def precision_of(policy: Any) -> MixedPrecision:
     """
     if isinstance(policy, MixedPrecision):
         return policy
-    others = [kind for kind in getattr(policy, "_module_classes_to_ignore", ()) if not issubclass(kind, _BatchNorm)]
+    others = [
+        kind for kind in getattr(policy, "_module_classes_to_ignore", None) or () if not issubclass(kind, _BatchNorm)
+    ]
     if others:
         raise InvalidArgumentError(
             f"MixedPrecision: got a policy that leaves out {others[0].__name__}, expected one that leaves out batch "

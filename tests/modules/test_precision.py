@@ -176,7 +176,6 @@ def test_policies_of_torch_are_accepted_everywhere() -> None:
         "FSDP1": OfFSDP1(param_dtype=bf16, reduce_dtype=bf16, buffer_dtype=bf16),
         "DDP": OfDDP(param_dtype=bf16, buffer_dtype=bf16),  # gradients travel in param_dtype
     }
-    torch.manual_seed(0)
     models = {name: [Scaled() for _ in range(WORLD)] for name in policies}
     wrapped = {name: [Scaled() for _ in range(WORLD)] for name in policies}
     state = Scaled().state_dict()
@@ -236,6 +235,6 @@ def test_something_else_is_no_policy() -> None:
         ringcomm.InvalidArgumentError, match=r"expected a ringcomm\.MixedPrecision,.* policy of torch"
     )
     with refused:
-        ringcomm.shard(nn.Linear(2, 2), None, 0, mixed_precision="bf16")  # type: ignore[call-overload]
+        ringcomm.shard(nn.Linear(2, 2), None, 0, mixed_precision="bf16")
     with refused:
         ringcomm.fully_shard(nn.Linear(2, 2), mp_policy=torch.bfloat16)

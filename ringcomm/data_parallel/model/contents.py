@@ -27,11 +27,11 @@ class ModuleContents:
             pass; parameters by id.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, ignored_buffers: Collection[str]) -> None:
         self.module = module
         self.missing_params: set[int] = set()
         self.missing_buffers: list[NewBuffer] = []
-        self._ignored_buffers: frozenset[str] = frozenset()
+        self._ignored_buffers = frozenset(ignored_buffers)
         self._record()
 
     def _record(self) -> None:
@@ -57,11 +57,6 @@ class ModuleContents:
         """The buffers that all ranks get from the first rank."""
         found = [getattr(owner, key, None) for owner, key in self._buffer_places]
         return [buffer for buffer in found if buffer is not None]
-
-    def ignore_buffers(self, names: Collection[str]) -> None:
-        """Excludes buffers of these names, so that they stay as they are on each rank."""
-        self._ignored_buffers = frozenset(names)
-        self._record()
 
     def new_parameter(self, buckets: Collection[Bucket]) -> str | None:
         """Returns the name of a parameter that is in none of the buckets; None: there is none. Submodules without

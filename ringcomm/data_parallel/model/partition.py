@@ -181,9 +181,11 @@ def cast_buffers(
         ignored: names of buffers that stay as they are.
         inner: submodules whose buffers stay as they are.
     """
+    if dtype is None:
+        return
     inside = {id(each) for part in inner for each in part.modules()}
     for path, each in module.named_modules():
-        if dtype is None or id(each) in inside or isinstance(each, _BatchNorm):
+        if id(each) in inside or isinstance(each, _BatchNorm):
             continue
         for name, buffer in each.named_buffers(path, recurse=False):
             if name not in ignored and buffer.is_floating_point():

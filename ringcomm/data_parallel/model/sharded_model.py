@@ -31,7 +31,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
@@ -559,6 +559,7 @@ class ShardedModel:
 
     Args:
         units: in the order of forward; the last one is the module itself with the parameters in no other unit.
+        ignored_buffers: names of buffers that stay as they are on each rank.
 
     Attributes:
         unit_of: the unit of each bucket, with the buckets in the order of forward.
@@ -566,10 +567,17 @@ class ShardedModel:
         communication_seconds: this thread's time in calls and waits of collectives.
     """
 
-    def __init__(self, module: nn.Module, ranks: DataParallelGroup, units: Sequence[Unit], config: Config) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        ranks: DataParallelGroup,
+        units: Sequence[Unit],
+        config: Config,
+        ignored_buffers: Collection[str],
+    ) -> None:
         self.ranks, self.config = ranks, config
         ranks.order = 0  # some ranks may still have the value of a model that others have dropped
-        self.contents = ModuleContents(module)
+        self.contents = ModuleContents(module, ignored_buffers)
         self.units = list(units)
         self.unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
         self.stage = next(iter(self.unit_of)).stage
