@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from functools import partial
@@ -339,15 +340,14 @@ def test_ignored_parameters_stay_whole() -> None:
 def test_modules_without_parameters_to_shard_stay_as_they_are() -> None:
     """As in a loop over all layers of a model."""
 
-    def layers() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(
-            nn.Flatten(), nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 8), nn.Identity(), nn.Linear(8, 2)
-        )
+    torch.manual_seed(0)
+    layers = nn.Sequential(
+        nn.Flatten(), nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 8), nn.Identity(), nn.Linear(8, 2)
+    )
 
     def rank(comm: Any) -> list[dict[str, torch.Tensor]]:
         found = []
-        for model in (layers(), layers()):
+        for model in (copy.deepcopy(layers), copy.deepcopy(layers)):
             if not found:
                 for layer in model:
                     assert fully_shard(layer, comm=comm) is layer
