@@ -224,6 +224,22 @@ def new_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "multiprocessing", multiprocessing)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def generator_of_all_threads() -> Iterator[None]:
+    """Ranks that are threads share torch's generator, so one that sets its seed changes what the others draw: this is
+    an error. `tests.support.seeded.seeded` gives a module values that depend on no other thread."""
+    import torch
+
+    def manual_seed(seed: int) -> torch.Generator:
+        assert threading.current_thread() is threading.main_thread(), "a rank that is a thread seeds torch's generator"
+        return usual(seed)
+
+    usual = torch.manual_seed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "manual_seed", manual_seed)
+        yield
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """torch computes on one thread, as each of the ranks that share few cores should."""

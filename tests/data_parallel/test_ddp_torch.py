@@ -21,16 +21,15 @@ from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, Unsupp
 from ringcomm.modules.precision import MixedPrecision
 from tests.support import torch_ranks
 from tests.support.choice import slow
+from tests.support.seeded import seeded
 
 Values = dict[str, torch.Tensor]
 WORLD = 3
 
 
 def make(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(8, 24), nn.ReLU(), nn.BatchNorm1d(24), nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 3)
-    )
+    layers = (nn.Linear(8, 24), nn.ReLU(), nn.BatchNorm1d(24), nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 3))
+    return seeded(nn.Sequential(*layers), seed)
 
 
 def batch(rank: int, step: int) -> torch.Tensor:

@@ -20,6 +20,7 @@ from ringcomm.data_parallel.shard import shard, whole
 from ringcomm.modules.precision import MixedPrecision
 from tests.support import torch_ranks
 from tests.support.choice import choose, slow
+from tests.support.seeded import seeded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORLD = 3
@@ -75,8 +76,7 @@ class Net(nn.Module):
 
 
 def make(checkpointed: bool = False) -> Net:
-    torch.manual_seed(0)
-    return Net(checkpointed)
+    return seeded(Net(checkpointed))
 
 
 def batch(rank: int, step: int) -> torch.Tensor:

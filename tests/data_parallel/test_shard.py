@@ -22,12 +22,12 @@ import ringcomm
 from ringcomm.data_parallel.model.sharded_model import sharded_model_of
 from tests.support import torch_ranks
 from tests.support.choice import choose
+from tests.support.seeded import seeded
 from tests.support.training.parity import differences_of
 
 STAGES = (0, 1, 2, 3)
 SHARD = importlib.import_module("ringcomm.data_parallel.shard")
 IS_ONE_UNIT = SHARD._is_one_unit  # which conftest.py replaces
-_BUILDING = threading.Lock()
 Wrap = Callable[[nn.Module, torch.optim.Optimizer], None]
 Script = Callable[[Wrap, int], list[torch.Tensor]]
 
@@ -92,10 +92,8 @@ def value_of(y: Any) -> torch.Tensor:
 
 
 def tower(form: str = "plain") -> Tower:
-    """The same values every time; ranks are threads and share torch's generator, so one builds at a time."""
-    with _BUILDING:
-        torch.manual_seed(0)
-        return Tower(form)
+    """The same values every time."""
+    return seeded(Tower(form))
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,7 @@ from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedErro
 from tests.data_parallel.test_shard import STAGES, loss_of, sgd, state_of
 from tests.support import torch_ranks
 from tests.support.choice import choose, slow
+from tests.support.seeded import seeded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORLD = 3
@@ -52,13 +52,8 @@ class Tower(nn.Module):
         return self.outlet(x)
 
 
-_BUILDING = threading.Lock()  # ranks are threads and share torch's generator
-
-
 def tower() -> Tower:
-    with _BUILDING:
-        torch.manual_seed(0)
-        return Tower()
+    return seeded(Tower())
 
 
 def on_ranks(use: Callable[[Any, Tower, torch.optim.Optimizer], Any], stage: int, **options: Any) -> list[Any]:

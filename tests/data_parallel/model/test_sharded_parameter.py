@@ -17,11 +17,11 @@ from torch import nn
 import ringcomm
 from ringcomm.data_parallel.model.sharded_parameter import ShardedView
 from ringcomm.errors import MismatchError
+from tests.support.seeded import seeded
 
 
 def _model() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    return seeded(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)), 3)
 
 
 def _write(change: Callable[[torch.Tensor], Any], stage: int, W: int, **options: Any) -> list[torch.Tensor]:

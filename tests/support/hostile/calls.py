@@ -14,6 +14,7 @@ import ringcomm
 from ringcomm import Communicator
 from ringcomm import tensor_parallel as tensor
 from tests.support.hostile.values import NO_LISTS, NO_NUMBERS, NO_OPTIONS, PLAIN, Make
+from tests.support.seeded import seeded
 
 # ---- values, by what they cannot be ------------------------------------------------------------------------------
 
@@ -75,8 +76,7 @@ WRONG["count"] = {**WRONG["whole"], "zero": lambda: 0}
 
 def model() -> nn.Sequential:
     """Two layers."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return seeded(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
