@@ -15,11 +15,11 @@ Compare lines from one machine and one torch: the bits of torch's matrix product
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import os
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -302,7 +302,6 @@ class Recipe:
         return kind(groups, lr=1e-2, weight_decay=0.1, **more)
 
 
-_MAKING = threading.Lock()
 BFLOAT16 = ringcomm.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 RECIPES = {
     "float32": Recipe(),
@@ -319,11 +318,14 @@ RECIPES = {
 }
 
 
+with torch.random.fork_rng(devices=()):
+    torch.manual_seed(0)
+    _MODEL = Net()
+
+
 def make() -> Net:
-    """Returns the model, with the same values on every rank; ranks that are threads share torch's generator."""
-    with _MAKING:
-        torch.manual_seed(0)
-        return Net()
+    """Returns a copy of the model, with the same values on every rank."""
+    return copy.deepcopy(_MODEL)
 
 
 def batch(step: int, number: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

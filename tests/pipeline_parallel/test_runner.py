@@ -21,6 +21,7 @@ from ringcomm.pipeline_parallel.microbatches import Replicate, merge_outputs
 from ringcomm.pipeline_parallel.pipeline import Pipeline
 from ringcomm.pipeline_parallel.split import Chain
 from tests.support.choice import choose, slow
+from tests.support.seeded import seeded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -61,8 +62,7 @@ def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def make(kind: Callable[..., nn.Module], *args: Any, seed: int = 0, **kwargs: Any) -> nn.Module:
-    torch.manual_seed(seed)
-    return kind(*args, **kwargs)
+    return seeded(kind(*args, **kwargs), seed)
 
 
 def tokens(rows: int, length: int = 5, seed: int = 1) -> torch.Tensor:

@@ -15,6 +15,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import AbortedError, InvalidArgumentError
 from ringcomm.pipeline_parallel.pipeline import Pipeline
 from tests.pipeline_parallel.test_runner import SCHEDULES, Gradients, differing, gradients
+from tests.support.seeded import seeded
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
 
@@ -111,13 +112,12 @@ def test_four_stages(name: str) -> None:
 
 def mixtral() -> nn.Module:
     """Whose loss has the balance of all layers' routers, whose scores forward hooks collect."""
-    torch.manual_seed(0)
     config = transformers.MixtralConfig(
         vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=32, num_local_experts=4, output_router_logits=True,
         router_aux_loss_coef=0.5,
     )  # fmt: skip
-    return transformers.MixtralForCausalLM(config)
+    return seeded(transformers.MixtralForCausalLM(config))
 
 
 @pytest.mark.parametrize("at", [["model.layers.2"], ["model.layers.1", "model.layers.3"]])

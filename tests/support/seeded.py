@@ -14,7 +14,7 @@ def seeded(module: M, seed: int = 0) -> M:
     """The module, its parameters drawn from a generator of their own: threads share torch's."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for p in module.parameters():
+        for p in (p for p in module.parameters() if p.is_floating_point()):
             bound = max(p.shape[-1:], default=1) ** -0.5 if p.numel() else 0
             p.uniform_(-bound, bound, generator=generator)
     return module

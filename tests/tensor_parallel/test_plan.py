@@ -27,6 +27,7 @@ from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import Colwise
 from tests.support.choice import slow
 from tests.support.mesh.tensor_cases import close, difference, on_ranks, part, sent, unlike
+from tests.support.seeded import seeded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VOCABULARY, WIDTH, LENGTH = 29, 96, 12
@@ -97,12 +98,7 @@ GPT_SEQUENCE: Plan = {**GPT_TENSOR, "blocks": "sequence_region", "*.norm1": "seq
 
 
 def make(seed: int = 0, dtype: torch.dtype = torch.float64, **options: Any) -> Model:
-    torch.manual_seed(seed)
-    model = Model(**options).to(dtype)
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.1 * torch.randn_like(p)
-    return model
+    return seeded(Model(**options).to(dtype), seed)
 
 
 def tokens(seed: int = 0, batch: int = 2, vocabulary: int = VOCABULARY) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import ringcomm
 from ringcomm.data_parallel.model.sharded_model import place_of
 from tests.support.choice import choose, slow
+from tests.support.seeded import seeded
 
 STAGES = (0, 1, 2, 3)
 WORLD = 3
@@ -298,8 +299,7 @@ def batch(rank: int, step: int) -> torch.Tensor:
 
 
 def made(kind: type[nn.Module]) -> Any:
-    torch.manual_seed(3)
-    return kind()
+    return seeded(kind(), 3)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -770,8 +770,7 @@ def test_evaluation_begins_with_the_buffers_of_the_first_rank() -> None:
         return outputs
 
     def made_norm() -> nn.Module:
-        torch.manual_seed(1)
-        return nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1))
+        return seeded(nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)))
 
     first, *others = ringcomm.run_ranks(rank, WORLD, timeout=30)
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
@@ -923,7 +922,7 @@ class Quantised(nn.Parameter):
 class WithQuantised(Net):
     def __init__(self) -> None:
         super().__init__()
-        values = torch.randint(-9, 9, (WIDTH, WIDTH), dtype=torch.int8)
+        values = (torch.arange(WIDTH * WIDTH) % 19 - 9).to(torch.int8).view(WIDTH, WIDTH)
         self.packed = Quantised(values, requires_grad=False)
         self.packed.scale = 0.1
 

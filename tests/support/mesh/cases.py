@@ -19,6 +19,7 @@ from ringcomm.modules.shard_spec import ShardSpec, part_of, take
 from ringcomm.pipeline_parallel.pipeline import Pipeline
 from ringcomm.pipeline_parallel.split import split
 from ringcomm.tensor_parallel.plan import Colwise, parallelize
+from tests.support.seeded import seeded
 
 VOCABULARY, WIDTH, HEADS, LENGTH, LAYERS = 37, 16, 4, 8, 4  # the vocabulary is padded on 2 and 4 ranks
 MICROBATCHES, BATCH = 4, 8
@@ -98,8 +99,7 @@ class Net(nn.Module):
 
 
 def make(seed: int = 0, **options: Any) -> Net:
-    torch.manual_seed(seed)
-    return Net(**options)
+    return seeded(Net(**options), seed)
 
 
 def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
