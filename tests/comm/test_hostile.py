@@ -26,7 +26,8 @@ from ringcomm.comm import launch
 from ringcomm.comm.hosts import identity
 from ringcomm.comm.store import add_checksum, strip_checksum
 from tests.support import emulated
-from tests.support.hostile.refusals import drawn, refusal
+from tests.support.choice import drawn
+from tests.support.hostile.refusals import refusal
 
 LIMIT_MS = 600_000  # whoever waits for it instead of refusing fails by the test's own limit
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import ringcomm
 from ringcomm import Communicator
-from tests.support.hostile.refusals import drawn, refusal
+from tests.support.choice import drawn
+from tests.support.hostile.refusals import refusal
 from tests.support.hostile.values import (
     MISFITS,
     NO_ARRAYS,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ringcomm
@@ -22,7 +22,7 @@ from ringcomm.arrays.devices import CPU
 from ringcomm.comm.hosts import Hosts, Network, identity, memory_store
 from ringcomm.comm.native import NativeEngine
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
-from tests.support.choice import choose
+from tests.support.choice import choose, drawn
 from tests.support.reference import (
     DTYPES,
     FLOATS,
@@ -457,7 +457,7 @@ def test_a_wire_type_leaves_smaller_types_and_integers_alone() -> None:
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=9), st.randoms())
-@settings(deadline=None, max_examples=60)
+@drawn(60)
 def test_hosts_of_identities(letters: list[str], random: Any) -> None:
     hosts = Hosts.of([f"{letter}\n{letter}" for letter in letters])
     assert sorted(rank for host in hosts.ranks for rank in host) == list(range(len(letters)))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ringcomm
@@ -19,6 +19,7 @@ from ringcomm import Communicator, errors
 from ringcomm.errors import rank_list
 from ringcomm.observe import record
 from ringcomm.observe.record import Call, Record, View
+from tests.support.choice import drawn
 
 ONES = np.ones(4, np.float32)
 
@@ -243,7 +244,7 @@ def memory_of_a_journal() -> bytes:
         return list(record._memory_files(os.getpid(), None))[-1]
 
 
-@settings(max_examples=300, deadline=None)
+@drawn(300)
 @given(st.lists(st.tuples(st.integers(0, 700), st.integers(0, 255)), max_size=40), st.integers(0, 40_000))
 def test_bytes_of_others_are_read_or_refused(changes: list[tuple[int, int]], length: int) -> None:
     memory = bytearray(memory_of_a_journal())

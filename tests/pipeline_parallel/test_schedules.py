@@ -12,7 +12,7 @@ from itertools import pairwise
 from textwrap import dedent
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ringcomm.errors import InvalidArgumentError
@@ -28,7 +28,7 @@ from ringcomm.pipeline_parallel.schedules import (
     schedule_of,
     zero_bubble,
 )
-from tests.support.choice import choose
+from tests.support.choice import choose, drawn
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
 Row = tuple[Action, ...]
@@ -357,7 +357,7 @@ def changed(draw: st.DrawFn) -> Schedule:
     return dataclasses.replace(schedule, rows=tuple(map(tuple, rows)))
 
 
-@settings(max_examples=500, deadline=None)
+@drawn(500)
 @given(changed())
 def test_check_accepts_what_runs_and_nothing_else(schedule: Schedule) -> None:
     try:

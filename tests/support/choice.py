@@ -1,12 +1,14 @@
-"""Which cases of a test `make test` runs. `make test-all` runs all."""
+"""Which cases of a test `make test` runs, and how many examples hypothesis draws. `make test-all` runs all cases."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable
 from operator import attrgetter
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 
 def slow(*values: Any, id: str | None = None) -> Any:
@@ -20,3 +22,15 @@ def choose(values: Iterable[Any], chosen: Collection[Any], by: str = "") -> list
     unknown = [each for each in chosen if all(each != name for _, name in found)]
     assert not unknown, f"no value is {unknown}"
     return [value if name in chosen else slow(value) for value, name in found]
+
+
+def drawn(examples: int) -> settings:
+    """The same examples in every run; RINGCOMM_FUZZ=N draws N times as many, other ones each time."""
+    times = int(os.environ.get("RINGCOMM_FUZZ", "1"))
+    return settings(
+        max_examples=examples * times,
+        derandomize=times == 1,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )

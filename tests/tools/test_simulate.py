@@ -8,13 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ringcomm.comm import schedule
 from ringcomm.tools import simulate
 from ringcomm.tools.simulate import BETWEEN_SLICES, Cluster, LinkClass, predict
 from tests.support import ROOT
+from tests.support.choice import drawn
 
 ALPHA_US, GBPS, GAMMA_GBPS = 7.0, 2.0, 5.0
 NBYTES = 3 << 20  # divides by what the tests use: 2, 3, 4, 8, 12, 16
@@ -258,7 +259,7 @@ def ring_by_hand(hosts: int, chunk_us: float, start_us: list[float], share: list
     return max(now)
 
 
-@settings(max_examples=40, deadline=None)
+@drawn(40)
 @given(st.integers(2, 8), st.data())
 def test_differing_hosts_take_the_time_of_the_recurrence(hosts: int, data: st.DataObject) -> None:
     start = data.draw(st.lists(st.floats(0, 500), min_size=hosts, max_size=hosts))
@@ -320,7 +321,7 @@ def test_ranks_share_a_link_or_do_not() -> None:
 costs = st.floats(0.01, 100.0)
 
 
-@settings(max_examples=60, deadline=None)
+@drawn(60)
 @given(
     st.sampled_from(["ring", "butterfly", "direct", "flat_ring", "flat_direct"]),
     st.integers(1, 1 << 22), costs, costs, costs, costs, st.sampled_from(["latency", "bandwidth", "reduce", "bytes"]),

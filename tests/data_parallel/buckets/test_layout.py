@@ -7,13 +7,14 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from ringcomm.data_parallel.buckets.layout import ALIGN_BYTES, Atom, FlatLayout, Segment, up
 from ringcomm.data_parallel.model.partition import blocks_of
 from ringcomm.errors import InvalidArgumentError
+from tests.support.choice import drawn
 
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=12)
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.int64])
@@ -25,7 +26,7 @@ def specs_of(shapes: list[tuple[int, ...]], groups: int = 1) -> list[Segment]:
     return [Segment(f"p{i}", shape, i % groups) for i, shape in enumerate(shapes)]
 
 
-@settings(max_examples=300, deadline=None)
+@drawn(300)
 @given(SHAPES, DTYPES, WORLDS, ATOMS, st.integers(1, 3))
 def test_parameters_lie_apart_and_inside(
     shapes: list[tuple[int, ...]], dtype: torch.dtype, world_size: int, atom: Atom, groups: int
@@ -45,7 +46,7 @@ def test_parameters_lie_apart_and_inside(
     assert layout.used_numel == sum(math.prod(shape) for shape in shapes)
 
 
-@settings(max_examples=300, deadline=None)
+@drawn(300)
 @given(SHAPES, DTYPES, WORLDS, ATOMS)
 def test_shards_cut_at_atoms_only(
     shapes: list[tuple[int, ...]], dtype: torch.dtype, world_size: int, atom: Atom
@@ -59,7 +60,7 @@ def test_shards_cut_at_atoms_only(
                 assert atom != "tensor"
 
 
-@settings(max_examples=200, deadline=None)
+@drawn(200)
 @given(SHAPES, DTYPES, WORLDS, ATOMS)
 def test_fragments_of_the_shards_are_the_parameters(
     shapes: list[tuple[int, ...]], dtype: torch.dtype, world_size: int, atom: Atom
@@ -80,7 +81,7 @@ def test_fragments_of_the_shards_are_the_parameters(
     assert [(f.start, f.numel) for f in whole] == [(0, s.numel) for s in layout.segments if s.numel]
 
 
-@settings(max_examples=200, deadline=None)
+@drawn(200)
 @given(SHAPES, DTYPES, WORLDS, st.data())
 def test_runs_cover_what_their_optimizer_group_owns(
     shapes: list[tuple[int, ...]], dtype: torch.dtype, world_size: int, data: st.DataObject
@@ -111,7 +112,7 @@ def test_runs_cover_what_their_optimizer_group_owns(
         assert covered == {i for i in owned if groups[i] >= 0}
 
 
-@settings(max_examples=200, deadline=None)
+@drawn(200)
 @given(SHAPES, WORLDS)
 def test_shards_of_elements_are_as_short_as_alignment_lets_them(shapes: list[tuple[int, ...]], world_size: int) -> None:
     layout = FlatLayout.build(specs_of(shapes), torch.float32, world_size)
@@ -119,7 +120,7 @@ def test_shards_of_elements_are_as_short_as_alignment_lets_them(shapes: list[tup
     assert layout.shard_numel == max(32, up(-(-padded // world_size), 32))
 
 
-@settings(max_examples=100, deadline=None)
+@drawn(100)
 @given(SHAPES, WORLDS, st.sampled_from(["row", "tensor"]))
 def test_coarser_atoms_cost_at_most_the_largest_parameter(
     shapes: list[tuple[int, ...]], world_size: int, atom: Atom

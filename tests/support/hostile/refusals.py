@@ -1,29 +1,14 @@
-"""What the tests with hostile input share: how many examples they draw, and what a refusal must look like."""
+"""What the tests with hostile input share: what a refusal must look like."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from typing import Any
 
-from hypothesis import HealthCheck, settings
-
 from ringcomm import errors
 
 BROKEN = (errors.AbortedError, errors.CollectiveTimeoutError, errors.MismatchError)
-
-
-def drawn(examples: int) -> settings:
-    """The same examples in every run; RINGCOMM_FUZZ=N draws N times as many, other ones each time."""
-    times = int(os.environ.get("RINGCOMM_FUZZ", "1"))
-    return settings(
-        max_examples=examples * times,
-        derandomize=times == 1,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 def refusal(call: Callable[[], Any], *kinds: type[Exception]) -> str:
