@@ -55,6 +55,11 @@ class MixedPrecision:
                 "pass one"
             )
 
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """The type to which floating point inputs of units are cast; None: they keep theirs."""
+        return self.param_dtype if self.cast_forward_inputs else None
+
     def types_of(self, dtype: torch.dtype) -> Types:
         """Returns the types of a parameter of ``dtype``."""
         if not dtype.is_floating_point:

@@ -527,6 +527,45 @@ def test_a_model_that_is_smaller_than_a_bucket_is_one_unit(stage: int, monkeypat
         assert all(map(torch.equal, expected, found))
 
 
+class WideBlock(nn.Module):
+    """Adds in float32 whatever the type of its parameters; the last two of a model share all parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h + self.linear(h.to(self.linear.weight.dtype)).float()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_size_of_a_bucket_does_not_decide_whose_inputs_are_cast(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is measured, and another one in each run."""
+
+    def run(comm: ringcomm.Communicator, cap: float | None) -> list[torch.Tensor]:
+        model = seeded(nn.Sequential(*(WideBlock() for _ in range(4))))
+        model[3].linear = model[2].linear
+        opt = sgd(model)
+        policy = ringcomm.MixedPrecision(torch.bfloat16)
+        ringcomm.shard(model, opt, stage, comm, mixed_precision=policy, bucket_cap_mb=cap)
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(comm.rank))
+        for _ in range(2):
+            loss = model(x).square().sum()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+        return [loss.detach(), *state_of(model)]
+
+    monkeypatch.setattr(SHARD, "_is_one_unit", IS_ONE_UNIT)
+    expected = ringcomm.run_ranks(run, 2, None)
+    for cap in (1e-6, 2e-4, 25):
+        found = ringcomm.run_ranks(run, 2, cap)
+        for each, wanted in zip(found, expected, strict=True):
+            assert all(map(torch.equal, each, wanted)), cap
+
+
 @pytest.mark.parametrize("how", ["forward", "backward"])
 def test_after_an_exception_training_goes_on_as_if_nothing_had_happened(how: str) -> None:
     expected = on_ranks(ordinary, 3)

@@ -298,6 +298,8 @@ def units_of(
     """
     blocks = list({id(block): (name, block) for name, block in reversed(blocks)}.values())[::-1]  # by the first name
     owned = owned_by_one(blocks, module)
+    owners = {*owned.values()}  # a block that owns nothing has nothing to gather
+    blocks = [(name, block) for name, block in blocks if name in owners]
     units: list[UnitParts] = []
     taken: set[int] = set()
     names = {id(block): name for name, block in blocks}

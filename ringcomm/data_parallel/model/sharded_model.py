@@ -210,9 +210,7 @@ class Unit:
     def cast_inputs(self, args: Any, kwargs: Any) -> Any:
         """Casts a call's arguments to the type in which the unit computes."""
         precision = self.precision or self.flat.config.mixed_precision
-        if precision.cast_forward_inputs and precision.param_dtype is not None:
-            return precision.cast((args, kwargs), precision.param_dtype)
-        return args, kwargs
+        return precision.cast((args, kwargs), precision.input_dtype)
 
     def _cast_output(self, output: Any) -> Any:
         precision = self.precision
