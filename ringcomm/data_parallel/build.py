@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 from torch import nn
@@ -10,7 +11,13 @@ from torch import nn
 from ringcomm.data_parallel.buckets.group import DataParallelGroup
 from ringcomm.data_parallel.buckets.layout import Atom
 from ringcomm.data_parallel.model.deferred_init import InitFn, MetaModules
-from ringcomm.data_parallel.model.partition import UnitParts, cast_buffers, kept_in_their_type, make_units
+from ringcomm.data_parallel.model.partition import (
+    UnitParts,
+    cast_buffers,
+    kept_in_their_type,
+    make_units,
+    restore_buffers,
+)
 from ringcomm.data_parallel.model.sharded_model import Config, ShardedModel, Unit
 from ringcomm.data_parallel.model.state import keep_state_of
 from ringcomm.data_parallel.model.unit_module import UnitModule, mix_in
@@ -62,7 +69,8 @@ def build(
     inner = [*{id(each.flat): each.flat for each in below}.values()]
     _detach_units(module, below, inner)
     flat = ShardedModel(module, ranks, [*below, *units], config, ignored_buffers)
-    cast_buffers(module, config.mixed_precision.buffer_dtype, ignored_buffers, [each.module for each in inner])
+    cast = cast_buffers(module, config.mixed_precision.buffer_dtype, ignored_buffers, [each.module for each in inner])
+    flat.root.undo.append(partial(restore_buffers, cast))
     if on_meta.init is None:
         flat.contents.missing_params, flat.contents.missing_buffers = on_meta.params, on_meta.buffers
     for each in inner:

@@ -40,8 +40,8 @@ from ringcomm.data_parallel.model.sharded_model import (
 from ringcomm.data_parallel.model.sharded_parameter import ShardedParameter
 from ringcomm.data_parallel.optim.optimizer import is_elementwise, states_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
-from ringcomm.modules.arguments import MODULE, OPTIMIZER, STAGE
-from ringcomm.modules.precision import MixedPrecision, precision_of
+from ringcomm.modules.arguments import MODULE, OPTIMIZER, PRECISION, STAGE
+from ringcomm.modules.precision import MixedPrecision
 from ringcomm.validation import expects, validate_int
 
 _META = torch.device("meta")
@@ -186,11 +186,11 @@ class Plan:
         at = rank if rank is not None else 0 if flat is None else min(flat.ranks.rank, world_size - 1)
         self.ranks = _ranks_of(flat, at, world_size, background)
         self._home: dict[int, tuple[Bucket, int]] = {}  # by the id of the model's parameter
-        self.buffers = list(model.buffers())
         if flat is not None:
+            self.buffers = list(model.buffers())
             self.units, self.sends = self._units_of_sharded(flat), flat.sync.broadcast_buffers
         else:
-            self.units = self._units_of_plain(model, optimizer, **plain)
+            self.units, self.buffers = self._units_of_plain(model, optimizer, **plain)
             self.sends = bool(plain.get("broadcast_buffers", True))
         self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
         self.order = reduction_order(self.units)
@@ -238,6 +238,7 @@ class Plan:
         self._home |= {id(p): (again, i) for i, p in enumerate(bucket.params)}
         return again
 
+    @expects("predict", mixed_precision=PRECISION)
     def _units_of_plain(
         self,
         model: nn.Module,
@@ -250,7 +251,7 @@ class Plan:
         offload: bool = False,
         reshard_after_forward: bool = True,
         broadcast_buffers: bool = True,
-    ) -> list[Unit]:
+    ) -> tuple[list[Unit], list[torch.Tensor]]:
         del broadcast_buffers
         twins = {id(p): nn.Parameter(torch.empty_like(p, device=_META), p.requires_grad) for p in model.parameters()}
         memo: dict[int, Any] = {id(b): torch.empty_like(b, device=_META) for b in model.buffers()}
@@ -258,12 +259,11 @@ class Plan:
         numbers = {} if optimizer is None else _group_numbers(optimizer)
         config = Config(
             stage=self.stage,
-            mixed_precision=precision_of(mixed_precision or MixedPrecision()),
+            mixed_precision=mixed_precision or MixedPrecision(),
             accumulation=accumulation_order,
             offload=_META if offload else None,
         )
         cast_buffers(twin, config.mixed_precision.buffer_dtype)
-        self.buffers = list(twin.buffers())
         cap = bucket_bytes(bucket_cap_mb, self.ranks)
         params = list(twin.named_parameters())
         units = make_units(
@@ -278,7 +278,7 @@ class Plan:
         )
         places = {id(p): (bucket, i) for unit in units for bucket in unit.buckets for i, p in enumerate(bucket.params)}
         self._home |= {key: places[id(p)] for key, p in twins.items()}
-        return units
+        return units, list(twin.buffers())
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 

@@ -258,8 +258,9 @@ def _groups_of(optimizer: torch.optim.Optimizer | None, params: list[tuple[str, 
 def _is_one_unit(params: list[tuple[str, nn.Parameter]], config: Config, cap: int) -> bool:
     """Whether all parameters fit into one bucket, so that one message replaces several short ones. Not if the inputs of
     units are cast: then results would depend on the size of a bucket, which is measured."""
-    asked = config.units is not None or config.bucket_cap_mb is not None
-    return not asked and config.mixed_precision.input_dtype is None and sum(p.nbytes for _, p in params) <= cap
+    if config.units is not None or config.bucket_cap_mb is not None:
+        return False
+    return config.mixed_precision.input_dtype(root=False) is None and sum(p.nbytes for _, p in params) <= cap
 
 
 def _ranks(

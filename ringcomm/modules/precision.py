@@ -26,11 +26,13 @@ class MixedPrecision:
             (e5m2) bits of fraction, and lose elements below about 2**-18 (e4m3) or 2**-32 (e5m2) of the largest. None:
             the type of the master weights.
         output_dtype: type of the module's outputs.
-        cast_forward_inputs: whether floating point inputs of a unit are cast to ``param_dtype``.
+        cast_forward_inputs: whether floating point inputs of units are cast to ``param_dtype``. What a call appends to
+            a list or a dictionary that it gets appears in the caller's.
         master_dtype: None: float32 for a module in float32 or in 16 bits with a ``param_dtype``, else the module's
             type.
         buffer_dtype: type of floating point buffers, which are cast when the module is wrapped and stay in it. Batch
             norms keep the type of their buffers and parameters.
+        cast_root_forward_inputs: the same for the inputs of the whole model; None: as ``cast_forward_inputs``.
     """
 
     param_dtype: torch.dtype | None = None
@@ -39,6 +41,7 @@ class MixedPrecision:
     cast_forward_inputs: bool = True
     master_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
+    cast_root_forward_inputs: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "master_dtype", "buffer_dtype"):
@@ -49,16 +52,18 @@ class MixedPrecision:
                 raise InvalidArgumentError(
                     f"MixedPrecision: got {name}={got}, expected one of {', '.join(map(str, known))}; pass one of these"
                 )
-        if not isinstance(self.cast_forward_inputs, bool):
-            raise InvalidArgumentError(
-                f"MixedPrecision: got cast_forward_inputs={shown(self.cast_forward_inputs)}, expected True or False; "
-                "pass one"
-            )
+        for name, choice in (("cast_forward_inputs", ""), ("cast_root_forward_inputs", " or None")):
+            value = getattr(self, name)
+            if not (isinstance(value, bool) or (value is None and choice)):
+                raise InvalidArgumentError(
+                    f"MixedPrecision: got {name}={shown(value)}, expected True or False{choice}; pass one"
+                )
 
-    @property
-    def input_dtype(self) -> torch.dtype | None:
-        """The type to which floating point inputs of units are cast; None: they keep theirs."""
-        return self.param_dtype if self.cast_forward_inputs else None
+    def input_dtype(self, root: bool) -> torch.dtype | None:
+        """Returns the type to which inputs of the whole model, or of the other units, are cast; None: they keep
+        theirs."""
+        asked = self.cast_root_forward_inputs if root else None
+        return self.param_dtype if (self.cast_forward_inputs if asked is None else asked) else None
 
     def types_of(self, dtype: torch.dtype) -> Types:
         """Returns the types of a parameter of ``dtype``."""
@@ -70,27 +75,64 @@ class MixedPrecision:
             master = dtype if self.param_dtype is None or dtype == torch.float64 else torch.float32
         return Types(dtype, compute, master, self.reduce_dtype or master)
 
-    def cast(self, value: Any, dtype: torch.dtype | None) -> Any:
-        """Returns ``value`` with its floating point tensors in ``dtype``. A container that needs no cast is returned
-        as the same object, so that later appends to it are seen."""
-        if dtype is None:
+
+def is_float(x: Any) -> bool:
+    """Whether something is a tensor of a type to which MixedPrecision casts; 8-bit floats have scales of their own."""
+    return isinstance(x, torch.Tensor) and x.dtype in FLOATS
+
+
+class Cast:
+    """Casts the floating point tensors in values, such as the arguments of a call.
+
+    Args:
+        dtype: None: nothing is cast.
+    """
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+        self._copies: dict[int, tuple[Any, Any, list[tuple[Any, Any, Any]]]] = {}  # (own, copy, (key, cast, own)...)
+
+    def __call__(self, value: Any) -> Any:
+        """Returns the value with its tensors cast. A container in which nothing is cast is the same object."""
+        if self.dtype is None:
             return value
         from torch.utils._pytree import tree_flatten, tree_unflatten
 
-        if type(value) in (tuple, list):
-            items = [self.cast(x, dtype) for x in value]
-            return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
-        if type(value) is dict:
-            named = {key: self.cast(x, dtype) for key, x in value.items()}
-            return value if all(named[key] is x for key, x in value.items()) else named
+        if id(value) in self._copies:
+            return self._copies[id(value)][1]
+        if type(value) in (tuple, list, dict):
+            pairs = [*value.items()] if type(value) is dict else [*enumerate(value)]
+            items = [(key, self(x), x) for key, x in pairs]
+            if all(cast is x for _, cast, x in items):
+                return value
+            copy: Any = {key: x for key, x, _ in items}
+            if type(value) is not dict:
+                copy = type(value)(copy.values())
+            self._copies[id(value)] = value, copy, items
+            return copy
         leaves, spec = tree_flatten(value)
-        cast = [x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in leaves]
+        cast = [x.to(self.dtype) if is_float(x) else x for x in leaves]
         return value if all(a is b for a, b in zip(cast, leaves, strict=True)) else tree_unflatten(cast, spec)
+
+    def keep_changes(self) -> None:
+        """Makes the changes in the caller's lists and dictionaries that were made in their copies since."""
+        own = {id(x): before for _, _, items in self._copies.values() for _, x, before in items}
+        for value, copy, items in self._copies.values():
+            if type(value) is tuple:
+                continue
+            now = [*copy.items()] if type(value) is dict else [*enumerate(copy)]
+            if len(now) == len(items) and all(a[0] == b[0] and a[1] is b[1] for a, b in zip(now, items, strict=True)):
+                continue
+            value.clear()
+            if type(value) is dict:
+                value.update((key, own.get(id(x), x)) for key, x in now)
+            else:
+                value.extend(own.get(id(x), x) for _, x in now)
 
 
 def precision_of(policy: Any) -> MixedPrecision:
     """Returns a MixedPrecision; converts a policy of torch's FSDP or DDP, in which a ``reduce_dtype`` of None means
-    ``param_dtype``.
+    ``param_dtype``. DDP's casts the inputs of the whole model alone.
 
     Raises: AttributeError: something else. InvalidArgumentError: a policy that leaves out other modules than batch
             norms.
@@ -98,21 +140,26 @@ def precision_of(policy: Any) -> MixedPrecision:
     if isinstance(policy, MixedPrecision):
         return policy
     others = [
-        kind for kind in getattr(policy, "_module_classes_to_ignore", None) or () if not issubclass(kind, _BatchNorm)
+        kind
+        for kind in getattr(policy, "_module_classes_to_ignore", None) or ()
+        if not (isinstance(kind, type) and issubclass(kind, _BatchNorm))
     ]
     if others:
         raise InvalidArgumentError(
-            f"MixedPrecision: got a policy that leaves out {others[0].__name__}, expected one that leaves out batch "
-            "norms alone; call fully_shard on such modules with a policy of their own"
+            f"MixedPrecision: got a policy that leaves out {getattr(others[0], '__name__', others[0])}, expected one "
+            "that leaves out batch norms alone; call fully_shard on such modules, with a policy of their own, and on the "
+            "model"
         )
     param, reduce = policy.param_dtype, policy.reduce_dtype
-    casts = [getattr(policy, name, None) for name in ("cast_forward_inputs", "cast_root_forward_inputs")]
+    inner = getattr(policy, "cast_forward_inputs", None)
+    root = getattr(policy, "cast_root_forward_inputs", True if inner is None else None)
     return MixedPrecision(
         param,
         param if reduce is None else reduce,
         getattr(policy, "output_dtype", None),
-        casts == [None, None] or True in casts,
+        bool(inner),
         buffer_dtype=getattr(policy, "buffer_dtype", None),
+        cast_root_forward_inputs=root,
     )
 
 

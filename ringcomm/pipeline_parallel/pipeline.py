@@ -25,6 +25,7 @@ from ringcomm.data_parallel.model.sharded_model import ShardedModel, sharded_mod
 from ringcomm.errors import AbortedError, InvalidArgumentError, MismatchError, ShapeError, UnsupportedError
 from ringcomm.modules.meta import device_of
 from ringcomm.modules.notes import notes_on
+from ringcomm.modules.precision import Cast
 from ringcomm.pipeline_parallel.check import check
 from ringcomm.pipeline_parallel.messages import Messages, Sent, sent_tensors
 from ringcomm.pipeline_parallel.microbatches import MicroBatch, merge_outputs, split_inputs
@@ -412,7 +413,7 @@ class _Step:
                 raise self._share_error(stage, share, metadata.share)
             share = metadata.share
         if self.flat is not None:  # as on every rank of a model that is not split
-            args, kwargs = self.flat.root.cast_inputs(args, kwargs)
+            args, kwargs = self.flat.root.input_cast(root=True)((args, kwargs))
         gradients = _gradients_of(received)
         with self._deferring(stage, number) or nullcontext():
             output, after = self.pipe._runner.run(stage, args, kwargs, received, metadata)
@@ -453,8 +454,7 @@ class _Step:
     def _loss_of(self, output: Any, target: Any, share: Fraction | None) -> torch.Tensor | None:
         """Computes the loss of a micro-batch, from which its backward pass starts."""
         if self.flat is not None:
-            precision = self.flat.config.mixed_precision
-            output = precision.cast(output, precision.output_dtype)
+            output = Cast(self.flat.config.mixed_precision.output_dtype)(output)
         if not self.train:
             self.outputs.append(output)
         if not self.computes:

@@ -10,6 +10,7 @@ from torch import nn
 
 import ringcomm
 from ringcomm import MixedPrecision
+from ringcomm.data_parallel.memory import predict
 
 WORLD = 3
 WIRES = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}  # half an ulp
@@ -198,6 +199,112 @@ def test_policies_of_torch_are_accepted_everywhere() -> None:
             assert all(other[name].equal(x) for name, x in found[0].items() if "running" not in name)
 
 
+class Auxiliary(nn.Module):
+    """Appends a loss to a list, and changes a dictionary that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, h: torch.Tensor, t: torch.Tensor, seen: dict[str, Any]) -> torch.Tensor:
+        seen["losses"].append(self.linear(h.to(self.linear.weight.dtype)).float().square().mean())
+        seen["types"] = (*seen["types"], h.dtype, t.dtype)
+        seen.pop("removed", None)
+        return h.float() + 1.0
+
+
+class WithAuxiliary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Auxiliary() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.x = x
+        kept = torch.zeros(3)
+        self.seen: dict[str, Any] = {"losses": [], "types": (), "kept": kept, "removed": kept}
+        h = x.float()
+        for block in self.blocks:
+            h = block(h, x.float(), self.seen)
+        assert self.seen["kept"] is kept
+        return sum(self.seen["losses"]) + h.sum()
+
+
+@pytest.mark.parametrize("cap", [None, 1e-6])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_a_call_changes_in_a_cast_list_or_dictionary_is_changed_in_the_callers(
+    stage: int, cap: float | None
+) -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = WithAuxiliary()
+        ringcomm.shard(model, None, stage, comm, mixed_precision=MixedPrecision(torch.bfloat16), bucket_cap_mb=cap)
+        model(torch.ones(2, 6)).backward()
+        assert model.seen.keys() == {"losses", "types", "kept"}
+        assert [x.dtype for x in model.seen["losses"]] == [torch.float32] * 3
+        assert model.seen["types"] == (torch.bfloat16,) * 6
+        assert all(p.grad is not None for p in model.parameters())
+
+    ringcomm.run_ranks(rank, 2, timeout=20)
+
+
+def test_which_inputs_are_cast() -> None:
+    """Those of the model alone by FSDP1's default and by DDP's policy, as in torch."""
+    from torch.distributed.fsdp import MixedPrecision as OfFSDP1
+    from torch.distributed.fsdp import MixedPrecisionPolicy as OfFSDP2
+    from torch.nn.parallel.distributed import _MixedPrecision as OfDDP
+
+    bf16, f32 = torch.bfloat16, torch.float32
+    policies: dict[tuple[torch.dtype, torch.dtype], list[Any]] = {  # of the model's inputs, and of the blocks'
+        (bf16, bf16): [
+            MixedPrecision(bf16), OfFSDP2(bf16), OfFSDP1(bf16, cast_forward_inputs=True),
+            MixedPrecision(bf16, cast_root_forward_inputs=True),
+        ],
+        (bf16, f32): [
+            OfFSDP1(bf16), OfDDP(bf16), MixedPrecision(bf16, cast_forward_inputs=False, cast_root_forward_inputs=True),
+        ],
+        (f32, bf16): [
+            OfFSDP1(bf16, cast_forward_inputs=True, cast_root_forward_inputs=False),
+            MixedPrecision(bf16, cast_root_forward_inputs=False),
+        ],
+        (f32, f32): [
+            MixedPrecision(bf16, cast_forward_inputs=False), OfFSDP2(bf16, cast_forward_inputs=False),
+            OfFSDP1(bf16, cast_root_forward_inputs=False),
+        ],
+    }  # fmt: skip
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        for (root, inner), some in policies.items():
+            for policy in some:
+                sharded, composed = WithAuxiliary(), WithAuxiliary()
+                ringcomm.shard(sharded, None, 3, comm, mixed_precision=policy)
+                for each in (*composed.blocks, composed):
+                    ringcomm.fully_shard(each, comm=comm, mp_policy=policy)
+                for model in (sharded, composed):
+                    model(torch.ones(2, 6))
+                    assert (model.x.dtype, model.seen["types"][1]) == (root, inner), policy
+
+    ringcomm.run_ranks(rank, 2, timeout=20)
+
+
+def test_buffers_that_are_cast_come_back_and_which_are_not() -> None:
+    """8-bit floats have scales of their own; a tensor made in inference mode takes no other data."""
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = nn.Linear(4, 4)
+        model.register_buffer("table", torch.full((4,), 1.1))
+        model.register_buffer("packed", torch.ones(4).to(torch.float8_e4m3fn))
+        with torch.inference_mode():
+            model.register_buffer("made", torch.full((4,), 1.1))
+        ringcomm.shard(model, None, 2, comm, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
+        types = {"table": torch.bfloat16, "packed": torch.float8_e4m3fn, "made": torch.bfloat16}
+        assert {name: b.dtype for name, b in model.named_buffers()} == types
+        model(torch.ones(2, 4)).sum().backward()
+        ringcomm.unshard(model)
+        assert model.table.equal(torch.full((4,), 1.1).bfloat16().float())
+        assert model.made.dtype == torch.float32
+
+    ringcomm.run_ranks(rank, 2, timeout=20)
+
+
 def test_buffers_that_keep_their_type() -> None:
     """Those that DDP ignores, and those of a module that fully_shard got with another policy."""
     precision = MixedPrecision(buffer_dtype=torch.float64)
@@ -228,6 +335,13 @@ def test_what_is_refused_of_torchs_policies() -> None:
     ):
         with pytest.raises(ringcomm.InvalidArgumentError, match=f"^MixedPrecision: .*{why}"):
             ringcomm.shard(nn.Linear(2, 2), None, 0, mixed_precision=policy)
+
+
+def test_a_prediction_for_something_else_is_refused() -> None:
+    with pytest.raises(
+        ringcomm.InvalidArgumentError, match="^predict: got mixed_precision='bf16', expected a ringcomm"
+    ):
+        predict(nn.Linear(2, 2), 2, 4, mixed_precision="bf16")
 
 
 def test_something_else_is_no_policy() -> None:

@@ -18,7 +18,7 @@ from ringcomm.data_parallel.buckets.layout import Atom, FlatLayout, Segment, up
 from ringcomm.data_parallel.model.sharded_model import Config, Unit, place_of
 from ringcomm.data_parallel.model.sharded_parameter import ShardedParameter
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
-from ringcomm.modules.precision import MixedPrecision, Types
+from ringcomm.modules.precision import MixedPrecision, Types, is_float
 from ringcomm.modules.shard_spec import part_of, renew_parts
 
 LATENCY_SHARE = 0.25  # largest share of latency in a reduction's time, at the chosen bucket size
@@ -173,23 +173,39 @@ def kept_in_their_type(module: nn.Module) -> frozenset[int]:
 
 def cast_buffers(
     module: nn.Module, dtype: torch.dtype | None, ignored: Collection[str] = (), inner: Sequence[nn.Module] = ()
-) -> None:
-    """Casts a module's floating point buffers, without those of batch norms.
+) -> list[tuple[nn.Module, str, torch.dtype]]:
+    """Casts a module's floating point buffers, without those of batch norms. Returns which had another type.
 
     Args:
         dtype: None: nothing is cast.
         ignored: names of buffers that stay as they are.
         inner: submodules whose buffers stay as they are.
     """
+    found: list[tuple[nn.Module, str, torch.dtype]] = []
     if dtype is None:
-        return
+        return found
     inside = {id(each) for part in inner for each in part.modules()}
     for path, each in module.named_modules():
         if id(each) in inside or isinstance(each, _BatchNorm):
             continue
         for name, buffer in each.named_buffers(path, recurse=False):
-            if name not in ignored and buffer.is_floating_point():
+            key = name.rpartition(".")[2]
+            if name in ignored or not is_float(buffer) or buffer.dtype == dtype:
+                continue
+            found.append((each, key, buffer.dtype))
+            if buffer.is_inference():
+                each._buffers[key] = buffer.to(dtype)
+            else:
                 buffer.data = buffer.to(dtype)
+    return found
+
+
+def restore_buffers(cast: Sequence[tuple[nn.Module, str, torch.dtype]]) -> None:
+    """Gives buffers the type that they had before `cast_buffers`; values that were rounded stay so."""
+    for module, key, dtype in cast:
+        buffer = module._buffers.get(key)
+        if buffer is not None:
+            buffer.data = buffer.to(dtype)
 
 
 def facts_of(module: nn.Module, ignored: Collection[str] = (), sends_buffers: bool = True) -> list[str]:

@@ -54,7 +54,7 @@ from ringcomm.data_parallel.model.options import CHECKSUM_NBYTES, AttachedOptimi
 from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
 from ringcomm.modules.arguments import LAST_STAGE, Units
 from ringcomm.modules.dynamo import eager, skipped
-from ringcomm.modules.precision import MixedPrecision
+from ringcomm.modules.precision import Cast, MixedPrecision
 
 _T = TypeVar("_T")
 _requires_grad = attrgetter("requires_grad")
@@ -165,13 +165,14 @@ class Unit:
         counted = self._begin(module)
         before, self.calling = self.calling, module
         done = False
+        cast = self.input_cast(self is self.flat.root)
         try:
-            args, kwargs = self.cast_inputs(args, kwargs)
+            args, kwargs = self._cast_inputs(cast, args, kwargs)
             output = forward(*args, **kwargs)
             done = True
         finally:
             self.calling = before
-            self._leave(counted, done)
+            self._leave(counted, done, cast)
         return self._end(module, counted, output)
 
     @eager
@@ -188,7 +189,12 @@ class Unit:
         return False
 
     @eager
-    def _leave(self, counted: bool, done: bool) -> None:
+    def _cast_inputs(self, cast: Cast, args: Any, kwargs: Any) -> Any:
+        return cast((args, kwargs))
+
+    @eager
+    def _leave(self, counted: bool, done: bool, cast: Cast) -> None:
+        cast.keep_changes()
         if counted:
             self.flat.leave_call(done)
 
@@ -203,18 +209,16 @@ class Unit:
                 if x.grad_fn is not None:
                     _hook_first(x, partial(_reached, weakref.ref(self), number))
         if module is flat.module:
-            return flat.config.mixed_precision.cast(output, flat.config.mixed_precision.output_dtype)
+            return Cast(flat.config.mixed_precision.output_dtype)(output)
         return self._cast_output(output)
 
-    @eager
-    def cast_inputs(self, args: Any, kwargs: Any) -> Any:
-        """Casts a call's arguments to the type in which the unit computes."""
-        precision = self.precision or self.flat.config.mixed_precision
-        return precision.cast((args, kwargs), precision.input_dtype)
+    def input_cast(self, root: bool) -> Cast:
+        """Returns what casts the arguments of a call of the unit, or of the whole model, to the type in which it
+        computes."""
+        return Cast((self.precision or self.flat.config.mixed_precision).input_dtype(root))
 
     def _cast_output(self, output: Any) -> Any:
-        precision = self.precision
-        return output if precision is None else precision.cast(output, precision.output_dtype)
+        return output if self.precision is None else Cast(self.precision.output_dtype)(output)
 
 
 def _hook_first(x: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:

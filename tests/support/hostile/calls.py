@@ -66,6 +66,7 @@ WRONG: dict[str, dict[str, Make]] = {
     },
 }
 WRONG["whole?"] = _but(WRONG["whole"], "None")
+WRONG["flag?"] = _but(WRONG["flag"], "None")
 WRONG["list?"] = _but(WRONG["list"], "None")
 WRONG["tensor?"] = _but(WRONG["tensor"], "None")
 WRONG["extent"] = _but(WRONG["whole"], "negative", other=lambda: 7, zero=lambda: 0)
@@ -151,7 +152,7 @@ CALLS: dict[str, tuple[Right, dict[str, str]]] = {  # right arguments, and of wh
         lambda c: {},
         kinds(
             "param_dtype:dtype reduce_dtype:dtype output_dtype:dtype master_dtype:dtype buffer_dtype:dtype "
-            "cast_forward_inputs:flag"
+            "cast_forward_inputs:flag cast_root_forward_inputs:flag?"
         ),
     ),
     "NaiveDataParallel": (lambda c: _here(c, module=model()), kinds("module:object comm:object?")),
