@@ -147,8 +147,8 @@ def precision_of(policy: Any) -> MixedPrecision:
     if others:
         raise InvalidArgumentError(
             f"MixedPrecision: got a policy that leaves out {getattr(others[0], '__name__', others[0])}, expected one "
-            "that leaves out batch norms alone; call fully_shard on such modules, with a policy of their own, and on the "
-            "model"
+            "that leaves out batch norms alone; call fully_shard on such modules, with a policy of their own, and "
+            "on the model"
         )
     param, reduce = policy.param_dtype, policy.reduce_dtype
     inner = getattr(policy, "cast_forward_inputs", None)
