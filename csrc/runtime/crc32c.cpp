@@ -51,6 +51,7 @@ std::uint32_t add_words(std::uint32_t crc, const unsigned char* at, std::size_t 
 // The instruction takes three cycles, and one can start in each cycle: three runs of this length are added side by
 // side.
 constexpr std::size_t kRunWords = 512;
+static_assert((kRunWords & (kRunWords - 1)) == 0, "make_run_tables doubles the length of a run");
 
 // Table k has the remainder of each value of byte k of a remainder that is followed by a run of zeros.
 constexpr std::array<std::array<std::uint32_t, 256>, 4> make_run_tables() {

@@ -192,8 +192,15 @@ class Messages:
 
 
 def _strides(x: torch.Tensor) -> Strides:
-    """Returns a tensor's strides; for a tensor with gaps, the contiguous strides of its shape."""
-    return x.stride() if x.permute(_order(x.stride())).is_contiguous() else _usual_strides(x.shape)
+    """Returns a tensor's strides; for a tensor with gaps, those of a tensor without them whose dimensions have the same
+    order in memory, in which kernels then add; for an expanded one, the contiguous strides of its shape."""
+    order = _order(x.stride())
+    if x.permute(order).is_contiguous():
+        return x.stride()
+    if 0 in x.stride():
+        return _usual_strides(x.shape)
+    dense = dict(zip(order, _usual_strides([x.shape[dim] for dim in order]), strict=True))
+    return tuple(dense[dim] for dim in range(x.dim()))
 
 
 def _usual_strides(shape: Sequence[int]) -> Strides:

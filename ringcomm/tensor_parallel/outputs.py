@@ -21,6 +21,11 @@ KEEPS = {
 }  # fmt: skip
 """Functions whose result has the same outputs in the same places."""
 VIEWS = ("view", "reshape", "unflatten")
+_MOVES = {
+    "flatten", "squeeze", "unsqueeze", "expand", "expand_as", "select", "narrow", "__getitem__", "index_select",
+    "masked_select", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "__get__", "t",
+}  # fmt: skip
+"""Functions that may take rows or change the order of dimensions. (`__get__` is that of `x.mT`.)"""
 _JOINS = ("cat", "concat", "concatenate")
 FUSED = (2, 3)
 """The usual numbers of outputs fused in one layer: gate and up; queries, keys and values."""
@@ -54,12 +59,16 @@ class OutputSharding:
         self.done = True
         return self.watch(y)
 
-    def watch(self, y: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor as one that raises if it is split at other places than the layer's outputs were."""
+    def watch(self, y: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Returns the tensor as one that raises if it is split at other places than the layer's outputs were.
+
+        Args:
+            dim: the dimension of the outputs.
+        """
         if type(y) is not torch.Tensor or torch.compiler.is_compiling():
             return y
         watched = y.as_subclass(_WatchedOutput)
-        watched._sharding = self
+        watched._sharding, watched._dim = self, dim % y.dim() - y.dim()
         return watched
 
     # ---- refusals ------------------------------------------------------------------------------------------------
@@ -119,9 +128,10 @@ class OutputSharding:
 
 
 class _WatchedOutput(torch.Tensor):
-    """The outputs of a layer, sharded along their last dimension, until another tensor is computed from them."""
+    """The outputs of a layer, sharded along a dimension, until another tensor is computed from them."""
 
     _sharding: OutputSharding | None = None
+    _dim = -1
 
     @classmethod
     def __torch_function__(
@@ -130,12 +140,13 @@ class _WatchedOutput(torch.Tensor):
         given = dict(kwargs or {})
         x: Any = args[0] if args else given.get("input", given.get("tensors"))
         sharding, name = _sharding_of(x), getattr(func, "__name__", "")
-        if sharding is not None and name in _SPLITS:
+        is_last = sharding is not None and x._dim == -1
+        if sharding is not None and name in _SPLITS and is_last:
             ends, step = _SPLITS[name](x, *args[1:], **{key: each for key, each in given.items() if key != "input"})
             sharding.check_ends(name.strip("_"), ends, step)
-        if sharding is not None and name in _MIXES and _mixes_last(name, x, args[1:], given):
+        if sharding is not None and name in _MIXES.keys() | _LOSSES and _mixes(name, x, args[1:], given):
             sharding.refuse_mixed(name.removeprefix("linalg_"))
-        if name in _JOINS and _is_last(x[0], given.get("dim", args[1] if len(args) > 1 else 0)):
+        if name in _JOINS and _holds_outputs(x[0], given.get("dim", args[1] if len(args) > 1 else 0)):
             joined = next((each for each in map(_sharding_of, x) if each is not None), None)
             if joined is not None:  # the next layer is sharded as if all inputs were concatenated before
                 joined.refuse_mixed(name, "joins others to them")
@@ -143,17 +154,32 @@ class _WatchedOutput(torch.Tensor):
             made = func(*args, **given)
         if sharding is None or type(made) not in (torch.Tensor, _WatchedOutput):
             return made
+        if name in _MOVES:
+            return sharding.watch(made, at) if (at := _place_in(x, made)) is not None else made
+        if name in VIEWS and not is_last:
+            return made
         if name in VIEWS:
             asked = _factors(name, x, made, args[1:], given)
             if len(asked) > 1:
                 sharding.check_factors(name, asked)
             return sharding.watch(made) if len(asked) == 1 and made.dim() <= x.dim() else made
-        return sharding.watch(made) if name in KEEPS and made.shape == x.shape else made
+        return sharding.watch(made, x._dim) if name in KEEPS and made.shape == x.shape else made
 
 
 def _sharding_of(x: Any) -> OutputSharding | None:
     """Returns how a watched tensor is sharded; None for anything else."""
     return x._sharding if isinstance(x, _WatchedOutput) else None
+
+
+def _place_in(x: torch.Tensor, made: torch.Tensor) -> int | None:
+    """Returns the dimension of the outputs in what was made of a watched tensor: the one with their number and, in
+    memory, their distance; None: there is none, or there are several."""
+    with torch._C.DisableTorchFunctionSubclass():
+        wanted = x.shape[x._dim], x.stride(x._dim)
+        if wanted[0] < 2:
+            return None
+        places = [dim for dim in range(made.dim()) if (made.shape[dim], made.stride(dim)) == wanted]
+    return places[0] if len(places) == 1 else None
 
 
 def unwatched(x: torch.Tensor) -> torch.Tensor:
@@ -198,18 +224,25 @@ _MIXES = {
     **dict.fromkeys(("cdist", "inner", "pairwise_distance", "linalg_vecdot"), (9, -1)),
     **dict.fromkeys(("max_pool1d", "avg_pool1d", "adaptive_max_pool1d", "adaptive_avg_pool1d"), (9, -1)),
     **dict.fromkeys(("cross_entropy", "nll_loss"), (9, 1)),
+    **dict.fromkeys(("gather", "take_along_dim"), (1, None)),
+    "unbind": (1, 0),
 }
 """Functions over a dimension: the dimension's place among the arguments, and its default; None: all dimensions."""
+_LOSSES = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy"}
+_LOSSES |= {"binary_cross_entropy_with_logits", "soft_margin_loss", "poisson_nll_loss", "gaussian_nll_loss"}
+"""Functions that reduce all dimensions unless they are told not to."""
 
 
-def _mixes_last(name: str, x: torch.Tensor, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
-    """Returns whether a function reduces, or mixes elements, along the last dimension."""
+def _mixes(name: str, x: torch.Tensor, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
+    """Returns whether a function reduces, or mixes elements, along the dimension of the outputs."""
+    if name in _LOSSES:
+        return given.get("reduction", "mean") != "none"
     at, default = _MIXES[name]
     dims = given.get("dim", given.get("dims", given.get("axis", args[at - 1] if len(args) >= at else default)))
     if torch.is_tensor(dims):  # torch.max(x, y): the larger of two tensors
         return False
     dims = range(x.dim()) if dims is None or isinstance(dims, bool) else [dims] if isinstance(dims, int) else dims
-    return any(_is_last(x, dim) for dim in dims)
+    return any(_holds_outputs(x, dim) for dim in dims)
 
 
 Ends = tuple[list[int], int]
@@ -218,6 +251,11 @@ NOWHERE: Ends = ([], 1)
 
 def _is_last(x: torch.Tensor, dim: Any) -> bool:
     return isinstance(dim, int) and dim % x.dim() == x.dim() - 1
+
+
+def _holds_outputs(x: torch.Tensor, dim: Any) -> bool:
+    place = x._dim if isinstance(x, _WatchedOutput) else -1
+    return isinstance(dim, int) and dim % x.dim() == place % x.dim()
 
 
 def _chunk(x: torch.Tensor, chunks: int, dim: int = 0) -> Ends:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ringcomm.errors import InvalidArgumentError
@@ -114,6 +115,7 @@ def test_cut_otherwise(kind: str, plan: Plan, sentence: str) -> None:
 
 X = torch.arange(24.0).view(2, 12)
 ONE, PARTS = (12,), (4, 4, 4)
+ZEROS = torch.zeros(2, dtype=torch.int64)
 USES: list[tuple[tuple[int, ...], Callable[[torch.Tensor], Any], str | None]] = [
     (ONE, lambda y: y.unflatten(-1, (-1, 4)).chunk(2, -1), None),
     (ONE, lambda y: y.view(2, 2, 6).split(2, -1), None),
@@ -150,6 +152,19 @@ USES: list[tuple[tuple[int, ...], Callable[[torch.Tensor], Any], str | None]] = 
     (ONE, lambda y: y.quantile(0.5), "quantile needs all of them"),
     (ONE, lambda y: torch.nn.functional.layer_norm(y, (12,)), "layer_norm needs all of them"),
     (ONE, lambda y: torch.nn.functional.cross_entropy(y, torch.zeros(2).long()), "cross_entropy needs all of them"),
+    (ONE, lambda y: F.cross_entropy(y[None].flatten(0, 1), ZEROS), "cross_entropy needs all of them"),
+    (ONE, lambda y: F.cross_entropy(y[None][:, :-1].flatten(0, 1), ZEROS[1:]), "cross_entropy needs all of"),
+    (ONE, lambda y: F.cross_entropy(y[None].transpose(1, 2), ZEROS[None]), "cross_entropy needs all of them"),
+    (ONE, lambda y: y[None][:, -1].softmax(-1), "softmax needs all of them"),
+    (ONE, lambda y: y.unsqueeze(0).mT.exp().logsumexp(1), "logsumexp needs all of them"),
+    (ONE, lambda y: y.t().softmax(0), "softmax needs all of them"),
+    (ONE, lambda y: y.t().softmax(1) + y.mT.mean(1, True), None),
+    (ONE, lambda y: F.binary_cross_entropy_with_logits(y, torch.ones(2, 12)), "binary_cross_entropy_with_logits needs"),
+    (ONE, lambda y: F.mse_loss(y, torch.ones(2, 12)), "mse_loss needs all of them"),
+    (ONE, lambda y: F.mse_loss(y, torch.ones(2, 12), reduction="none"), None),
+    (ONE, lambda y: y.gather(-1, ZEROS[:, None]), "gather needs all of them"),
+    (ONE, lambda y: y.unbind(-1), "unbind needs all of them"),
+    (ONE, lambda y: y.unbind(), None),
     (ONE, lambda y: torch.cat([y, y]), None),
     (ONE, lambda y: torch.cat([y.view(2, 3, 4), y.view(2, 3, 4)], -1), None),  # within heads
     (ONE, lambda y: torch.cat([torch.ones(2, 1), y], -1), "cat joins others to them"),

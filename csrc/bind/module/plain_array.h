@@ -199,6 +199,7 @@ class PlainArray {
       count_ *= tensor.shape[dim];
     }
     if (tensor.data == nullptr && count_ != 0) return false;
+    if (tensor.bits == 8 && tensor.type_code <= 1 && !fills_bytes(array)) return false;
     return keep(static_cast<char*>(tensor.data) + tensor.byte_offset, tensor.shape, tensor.num_dims, dtype_of(tensor));
   }
 
@@ -208,6 +209,22 @@ class PlainArray {
     PyObject* const answer = PyObject_CallMethodNoArgs(tensor, is_neg);
     Py_XDECREF(answer);
     return answer != Py_False;
+  }
+
+  // DLPack gives torch's integers of 1 to 7 bits as such of 8.
+  static bool fills_bytes(PyObject* tensor) {
+    static PyObject* const name = PyUnicode_InternFromString("dtype");
+    static PyObject *int8 = nullptr, *uint8 = nullptr;
+    PyObject* const dtype = PyObject_GetAttr(tensor, name);
+    if (dtype == nullptr) return false;
+    Py_DECREF(dtype);  // torch keeps its types
+    if (dtype == int8 || dtype == uint8) return true;
+    PyObject* const text = PyObject_Str(dtype);
+    const char* const said = text == nullptr ? nullptr : PyUnicode_AsUTF8(text);
+    if (said != nullptr && std::strcmp(said, "torch.int8") == 0) int8 = dtype;
+    if (said != nullptr && std::strcmp(said, "torch.uint8") == 0) uint8 = dtype;
+    Py_XDECREF(text);
+    return dtype == int8 || dtype == uint8;
   }
 
   // NumPy's masked arrays mean less than their buffer holds.

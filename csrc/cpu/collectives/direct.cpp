@@ -150,7 +150,10 @@ void direct_collective(SlotStream& slots) {
     const Group& group = slots.group();
     Flag* const in_place = &group.control().in_place.value;
     store_then_look(in_place, 1);
-    const ScopeExit done([in_place] { store_release(in_place, 0); });
+    const ScopeExit done([in_place] {
+      drain_streaming_stores();  // a peer that sees the flag may give its buffer back
+      store_release(in_place, 0);
+    });
     if (load_after_store(&group.control().abort.value) != 0) {
       store_release(in_place, 0);  // first: check_abort may wait for the reason
       group.check_abort(slots.call());

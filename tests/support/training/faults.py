@@ -240,17 +240,17 @@ def writes_into_copies_of_views(right: Function) -> Function:
 # ---- what goes through -------------------------------------------------------------------------------------------
 
 
-@fault(Unit, "cast_inputs")
+@fault(Unit, "_cast_inputs")
 def inputs_rounded_to_another_type(right: Function) -> Function:
     def rounded(x: Any) -> Any:
         return x.bfloat16().float() if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x
 
-    return lambda unit, args, kwargs: tree_map(rounded, right(unit, args, kwargs))
+    return lambda unit, cast, args, kwargs: tree_map(rounded, right(unit, cast, args, kwargs))
 
 
-@fault(Unit, "cast_inputs", "container.list")
+@fault(Unit, "_cast_inputs", "container.list")
 def containers_that_are_copied(right: Function) -> Function:
-    return lambda unit, args, kwargs: tree_map(lambda x: x, right(unit, args, kwargs))
+    return lambda unit, cast, args, kwargs: tree_map(lambda x: x, right(unit, cast, args, kwargs))
 
 
 @fault(ShardedModel, "send_buffers")
