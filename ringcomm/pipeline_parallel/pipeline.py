@@ -195,6 +195,11 @@ class Pipeline(nn.Module):
         """The model that was split, of which this rank holds a part."""
         return self._runner.model
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Pipeline:
+        super()._apply(fn, recurse)
+        self._runner.convert_placeholders(fn)
+        return self
+
     def train(self, mode: bool = True) -> Pipeline:
         """Sets the training mode, as in any module."""
         super().train(mode)

@@ -234,6 +234,19 @@ class StageRunner:
         found = next((p.device for p in self.model.parameters() if not p.is_meta), None)
         return self._device if found is None else found
 
+    def convert_placeholders(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Gives the placeholders of other ranks' parameters and buffers the type and device that ``fn``, as of
+        `module.to`, gives such tensors."""
+        for module, held in self._elsewhere:
+            for key, x in [*module.__dict__.items()]:
+                if isinstance(x, ShapeOnlyTensor):
+                    like = fn(torch.empty(0, dtype=x.dtype, device=x.device))
+                    if (like.dtype, like.device) != (x.dtype, x.device):
+                        made = module.__dict__[key] = parameter_placeholder(like.new_empty(x.shape), like.device)
+                        made.wants_gradient = x.wants_gradient
+                        if key in held:
+                            held[key] = made
+
     def multi_use_params(self) -> list[torch.Tensor]:
         """Returns the parameters here that more than one module has."""
         uses = Counter(id(p) for module in self.model.modules() for p in module._parameters.values() if p is not None)

@@ -616,3 +616,16 @@ def test_masked_arrays_are_refused() -> None:
         assert comm.all_reduce(x.filled(3)).tolist() == [6, 2, 2, 2]
 
     ringcomm.run_ranks(fn, 2, timeout=30)
+
+
+def test_integers_of_fewer_than_8_bits_are_refused() -> None:
+    """DLPack gives them as such of 8 bits."""
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        x = torch.tensor([9, 15], dtype=torch.uint8).view(torch.uint4)
+        for call in (comm.all_reduce, partial(comm.all_reduce, async_op=True), partial(comm.all_reduce, timeout=5)):
+            with pytest.raises(errors.DtypeError, match="got uint4"):
+                call(x)
+        assert comm.all_reduce(torch.ones(2, dtype=torch.uint8)).tolist() == [2, 2]
+
+    ringcomm.run_ranks(rank, 2, timeout=10)

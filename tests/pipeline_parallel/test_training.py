@@ -250,6 +250,27 @@ def test_dropout_draws_as_one_process_where_one_rank_has_all() -> None:
         assert differing([grads], expected) == []
 
 
+class AsksForType(nn.Module):
+    """Computes with the type of a weight of the last stage, and of a buffer there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.last.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        small = torch.finfo(self.last.weight.dtype).eps + torch.finfo(self.last.scale.dtype).eps
+        return (self.last(self.first(x) + small * 1e6) * self.last.scale).square().mean()
+
+
+def test_a_pipeline_that_is_converted_has_one_type_on_all_ranks() -> None:
+    model = make(AsksForType)
+    x = torch.randn(6, 6, dtype=torch.float64)
+    loss, _ = plain(copy.deepcopy(model).double(), [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
+    found = on_ranks(model, ["last"], 2, lambda pipe, rank: pipe.double().step(x), microbatches=3)
+    assert all(torch.equal(each, loss) for each in found)
+
+
 class Counting(Row):
     """Looks at all parameters, of which one lies in two stages and one is frozen."""
 
