@@ -38,7 +38,6 @@ RINGCOMM_HD void store_release(Flag* flag, std::uint64_t value) {
 }
 
 #if !defined(__CUDA_ARCH__)
-// No store_release orders streaming stores: drain_streaming_stores() does.
 // A store that later loads cannot overtake: for "post, then check whether a peer sleeps". An exchange would do as well,
 // but the processor requests its cache line only after all stores before it; the line of a plain store it requests
 // earlier. ThreadSanitizer does not know fences.

@@ -178,9 +178,10 @@ def _run_threads(job: _Job) -> list[Any]:
     def rank_main(rank: int) -> None:
         engine = engines[rank]
         launched.rank = rank
-        if "torch" in sys.modules:
+        torch = sys.modules.get("torch")
+        if torch is not None:
             # Threads share the cache: one that leaves autocast would empty it for those that are inside.
-            sys.modules["torch"].set_autocast_cache_enabled(False)
+            torch.set_autocast_cache_enabled(False)
         try:
             engine.connect(handles)
             comm = Communicator(engine)

@@ -26,8 +26,8 @@ class MixedPrecision:
             (e5m2) bits of fraction, and lose elements below about 2**-18 (e4m3) or 2**-32 (e5m2) of the largest. None:
             the type of the master weights.
         output_dtype: type of the module's outputs.
-        cast_forward_inputs: whether floating point inputs of units are cast to ``param_dtype``. What a call appends to
-            a list or a dictionary that it gets appears in the caller's.
+        cast_forward_inputs: whether floating point inputs of units are cast to ``param_dtype``. A list or dictionary
+            in which something is cast is copied for the call; what the call changes in it is changed in the caller's.
         master_dtype: None: float32 for a module in float32 or in 16 bits with a ``param_dtype``, else the module's
             type.
         buffer_dtype: type of floating point buffers, which are cast when the module is wrapped and stay in it. Batch
@@ -90,7 +90,8 @@ class Cast:
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
-        self._copies: dict[int, tuple[Any, Any, list[tuple[Any, Any, Any]]]] = {}  # (own, copy, (key, cast, own)...)
+        # By id of a container: it, its copy, and for each element the key, the element of the copy, and its own.
+        self._copies: dict[int, tuple[Any, Any, list[tuple[Any, Any, Any]]]] = {}
 
     def __call__(self, value: Any) -> Any:
         """Returns the value with its tensors cast. A container in which nothing is cast is the same object."""
@@ -115,19 +116,21 @@ class Cast:
         return value if all(a is b for a, b in zip(cast, leaves, strict=True)) else tree_unflatten(cast, spec)
 
     def keep_changes(self) -> None:
-        """Makes the changes in the caller's lists and dictionaries that were made in their copies since."""
-        own = {id(x): before for _, _, items in self._copies.values() for _, x, before in items}
+        """Makes the changes in the caller's lists and dictionaries that were made in their copies since. Elements that
+        are still there keep the type that they had."""
         for value, copy, items in self._copies.values():
             if type(value) is tuple:
                 continue
             now = [*copy.items()] if type(value) is dict else [*enumerate(copy)]
             if len(now) == len(items) and all(a[0] == b[0] and a[1] is b[1] for a, b in zip(now, items, strict=True)):
                 continue
+            own = {id(x): before for _, x, before in items}
+            kept = [(key, own.get(id(x), x)) for key, x in now]
             value.clear()
             if type(value) is dict:
-                value.update((key, own.get(id(x), x)) for key, x in now)
+                value.update(kept)
             else:
-                value.extend(own.get(id(x), x) for _, x in now)
+                value.extend(x for _, x in kept)
 
 
 def precision_of(policy: Any) -> MixedPrecision:

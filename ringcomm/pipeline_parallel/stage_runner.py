@@ -239,13 +239,13 @@ class StageRunner:
         `module.to`, gives such tensors."""
         for module, held in self._elsewhere:
             for key, x in [*module.__dict__.items()]:
-                if isinstance(x, ShapeOnlyTensor):
-                    like = fn(torch.empty(0, dtype=x.dtype, device=x.device))
-                    if (like.dtype, like.device) != (x.dtype, x.device):
-                        made = module.__dict__[key] = parameter_placeholder(like.new_empty(x.shape), like.device)
-                        made.wants_gradient = x.wants_gradient
-                        if key in held:
-                            held[key] = made
+                if not isinstance(x, ShapeOnlyTensor) or x.wants_gradient is None:  # no placeholder of a parameter
+                    continue
+                like = fn(torch.empty(0, dtype=x.dtype, device=x.device))
+                made = parameter_placeholder(like.new_empty(x.shape, requires_grad=x.wants_gradient), like.device)
+                module.__dict__[key] = made
+                if key in held:
+                    held[key] = made
 
     def multi_use_params(self) -> list[torch.Tensor]:
         """Returns the parameters here that more than one module has."""

@@ -23,7 +23,7 @@ KEEPS = {
 VIEWS = ("view", "reshape", "unflatten")
 _MOVES = {
     "flatten", "squeeze", "unsqueeze", "expand", "expand_as", "select", "narrow", "__getitem__", "index_select",
-    "masked_select", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "__get__", "t",
+    "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "__get__", "t",
 }  # fmt: skip
 """Functions that may take rows or change the order of dimensions. (`__get__` is that of `x.mT`.)"""
 _JOINS = ("cat", "concat", "concatenate")
@@ -144,7 +144,7 @@ class _WatchedOutput(torch.Tensor):
         if sharding is not None and name in _SPLITS and is_last:
             ends, step = _SPLITS[name](x, *args[1:], **{key: each for key, each in given.items() if key != "input"})
             sharding.check_ends(name.strip("_"), ends, step)
-        if sharding is not None and name in _MIXES.keys() | _LOSSES and _mixes(name, x, args[1:], given):
+        if sharding is not None and _mixes(name, x, args[1:], given):
             sharding.refuse_mixed(name.removeprefix("linalg_"))
         if name in _JOINS and _holds_outputs(x[0], given.get("dim", args[1] if len(args) > 1 else 0)):
             joined = next((each for each in map(_sharding_of, x) if each is not None), None)
@@ -156,9 +156,9 @@ class _WatchedOutput(torch.Tensor):
             return made
         if name in _MOVES:
             return sharding.watch(made, at) if (at := _place_in(x, made)) is not None else made
-        if name in VIEWS and not is_last:
-            return made
         if name in VIEWS:
+            if not is_last:
+                return made
             asked = _factors(name, x, made, args[1:], given)
             if len(asked) > 1:
                 sharding.check_factors(name, asked)
@@ -237,6 +237,8 @@ def _mixes(name: str, x: torch.Tensor, args: Sequence[Any], given: Mapping[str, 
     """Returns whether a function reduces, or mixes elements, along the dimension of the outputs."""
     if name in _LOSSES:
         return given.get("reduction", "mean") != "none"
+    if name not in _MIXES:
+        return False
     at, default = _MIXES[name]
     dims = given.get("dim", given.get("dims", given.get("axis", args[at - 1] if len(args) >= at else default)))
     if torch.is_tensor(dims):  # torch.max(x, y): the larger of two tensors

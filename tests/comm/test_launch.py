@@ -682,3 +682,9 @@ def test_a_world_of_one_under_another_launcher_warns(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     with pytest.warns(UserWarning, match=r"expected a world of 4 ranks \(SLURM_STEP_NUM_TASKS\).* RANK=\$SLURM_PROCID"):
         assert ringcomm.init().world_size == 1
+
+
+def test_ranks_that_are_threads_do_not_share_casts_of_autocast() -> None:
+    """torch has one cache for all threads."""
+    assert ringcomm.run_ranks(lambda comm: torch.is_autocast_cache_enabled(), 2) == [False, False]
+    assert torch.is_autocast_cache_enabled()

@@ -209,6 +209,7 @@ class Auxiliary(nn.Module):
     def forward(self, h: torch.Tensor, t: torch.Tensor, seen: dict[str, Any]) -> torch.Tensor:
         seen["losses"].append(self.linear(h.to(self.linear.weight.dtype)).float().square().mean())
         seen["types"] = (*seen["types"], h.dtype, t.dtype)
+        seen["hidden"].append(h)
         seen.pop("removed", None)
         return h.float() + 1.0
 
@@ -221,7 +222,7 @@ class WithAuxiliary(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.x = x
         kept = torch.zeros(3)
-        self.seen: dict[str, Any] = {"losses": [], "types": (), "kept": kept, "removed": kept}
+        self.seen: dict[str, Any] = {"losses": [], "hidden": [], "types": (), "kept": kept, "removed": kept}
         h = x.float()
         for block in self.blocks:
             h = block(h, x.float(), self.seen)
@@ -238,7 +239,8 @@ def test_what_a_call_changes_in_a_cast_list_or_dictionary_is_changed_in_the_call
         model = WithAuxiliary()
         ringcomm.shard(model, None, stage, comm, mixed_precision=MixedPrecision(torch.bfloat16), bucket_cap_mb=cap)
         model(torch.ones(2, 6)).backward()
-        assert model.seen.keys() == {"losses", "types", "kept"}
+        assert model.seen.keys() == {"losses", "hidden", "types", "kept"}
+        assert [x.dtype for x in model.seen["hidden"]] == [torch.bfloat16] * 3
         assert [x.dtype for x in model.seen["losses"]] == [torch.float32] * 3
         assert model.seen["types"] == (torch.bfloat16,) * 6
         assert all(p.grad is not None for p in model.parameters())

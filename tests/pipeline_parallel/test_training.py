@@ -250,6 +250,31 @@ def test_dropout_draws_as_one_process_where_one_rank_has_all() -> None:
         assert differing([grads], expected) == []
 
 
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean(-1) * self.scale
+
+
+class Cropped(nn.Module):
+    """Hands a crop of a transposed tensor to a module that adds along the dimension that is the outer one in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mean, self.last = nn.Linear(8, 64), Mean(), nn.Linear(24, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(x)).transpose(1, 2)[:, 8:32, 1:]
+        return self.last(self.mean(h)).square().mean()
+
+
+def test_a_crop_of_a_transposed_tensor_is_laid_out_as_in_one_process() -> None:
+    parity(make(Cropped), torch.randn(16, 33, 8), ["mean"], 2, microbatches=4, ties="exact")
+
+
 class AsksForType(nn.Module):
     """Computes with the type of a weight of the last stage, and of a buffer there."""
 

@@ -211,7 +211,7 @@ class PlainArray {
     return answer != Py_False;
   }
 
-  // DLPack gives torch's integers of 1 to 7 bits as such of 8.
+  // False for torch's integers of 1 to 7 bits, which DLPack describes as integers of 8.
   static bool fills_bytes(PyObject* tensor) {
     static PyObject* const name = PyUnicode_InternFromString("dtype");
     static PyObject *int8 = nullptr, *uint8 = nullptr;
