@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import itertools
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 
@@ -94,6 +96,17 @@ def set_by_parametrization(trained: nn.Sequential) -> None:
         trained[2].weight = torch.eye(4)
 
 
+@torch.no_grad()
+def set_to_itself(trained: nn.Sequential) -> None:
+    """The values stay, but autograd makes another node that adds the gradient."""
+    for p in (trained[0].weight, trained[3].bias):
+        p.set_(p)
+
+
+def register_parametrization(trained: nn.Sequential) -> None:
+    parametrize.register_parametrization(trained[2], "weight", Doubled())
+
+
 def share(trained: nn.Sequential) -> None:
     trained.share_memory()
     assert all(p.is_shared() for p in trained.parameters())
@@ -113,6 +126,9 @@ CHANGES = [
     pytest.param(set_memory, "before step", id="set-before-step"),
     pytest.param(set_memory, "after step", id="set-after-step"),
     pytest.param(set_by_parametrization, "after step", id="parametrization"),
+    pytest.param(set_to_itself, "after step", id="set-to-itself-after-step"),
+    pytest.param(set_to_itself, "without gradients", id="set-to-itself"),
+    pytest.param(register_parametrization, "after step", id="parametrization-alone"),
     pytest.param(send, "before step", id="sent-before-step"),
     pytest.param(send, "after step", id="sent-after-step"),
 ]
@@ -129,6 +145,43 @@ def test_other_memory_trains_as_without_ringcomm(stage: int, change: Change, whe
     for cap in (None, 1e-6):  # one bucket; one for each parameter
         for found in ringcomm.run_ranks(train, 2, stage, cap, change, when):
             assert alike(found, wanted), cap
+
+
+@STAGES
+@pytest.mark.parametrize("first_sends", [False, True])
+@pytest.mark.parametrize("at", [0, 1], ids=["new-step", "second-pass"])
+@pytest.mark.parametrize("index", [0, 5], ids=["first", "last"])
+def test_a_new_accumulator_changes_no_gradient(stage: int, first_sends: bool, at: int, index: int) -> None:
+    """The ranks have different batches, so a rank's own gradient in place of the mean is seen."""
+
+    def rank(comm: Communicator, cap: float | None, renews: bool, wrap: str) -> list[torch.Tensor]:
+        trained = model()
+        optimizer = torch.optim.SGD(trained.parameters(), 0.1)
+        called: nn.Module = trained
+        if wrap == "shard":
+            ringcomm.shard(trained, optimizer, stage, comm, bucket_cap_mb=cap)
+        else:
+            called = ringcomm.DistributedDataParallel(trained, comm, bucket_cap_mb=cap)
+        p = list(trained.parameters())[index]
+
+        @torch.no_grad()
+        def renew(step: int, now: int) -> None:
+            if renews and (step, now) == (1, at):
+                p.set_(p)
+
+        for step in range(3):
+            renew(step, 0)
+            with contextlib.nullcontext() if first_sends else ringcomm.no_sync(called):
+                called(torch.full((2, 4), 1.0 + comm.rank)).square().mean().backward()
+            renew(step, 1)
+            called(torch.full((2, 4), 2.0 - comm.rank + step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [x.clone() for x in trained.state_dict().values()]
+
+    for cap, wrap in itertools.product((None, 1e-6), ("shard", "ddp") if stage == 0 else ("shard",)):
+        found, wanted = (ringcomm.run_ranks(rank, 2, cap, renews, wrap)[0] for renews in (True, False))
+        assert alike(found, wanted), (cap, wrap)
 
 
 @pytest.mark.parametrize(("stage", "when"), [(0, "before step"), *((s, "without gradients") for s in (0, 1, 2))])

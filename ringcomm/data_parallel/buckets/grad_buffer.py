@@ -287,6 +287,11 @@ class GradBuffer:
         """Whether there are local sums that were not reduced yet."""
         return any(level is not None for level in self.local.levels)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is neither a mean nor local sums."""
+        return not (self.has_reduced or self.has_local)
+
     @cached_property
     def dtype(self) -> torch.dtype:
         """The type of the sums and the mean."""
@@ -327,9 +332,10 @@ class GradBuffer:
         self.adopt_user_grads("backward", own=True)
         local = self.local
         local.noted[:] = arrived, local.contributed
-        if self.has_reduced or self.has_local:
-            in_place = self.has_one_type and not local.tree and self.has_local
-            self._put(local.all_views() if in_place else [None] * len(self.exposed))
+        if not self.is_empty:
+            in_place = local.contributed if self.has_one_type and not local.tree and self.has_local else ()
+            views = local.all_views() if in_place else []
+            self._put([views[i] if i in in_place else None for i in range(len(self.exposed))])
 
     def pack(self, apart: bool = False, leaf: int | None = None) -> None:
         """Adds the gradients of a finished backward pass to the local sums.
@@ -346,6 +352,8 @@ class GradBuffer:
         if not fresh:
             return
         local = self.local
+        if len(local.contributed) < len(params):  # after `p.set_` a gradient arrives without being noted
+            local.contributed.update(i for i, _ in fresh)
         if local.tree and apart and not local.is_level(len(fresh), leaf):
             local.add_leaves(fresh, leaf, self._new_buffer)
         elif local.tree or not self.has_local:
@@ -391,7 +399,7 @@ class GradBuffer:
             self.exposed = [*(self.placeholders if self.uses_placeholders else self._all_means())]
         else:
             self.exposed = [self._grad_to_expose(i) for i in range(len(self.exposed))]
-        if self.has_reduced or self.has_local:
+        if not self.is_empty:
             self._put(self.exposed)
 
     def _put(self, grads: Sequence[torch.Tensor | None]) -> None:
@@ -462,7 +470,7 @@ class GradBuffer:
 
     def reconcile(self) -> None:
         """Discards the gradients that the user has set to None."""
-        if not (self.has_reduced or self.has_local):
+        if self.is_empty:
             return
         held = self.with_mean | self.local.contributed
         with torch._C.DisableTorchFunctionSubclass():
@@ -500,7 +508,7 @@ class GradBuffer:
                 others = [
                     (i, g if g is self.placeholders[i] or g.layout != torch.strided else g.clone()) for i, g in others
                 ]
-            if own and others and not (self.has_reduced or self.has_local):
+            if own and others and self.is_empty:
                 fresh = self._fresh(grads)
                 self.local.contributed = {i for i, _ in fresh}
                 self.local.push(self._packed(fresh))
@@ -532,7 +540,7 @@ class GradBuffer:
                 f"{call}: rank {self.ranks.rank} got a {grad.layout} tensor as the gradient of {self._name(i)}, "
                 "expected a dense one; assign grad.to_dense()"
             )
-        if not (self.has_reduced or self.has_local):
+        if self.is_empty:
             self.buffer.zero_()
             self.has_reduced = True
         (self.with_mean if self.has_reduced else self.local.contributed).add(i)

@@ -58,6 +58,7 @@ from ringcomm.modules.precision import Cast, MixedPrecision
 
 _T = TypeVar("_T")
 _requires_grad = attrgetter("requires_grad")
+_version_of = attrgetter("_version")
 # Checksum of the optimizers' options, and whether there are reentrant checkpoints.
 HEADER_NBYTES = 2 * CHECKSUM_NBYTES + 1
 IN_FLIGHT = 2  # reductions at stages 2 and 3 at the same time, each with its own unsharded buffer
@@ -490,6 +491,7 @@ class GradArrivals:
         self.nested: bool | None = None
         self._trained: list[bool] = []  # by parameter: whether it was trained when `nested` was determined
         self._handles: list[Any] = []
+        self._versions: dict[Bucket, list[int]] = {}  # of the parameters, after the last backward pass
 
     def watch(self, bucket: Bucket, prepare: Callable[[int], None]) -> None:
         """Installs the hooks of a bucket; ``prepare`` is called before an unexpected gradient is added."""
@@ -507,11 +509,33 @@ class GradArrivals:
                 hook = self.native.hook(bucket.number, len(bucket.params), i, noted, prepare)
                 self._handles.append(node.register_prehook(hook))
 
+    def renew_changed(self, bucket: Bucket, prepare: Callable[[int], None]) -> None:
+        """Installs the hooks of parameters that were written since the last backward pass, if the bucket still has
+        gradients: what a node without a hook leaves in `p.grad` would be taken for a mean of all ranks."""
+        before = self._versions.get(bucket)
+        if before is None or bucket.gradient.is_empty:
+            return
+        versions = [*map(_version_of, bucket.params)]
+        if versions != before:
+            bucket.gradient.reconcile()  # usually empties the bucket: an optimizer has written all parameters
+            if not bucket.gradient.is_empty:
+                self.renew(bucket, [i for i, version in enumerate(versions) if version != before[i]], prepare)
+                self._versions[bucket] = versions
+
+    def renew_missed(self, bucket: Bucket, arrived: Collection[int], prepare: Callable[[int], None]) -> None:
+        """Called after a backward pass: installs the hooks of parameters whose gradients came without being noticed,
+        and notes the parameters' versions."""
+        held = bucket.gradient.with_mean | bucket.gradient.local.contributed
+        if len(arrived) < len(held):
+            self.renew(bucket, held.difference(arrived), prepare)
+        self._versions[bucket] = [*map(_version_of, bucket.params)]
+
     def stop(self) -> None:
         """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._versions.clear()
         self.nodes.clear()
 
     def recheck_nesting(self, buckets: Sequence[Bucket]) -> None:
@@ -981,7 +1005,9 @@ class ShardedModel:
         arrived, nodes = self.backward.arrived.get(bucket, ()), self.arrivals.nodes.get(bucket, ())
         if len(arrived) == len(nodes):
             return True
-        return not any(will_run(node) for i, node in enumerate(nodes) if i not in arrived)
+        missing = [i for i in range(len(nodes)) if i not in arrived]
+        self.arrivals.renew(bucket, missing, self._preparation(bucket))
+        return not any(will_run(nodes[i]) for i in missing)
 
     def _waits(self, bucket: Bucket) -> bool:
         """Whether a bucket is only reduced at the end of the backward pass, because its gradients may come more than
@@ -1124,6 +1150,8 @@ class ShardedModel:
             except RuntimeError:
                 bucket.find_replaced_data("backward")
                 raise
+            if bucket.stage < LAST_STAGE:
+                self.arrivals.renew_missed(bucket, self.backward.arrived.get(bucket, ()), self._preparation(bucket))
         self._reset()
 
     def _start_used_params(self) -> tuple[bytes, bytearray, torch.Tensor, Any]:
@@ -1315,6 +1343,7 @@ class ShardedModel:
             if replaced and bucket in self.arrivals.nodes:
                 self.arrivals.renew(bucket, replaced, self._preparation(bucket))
                 replaced.clear()
+            self.arrivals.renew_changed(bucket, self._preparation(bucket))
         self.contents.check_made("forward", self.buckets, self.ranks)
         self._unfreeze()
         self.arrivals.recheck_nesting(self.order)
