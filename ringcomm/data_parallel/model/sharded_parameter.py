@@ -207,6 +207,12 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
             f"{name}: rank {places[0].flat.ranks.rank} got {places[0].name}, {which}, "
             "expected a parameter with memory of its own; enter ringcomm.whole(module), or use state_dict()"
         )
+    if _writes(name, kwargs) and torch.is_grad_enabled() and any(map(_is_leaf, tree_leaves((args[:1], kwargs)))):
+        raise InvalidArgumentError(
+            f"{name}: rank {places[0].flat.ranks.rank} got a leaf that requires a gradient and shares the values of "
+            f"{places[0].name}, expected one that is not written while autograd records; write inside of "
+            "torch.no_grad()"
+        )
     buckets: dict[ShardedModel, dict[int, Bucket]] = {}  # model by model, in an order that is the same on all ranks
     for place in places:
         buckets.setdefault(place.flat, {})[place.bucket.number] = place.bucket
@@ -314,7 +320,29 @@ def _values(x: Any) -> torch.Tensor:
     buffer = place.bucket.unsharded if replaced is None else _unsharded_of(place.bucket, place.index, replaced)
     if window is not None:
         return window.on(buffer)
-    return x if x is place.bucket.params[place.index] else place.bucket.layout.part(buffer, place.index).detach()
+    if x is place.bucket.params[place.index]:
+        return x
+    values = place.bucket.layout.part(buffer, place.index).detach()
+    return _LeafValues.apply(x, values.clone()) if _is_leaf(x) and torch.is_grad_enabled() else values
+
+
+class _LeafValues(torch.autograd.Function):
+    """The values of a leaf such as `p.detach().requires_grad_()`: their gradient is the leaf's."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0], None
+
+
+def _is_leaf(x: Any) -> bool:
+    """Whether ``x`` shares a parameter's values but has a gradient of its own."""
+    with torch._C.DisableTorchFunctionSubclass():
+        own = isinstance(x, ShardedView) and x._window is None and x.requires_grad
+    return own and x is not x._ringcomm.bucket.params[x._ringcomm.index]
 
 
 def _unsharded_of(bucket: Bucket, i: int, data: ViewData) -> torch.Tensor:

@@ -820,3 +820,33 @@ def test_training_after_a_view_was_taken_in_inference_mode(keep: Callable[[torch
     plain = _model()
     expected, found = (ringcomm.run_ranks(run, 2, stage, ranks="threads", timeout=20)[0] for stage in (0, 3))
     assert all(map(torch.equal, expected, found))
+
+
+def _detached_leaf(p: torch.Tensor) -> torch.Tensor:
+    return p.detach().requires_grad_()
+
+
+@pytest.mark.parametrize("leaf_of", [_detached_leaf, lambda p: nn.Parameter(p.data)])
+def test_a_leaf_that_shares_a_parameters_values_has_a_gradient_of_its_own(
+    leaf_of: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    plain, x = _model(), torch.linspace(-1, 2, 12).view(2, 6)
+
+    def train(comm: ringcomm.Communicator, stage: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(plain)
+        ringcomm.shard(model, None, stage, comm)
+        leaf, found = leaf_of(model[0].weight), []
+        optimizer = torch.optim.AdamW([leaf], 0.1)
+        for _ in range(3):
+            loss = F.linear(x, leaf).tanh().square().sum() + model(x).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            assert leaf.grad is not None
+            found += [loss.detach(), leaf.grad.clone()]
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="leaf"):
+            leaf.mul_(2)
+        return [*found, *(x.clone() for x in model.state_dict().values())]
+
+    wanted, found = (ringcomm.run_ranks(train, 2, stage)[0] for stage in (0, 3))
+    assert all(map(torch.equal, found, wanted))
