@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.overrides import get_testing_overrides
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointError
 
 from ringcomm.comm.communicator import Communicator
@@ -228,13 +228,15 @@ class Pipeline(nn.Module):
                 ``torch.tensor_split``. A list is taken to be split already, one item for each micro-batch; a
                 `Replicate` value goes to each micro-batch unchanged. Ranks without the first stage may omit the
                 arguments; keyword arguments that another stage's modules need, such as labels, are passed on that
-                stage's rank too.
+                stage's rank too. A tensor that requires a gradient, such as a trained prompt, gets it on the rank of
+                the first stage.
             target: the target of the loss, split likewise; on the rank of the last stage.
             scaler: multiplies the losses before backward.
         Returns: the loss of the batch, detached, on every rank.
         Raises:  ShapeError: fewer rows than micro-batches, or tensors of different numbers of rows, one of which the
                  number of micro-batches does not divide. InvalidArgumentError: a model that calls its modules in
-                 another order than its stages. An error on one rank aborts the communicator: the others raise
+                 another order than its stages; an argument that requires a gradient and that a later stage uses, on
+                 another rank than the first. An error on one rank aborts the communicator: the others raise
                  AbortedError.
         """
         if not torch.is_grad_enabled():
@@ -265,7 +267,10 @@ class Pipeline(nn.Module):
         try:
             if train:
                 self._check_target(args, target)
-            inputs = split_inputs((args, kwargs, target), self.microbatches, self.comm.rank)
+            given = (args, kwargs, target)
+            leaves = _leaves_for(given) if train else {}
+            given = tree_map(lambda x: leaves.get(id(x), (x, x))[1], given) if leaves else given
+            inputs = split_inputs(given, self.microbatches, self.comm.rank)
             device = self.messages.device = self._runner.device
             self._tied_params.broadcast_values()
             self._refuse_meta()
@@ -283,6 +288,7 @@ class Pipeline(nn.Module):
                             flat.begin_part(None)
                         self._tied_params.reduce_grads()
                 self.messages.finish()
+            _backward_from(leaves.values())
             self._clock = step.clock
             found = step.loss
             value, bits = (0.0, 0) if found is None else (float(found), 8 * found.dtype.itemsize)
@@ -417,6 +423,8 @@ class _Step:
             if share not in (None, metadata.share):
                 raise self._share_error(stage, share, metadata.share)
             share = metadata.share
+        if self.train and self.pipe.schedule.rank_of[0] != self.rank:
+            args, kwargs, target = self._without_input_grads(stage, (args, kwargs, target))
         if self.flat is not None:  # as on every rank of a model that is not split
             args, kwargs = self.flat.root.input_cast(root=True)((args, kwargs))
         gradients = _gradients_of(received)
@@ -440,6 +448,22 @@ class _Step:
             self._local_messages["forward", stage + 1, number] = (output, after)
         else:
             self.pipe.messages.send(output, after, stage + 1, number, following)
+
+    def _without_input_grads(self, stage: int, inputs: Any) -> Any:
+        """Returns the inputs so that backward raises where one of them gets a gradient on this rank: it would be the
+        share of this rank's stages alone, and the first stage's rank would lack it."""
+
+        def refuse(grad: torch.Tensor) -> None:
+            raise InvalidArgumentError(
+                f"Pipeline: rank {self.rank} ran stage {stage}, whose forward uses an input of the model that wants a "
+                "gradient, expected one that only the first stage uses; detach it, or let a module with parameters of "
+                "the first stage return it, and name that module in split(..., carry=[...])"
+            )
+
+        wanted = {id(x): x.view_as(x) for x in tree_leaves(inputs) if torch.is_tensor(x) and x.requires_grad}
+        for view in wanted.values():
+            view.register_hook(refuse)
+        return tree_map(lambda x: wanted.get(id(x), x), inputs) if wanted else inputs
 
     def _refuse_cut_off(self, stage: int, received: Sequence[torch.Tensor], output: Any) -> None:
         if any(x.requires_grad for x in received) and not any(x.requires_grad for x in tree_leaves(output)):
@@ -535,6 +559,20 @@ class _Step:
             self.pipe.messages.send_gradients(found, stage, before)
         for tied in tied_params:  # after the input gradients: the receiver takes those first
             tied.after_backward(stage, number)
+
+
+def _leaves_for(inputs: Any) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Returns, by id, the inputs that have a graph, each with a leaf of the same values: backward of the micro-batches
+    stops at the leaf, for it can pass the graph, which all of them share, only once."""
+    found = {id(x): x for x in tree_leaves(inputs) if torch.is_tensor(x) and x.grad_fn is not None}
+    return {key: (x, x.detach().requires_grad_()) for key, x in found.items()}
+
+
+def _backward_from(inputs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Passes the gradients of the leaves that `_leaves_for` has made on to the inputs."""
+    ends = [(x, leaf.grad) for x, leaf in inputs if leaf.grad is not None]
+    if ends:
+        torch.autograd.backward([x for x, _ in ends], [grad for _, grad in ends])
 
 
 _Gradients = list[torch.Tensor | None]

@@ -674,3 +674,20 @@ def test_sentences_name_the_cause(how: str, at: str, text: str) -> None:
     found = [error for error in errors(rank_main) if error is not None and not isinstance(error, AbortedError)]
     assert all(isinstance(error, InvalidArgumentError) and one_sentence(error) for error in found)
     assert text in str(found[0])
+
+
+def test_a_later_stage_that_uses_an_input_that_wants_a_gradient() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block(6), Block(6)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks[1](self.blocks[0](x)) + x
+
+    model = make(Sum)
+    x = torch.randn(4, 6, requires_grad=True)
+    first, last = errors(lambda comm: pipeline(comm, copy.deepcopy(model), ["blocks.1"]).step(x))
+    assert isinstance(first, AbortedError)
+    assert isinstance(last, InvalidArgumentError)
+    assert "rank 1 ran stage 1, whose forward uses an input of the model that wants a gradient" in str(last)

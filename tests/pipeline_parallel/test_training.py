@@ -704,3 +704,47 @@ def test_a_compiled_model_that_is_cut_is_refused(wrapped: bool) -> None:
         model.compile(backend="eager")
     with pytest.raises(UnsupportedError, match="compile its blocks"):
         ringcomm.split(model, [f"_orig_mod.{name}" if wrapped else name for name in cuts(2, 4)])
+
+
+class WithInput(Block):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return super().forward(x), x
+
+
+class Skip(nn.Module):
+    """The last stage uses the model's input again, as the first stage has returned it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([WithInput(6), Block(6)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made, x = self.blocks[0](x)
+        return (self.blocks[1](made) * x).square().mean()
+
+
+@pytest.mark.parametrize("has_graph", [False, True])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+def test_an_input_gets_its_gradient_on_the_rank_of_the_first_stage(schedule: str, has_graph: bool) -> None:
+    """For instance a trained prompt, which all micro-batches share."""
+
+    model, values = make(Skip), torch.randn(6, 6)
+
+    def gradient(run: Callable[[torch.Tensor], Any]) -> torch.Tensor | None:
+        given = values.clone().requires_grad_()
+        run(given * 2 if has_graph else given)
+        return given.grad
+
+    def one_process(x: torch.Tensor) -> None:
+        losses = [copy.deepcopy(model)(part) / 3 for part in x.tensor_split(3)]
+        torch.autograd.backward(losses)
+
+    def rank_main(comm: Communicator) -> torch.Tensor | None:
+        stages = ringcomm.split(copy.deepcopy(model), ["blocks.1"], carry=["blocks.0"])
+        return gradient(Pipeline(stages, comm, microbatches=3, schedule=schedule).step)
+
+    wanted = gradient(one_process)
+    assert wanted is not None
+    first, last = ringcomm.run_ranks(rank_main, 2)
+    assert torch.equal(first, wanted)
+    assert last is None
