@@ -592,9 +592,8 @@ def _make_verifier(
 ) -> Verifier:
     sharded = [name for target in targets for name in target.names]
     summed = [target.module for target in targets if target.style in (ModuleStyle.SEQUENCE, ModuleStyle.SUMMED)]
-    complete = sequence_dim is None
-    same_input = complete or any(target.style is ModuleStyle.SEQUENCE_REGION for target in targets)
-    return Verifier(module, group, sharded, summed, same_input, complete)
+    regions = [target.module for target in targets if target.style is ModuleStyle.SEQUENCE_REGION]
+    return Verifier(module, group, sharded, summed, sequence_dim, regions)
 
 
 def _parent(module: nn.Module, name: str) -> nn.Module:

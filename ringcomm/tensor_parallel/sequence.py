@@ -63,27 +63,39 @@ def gather_before(module: nn.Module, group: TensorParallelGroup, dim: int) -> No
 
 def split_and_gather(module: nn.Module, group: TensorParallelGroup, dim: int) -> None:
     """Makes the module, or a list of modules from first to last, work on this rank's part of the sequence."""
-    inside = list(module) if isinstance(module, (nn.Sequential, nn.ModuleList)) else [module]
+    inside = modules_of_region(module)
     _before(inside[0], "sequence_region", group, lambda x: scatter(x, group.comm, dim))
     inside[-1].register_forward_hook(lambda _, args, y: _first(y, group, lambda x: gather(x, group.comm, dim)))
+
+
+def modules_of_region(module: nn.Module) -> list[nn.Module]:
+    """Returns the modules of a region, of which the first splits the sequence and the last gathers it."""
+    return list(module) if isinstance(module, (nn.Sequential, nn.ModuleList)) else [module]
 
 
 def _before(module: nn.Module, style: str, group: TensorParallelGroup, change: Change) -> None:
     """Applies ``change`` to a module's first tensor argument, positional or named."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for i, x in enumerate(args):
-            if torch.is_tensor(x):
-                return (*args[:i], change(x), *args[i + 1 :]), kwargs
-        for key, x in kwargs.items():
-            if torch.is_tensor(x):
-                return args, {**kwargs, key: change(x)}
-        raise UnsupportedError(
-            f"{style}: rank {group.rank} got no tensor as input of {type(module).__name__}, expected one that has the "
-            "sequence; name another module in the plan"
-        )
+        first = first_tensor(args, kwargs)
+        if first is None:
+            raise UnsupportedError(
+                f"{style}: rank {group.rank} got no tensor as input of {type(module).__name__}, expected one that has "
+                "the sequence; name another module in the plan"
+            )
+        changed = change(first)
+        at = next((i for i, x in enumerate(args) if x is first), None)
+        if at is None:
+            key = next(key for key, x in kwargs.items() if x is first)
+            return args, {**kwargs, key: changed}
+        return (*args[:at], changed, *args[at + 1 :]), kwargs
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Returns the argument that has the sequence: the first tensor, positional or named."""
+    return next((x for x in (*args, *kwargs.values()) if torch.is_tensor(x)), None)
 
 
 def _first(output: Any, group: TensorParallelGroup, change: Change) -> Any:

@@ -9,19 +9,19 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
 
 from ringcomm.data_parallel.model.partition import blocks_of
 from ringcomm.data_parallel.model.sharded_model import sharded_model_of
 from ringcomm.errors import MismatchError
 from ringcomm.modules.notes import notes_of
 from ringcomm.modules.shard_spec import part_of, renew_parts
-from ringcomm.tensor_parallel.group import TensorParallelGroup, multiplied_in
-from ringcomm.tensor_parallel.sequence import sum_gradients_of
+from ringcomm.tensor_parallel.group import TensorParallelGroup, gather, multiplied_in, scatter
+from ringcomm.tensor_parallel.sequence import first_tensor, modules_of_region, sum_gradients_of
 
 CHUNK = 1 << 18  # number of elements hashed at a time
 Digest = list[Any]
@@ -62,8 +62,8 @@ class Verifier:
         module: the module before it is sharded.
         sharded: the names of the modules that styles change.
         summed: the modules whose gradients are summed.
-        same_input: whether all ranks get the same input.
-        blocks: whether blocks are compared with their unsharded copies.
+        sequence_dim, regions: the dimension along which the sequence is cut, and the sequence regions. If it is cut
+            before the module, the ranks' inputs differ, and blocks are not compared with their unsharded copies.
     """
 
     def __init__(
@@ -72,14 +72,16 @@ class Verifier:
         group: TensorParallelGroup,
         sharded: Sequence[str],
         summed: Sequence[nn.Module],
-        same_input: bool,
-        blocks: bool,
+        sequence_dim: int | None,
+        regions: Sequence[nn.Module],
     ) -> None:
-        self.module, self.group, self.summed, self.same_input = module, group, summed, same_input
+        self.module, self.group, self.summed = module, group, summed
+        self.sequence_dim, self.regions = sequence_dim, regions
+        self.same_input = sequence_dim is None or bool(regions)
         self.found: dict[str, list[Digest | None]] = {}  # digests of the current backward pass
         self.end: Callable[[], Any] = lambda: None  # reference to the callback after the current backward pass
         self.hooked: dict[int, torch.Tensor] = {}
-        self.copies = [*_first_of_each_kind(module, sharded)] if blocks else []
+        self.copies = [*_first_of_each_kind(module, sharded)] if self.same_input else []
 
     def start(self) -> None:
         """Starts the checks, after the module has been sharded."""
@@ -159,7 +161,8 @@ class Verifier:
                 # else a pipeline's block that was not reached, or that has a part on this rank only
                 self._refuse_difference(name, styles, self._difference_from(before, block, args, kwargs))
 
-        handle = self.module.get_submodule(name).register_forward_pre_hook(compare, with_kwargs=True)
+        block = self.module.get_submodule(name)
+        handle = block.register_forward_pre_hook(compare, with_kwargs=True, prepend=True)  # before a region cuts
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _difference_from(
@@ -174,11 +177,37 @@ class Verifier:
             values = {name: self._unsharded(p) for name, p in block.named_parameters(remove_duplicate=False)}
         values |= dict(block.named_buffers(remove_duplicate=False))
         call = torch.func.functional_call  # functional_call needs a value for each name of a tied parameter
+        args, kwargs = self._with_whole_sequence(block, args, kwargs)
         expected = _tensors(call(before, values, _copied(args), _copied(kwargs), tie_weights=False))
         for each, training in modes:
             each.training = training
-        found = [_difference(a, b) for a, b in zip(mine, expected, strict=False)]
+        found = [_difference(a, self._own_part(block, b, a.shape)) for a, b in zip(mine, expected, strict=False)]
         return next((each for each in found if each is not None), None if len(mine) == len(expected) else "a tensor")
+
+    def _with_whole_sequence(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the arguments with the whole sequence in place of this rank's part: of the first tensor, and of the
+        tensors that have its shape."""
+        firsts = [modules_of_region(region)[0] for region in self.regions]
+        first = first_tensor(args, kwargs)
+        if first is None or block in firsts or not self._is_in_region(block):
+            return args, kwargs
+
+        def whole(x: Any) -> Any:
+            cut = torch.is_tensor(x) and x.shape == first.shape
+            return gather(x, self.group.comm, cast(int, self.sequence_dim)) if cut else x
+
+        return tree_map(whole, (args, kwargs))
+
+    def _own_part(self, block: nn.Module, x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Returns this rank's part of an output of the whole sequence, if the block's output has this part's shape."""
+        if x.shape == shape or not self._is_in_region(block):
+            return x
+        dim = cast(int, self.sequence_dim)
+        fits = x.dim() == len(shape) and x.shape[dim] == shape[dim] * self.group.world_size
+        return scatter(x, self.group.comm, dim) if fits else x
+
+    def _is_in_region(self, block: nn.Module) -> bool:
+        return any(block in region.modules() for region in self.regions)
 
     def _refuse_difference(self, name: str, styles: Sequence[str], difference: str | None) -> None:
         """Raises on all ranks where one found a difference; a collective."""
@@ -187,7 +216,8 @@ class Verifier:
                 raise MismatchError(
                     f"parallelize: rank {self.group.rank} found by verify=True that {name or 'the module'} gives rank "
                     f"{rank} {found} before it was cut, expected rounding alone; look at the styles of "
-                    f"{', '.join(styles)}: fused outputs need parts, numbers of heads 'heads'"
+                    f"{', '.join(styles)}: fused outputs need parts, numbers of heads 'heads', and code that mixes or "
+                    "counts tokens needs all of them, outside of a sequence region"
                 )
 
     def _unsharded(self, p: torch.Tensor) -> torch.Tensor:

@@ -61,6 +61,60 @@ def test_sequence_parallel_passes() -> None:
     check(llama(), LLAMA_SEQUENCE, 2, True, sequence_dim=1, verify=True)
 
 
+class Tokens(nn.Module):
+    """A block of a sequence region; ``change`` is applied to what it has normalised."""
+
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.norm, self.up, self.down, self.change = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8), change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.change(self.norm(x))).relu())
+
+
+class Body(nn.Module):
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda h: h - h.mean(1, keepdim=True),
+        lambda h: h * torch.arange(h.shape[1]).view(1, -1, 1).cos(),
+        lambda h: h.roll(1, 1),
+        lambda h: h * 2,
+    ],
+    ids=["mean", "positions", "shift", "right"],
+)
+@pytest.mark.parametrize("region", ["1", "1.blocks"], ids=["module", "list"])
+def test_a_block_of_a_sequence_region_that_mixes_tokens(change: Callable[..., torch.Tensor], region: str) -> None:
+    model, x = (
+        nn.Sequential(nn.Embedding(5, 8), Body([Tokens(change), Tokens(change)])),
+        torch.arange(12).view(2, 6) % 5,
+    )
+    plan: Plan = {region: "sequence_region", "*.norm": "sequence", "*.up": "colwise", "*.down": "rowwise"}
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank(comm: ringcomm.Communicator) -> str | torch.Tensor:
+        cut = parallelize(models[comm.rank], plan, comm, sequence_dim=1, verify=True)
+        try:
+            return cut(x).detach()
+        except MismatchError as error:
+            return str(error)
+
+    for found in on_ranks(rank, 2):
+        if change(torch.ones(1, 2, 1))[0, 0] == 2:
+            assert torch.allclose(found, model(x), atol=1e-5)
+        else:
+            assert "by verify=True that 1 gives rank 0 a difference of " in found
+            assert "code that mixes or counts tokens" in found
+
+
 def test_a_forgotten_sum() -> None:
     model, plan = qwen()
     forgetful = {name: "replicate" if name.endswith("q_norm") else style for name, style in plan.items()}
