@@ -28,7 +28,7 @@ from ringcomm.modules.notes import notes_on
 from ringcomm.modules.precision import Cast
 from ringcomm.pipeline_parallel.check import check
 from ringcomm.pipeline_parallel.messages import Messages, Sent, sent_tensors
-from ringcomm.pipeline_parallel.microbatches import MicroBatch, merge_outputs, split_inputs
+from ringcomm.pipeline_parallel.microbatches import MicroBatch, Replicate, merge_outputs, split_inputs
 from ringcomm.pipeline_parallel.schedules import MOST, Action, Kind, Schedule, schedule_of
 from ringcomm.pipeline_parallel.shape_only import ShapeOnlyTensor
 from ringcomm.pipeline_parallel.split import Chain, Stages, split
@@ -268,9 +268,8 @@ class Pipeline(nn.Module):
             if train:
                 self._check_target(args, target)
             given = (args, kwargs, target)
-            leaves = _leaves_for(given) if train else {}
-            given = tree_map(lambda x: leaves.get(id(x), (x, x))[1], given) if leaves else given
-            inputs = split_inputs(given, self.microbatches, self.comm.rank)
+            leaves: list[tuple[torch.Tensor, torch.Tensor]] = []
+            inputs = split_inputs(_without_graph(given, leaves) if train else given, self.microbatches, self.comm.rank)
             device = self.messages.device = self._runner.device
             self._tied_params.broadcast_values()
             self._refuse_meta()
@@ -288,7 +287,7 @@ class Pipeline(nn.Module):
                             flat.begin_part(None)
                         self._tied_params.reduce_grads()
                 self.messages.finish()
-            _backward_from(leaves.values())
+            _backward_from(leaves)
             self._clock = step.clock
             found = step.loss
             value, bits = (0.0, 0) if found is None else (float(found), 8 * found.dtype.itemsize)
@@ -424,7 +423,7 @@ class _Step:
                 raise self._share_error(stage, share, metadata.share)
             share = metadata.share
         if self.train and self.pipe.schedule.rank_of[0] != self.rank:
-            args, kwargs, target = self._without_input_grads(stage, (args, kwargs, target))
+            args, kwargs = self._without_input_grads(stage, (args, kwargs))
         if self.flat is not None:  # as on every rank of a model that is not split
             args, kwargs = self.flat.root.input_cast(root=True)((args, kwargs))
         gradients = _gradients_of(received)
@@ -561,15 +560,26 @@ class _Step:
             tied.after_backward(stage, number)
 
 
-def _leaves_for(inputs: Any) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Returns, by id, the inputs that have a graph, each with a leaf of the same values: backward of the micro-batches
-    stops at the leaf, for it can pass the graph, which all of them share, only once."""
-    found = {id(x): x for x in tree_leaves(inputs) if torch.is_tensor(x) and x.grad_fn is not None}
-    return {key: (x, x.detach().requires_grad_()) for key, x in found.items()}
+def _without_graph(inputs: Any, leaves: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """Returns the inputs with new leaves in place of tensors that have a graph, and adds both to ``leaves``: backward
+    of the micro-batches stops at a leaf, for it can pass the graph, which all of them share, only once."""
+    made: dict[int, torch.Tensor] = {}
+
+    def each(x: Any) -> Any:
+        if isinstance(x, Replicate):
+            return Replicate(tree_map(each, x.value))
+        if not torch.is_tensor(x) or x.grad_fn is None:
+            return x
+        if id(x) not in made:
+            leaves.append((x, x.detach().requires_grad_()))
+            made[id(x)] = leaves[-1][1].clone()  # which forward may write into
+        return made[id(x)]
+
+    return tree_map(each, inputs)
 
 
 def _backward_from(inputs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Passes the gradients of the leaves that `_leaves_for` has made on to the inputs."""
+    """Passes the gradients of the leaves that `_without_graph` has made on to the inputs."""
     ends = [(x, leaf.grad) for x, leaf in inputs if leaf.grad is not None]
     if ends:
         torch.autograd.backward([x for x, _ in ends], [grad for _, grad in ends])
