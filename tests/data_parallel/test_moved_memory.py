@@ -103,6 +103,12 @@ def set_to_itself(trained: nn.Sequential) -> None:
         p.set_(p)
 
 
+@torch.no_grad()
+def set_all_to_themselves(trained: nn.Sequential) -> None:
+    for p in trained.parameters():
+        p.set_(p)
+
+
 def register_parametrization(trained: nn.Sequential) -> None:
     parametrize.register_parametrization(trained[2], "weight", Doubled())
 
@@ -128,6 +134,7 @@ CHANGES = [
     pytest.param(set_by_parametrization, "after step", id="parametrization"),
     pytest.param(set_to_itself, "after step", id="set-to-itself-after-step"),
     pytest.param(set_to_itself, "without gradients", id="set-to-itself"),
+    pytest.param(set_all_to_themselves, "without gradients", id="all-set-to-themselves"),
     pytest.param(register_parametrization, "after step", id="parametrization-alone"),
     pytest.param(send, "before step", id="sent-before-step"),
     pytest.param(send, "after step", id="sent-after-step"),
@@ -150,8 +157,8 @@ def test_other_memory_trains_as_without_ringcomm(stage: int, change: Change, whe
 @STAGES
 @pytest.mark.parametrize("first_sends", [False, True])
 @pytest.mark.parametrize("at", [0, 1], ids=["new-step", "second-pass"])
-@pytest.mark.parametrize("index", [0, 5], ids=["first", "last"])
-def test_a_new_accumulator_changes_no_gradient(stage: int, first_sends: bool, at: int, index: int) -> None:
+@pytest.mark.parametrize("index", [0, 5, None], ids=["first", "last", "all"])
+def test_a_new_accumulator_changes_no_gradient(stage: int, first_sends: bool, at: int, index: int | None) -> None:
     """The ranks have different batches, so a rank's own gradient in place of the mean is seen."""
 
     def rank(comm: Communicator, cap: float | None, renews: bool, wrap: str) -> list[torch.Tensor]:
@@ -162,12 +169,12 @@ def test_a_new_accumulator_changes_no_gradient(stage: int, first_sends: bool, at
             ringcomm.shard(trained, optimizer, stage, comm, bucket_cap_mb=cap)
         else:
             called = ringcomm.DistributedDataParallel(trained, comm, bucket_cap_mb=cap)
-        p = list(trained.parameters())[index]
 
         @torch.no_grad()
         def renew(step: int, now: int) -> None:
             if renews and (step, now) == (1, at):
-                p.set_(p)
+                for each in trained.parameters() if index is None else [list(trained.parameters())[index]]:
+                    each.set_(each)
 
         for step in range(3):
             renew(step, 0)

@@ -966,7 +966,12 @@ class ShardedModel:
                 self.ranks.announce("backward")
 
     def _will_accumulate(self) -> bool:
-        return any(map(will_run, chain.from_iterable(self.arrivals.nodes.values())))
+        nodes = self.arrivals.nodes
+        if any(map(will_run, chain.from_iterable(nodes.values()))):
+            return True
+        for bucket in nodes:  # torch.autograd.grad, or all parameters have other nodes since `p.set_`
+            self.arrivals.renew(bucket, range(len(bucket.params)), self._preparation(bucket))
+        return any(map(will_run, chain.from_iterable(nodes.values())))
 
     def reach(self, unit: Unit, number: int) -> None:
         """Called when backward reaches the output of a unit's call, or a parameter that the call saved: calls with a
