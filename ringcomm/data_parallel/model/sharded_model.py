@@ -969,6 +969,8 @@ class ShardedModel:
         nodes = self.arrivals.nodes
         if any(map(will_run, chain.from_iterable(nodes.values()))):
             return True
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # inside of torch.func
+            return False
         for bucket in nodes:  # torch.autograd.grad, or all parameters have other nodes since `p.set_`
             self.arrivals.renew(bucket, range(len(bucket.params)), self._preparation(bucket))
         return any(map(will_run, chain.from_iterable(nodes.values())))
