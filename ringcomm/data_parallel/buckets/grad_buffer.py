@@ -289,8 +289,8 @@ class GradBuffer:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is neither a mean nor local sums."""
-        return not (self.has_reduced or self.has_local)
+        """Whether no parameter has a mean, and there are no local sums."""
+        return not (self.with_mean or self.has_local)
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -508,7 +508,8 @@ class GradBuffer:
                 others = [
                     (i, g if g is self.placeholders[i] or g.layout != torch.strided else g.clone()) for i, g in others
                 ]
-            if own and others and self.is_empty:
+            are_means = any(isinstance(g, ShardedGradient) for g in grads)  # kept from an earlier pass
+            if own and others and self.is_empty and not are_means:
                 fresh = self._fresh(grads)
                 self.local.contributed = {i for i, _ in fresh}
                 self.local.push(self._packed(fresh))

@@ -490,12 +490,14 @@ class GradArrivals:
         self.nodes: dict[Bucket, list[Any]] = {}
         self.nested: bool | None = None
         self._trained: list[bool] = []  # by parameter: whether it was trained when `nested` was determined
-        self._handles: list[Any] = []
-        self._versions: dict[Bucket, list[int]] = {}  # of the parameters, after the last backward pass
+        self._handles: dict[tuple[Bucket, int], Any] = {}
+        self._versions: dict[Bucket, list[int]] = {}  # of the parameters
+        self._written: dict[Bucket, set[int]] = {}  # since their nodes were looked up
 
     def watch(self, bucket: Bucket, prepare: Callable[[int], None]) -> None:
         """Installs the hooks of a bucket; ``prepare`` is called before an unexpected gradient is added."""
         self.nodes[bucket] = [None] * len(bucket.params)
+        self._versions[bucket], self._written[bucket] = [*map(_version_of, bucket.params)], set()
         self.renew(bucket, range(len(bucket.params)), prepare)
 
     def renew(self, bucket: Bucket, which: Iterable[int], prepare: Callable[[int], None]) -> None:
@@ -507,36 +509,48 @@ class GradArrivals:
             if node is not nodes[i]:
                 nodes[i] = node
                 hook = self.native.hook(bucket.number, len(bucket.params), i, noted, prepare)
-                self._handles.append(node.register_prehook(hook))
+                self._handles[bucket, i] = node.register_prehook(hook)
+        self._written[bucket].difference_update(which)
 
-    def renew_changed(self, bucket: Bucket, prepare: Callable[[int], None]) -> None:
-        """Installs the hooks of parameters that were written since the last backward pass, if the bucket still has
-        gradients: what a node without a hook leaves in `p.grad` would be taken for a mean of all ranks."""
-        before = self._versions.get(bucket)
-        if before is None or bucket.gradient.is_empty:
-            return
-        versions = [*map(_version_of, bucket.params)]
-        if versions != before:
-            bucket.gradient.reconcile()  # usually empties the bucket: an optimizer has written all parameters
+    def note_writes(self, bucket: Bucket) -> set[int]:
+        """Returns the parameters that were written since the last call; `p.set_` counts as a write."""
+        before = self._versions[bucket]
+        versions = self._versions[bucket] = [*map(_version_of, bucket.params)]
+        if versions == before:
+            return set()
+        written = {i for i, version in enumerate(versions) if version != before[i]}
+        self._written[bucket] |= written
+        return written
+
+    def renew_written(self, bucket: Bucket, arrived: Collection[int], prepare: Callable[[int], None]) -> None:
+        """Installs the hooks of parameters that were written, except those whose gradients have arrived in this pass,
+        at the nodes that we know."""
+        which = self._written[bucket].difference(arrived)
+        if which:
+            self.renew(bucket, which, prepare)
+
+    def renew_before_forward(self, bucket: Bucket, prepare: Callable[[int], None]) -> None:
+        """Installs the hooks of parameters that were written, if the bucket has gradients: what a node without a hook
+        leaves in `p.grad` would be taken for a mean. Else they are installed after the pass, but only where a gradient
+        was missed, because optimizers write all parameters."""
+        if self.note_writes(bucket) and not bucket.gradient.is_empty:
+            bucket.gradient.reconcile()
             if not bucket.gradient.is_empty:
-                self.renew(bucket, [i for i, version in enumerate(versions) if version != before[i]], prepare)
-                self._versions[bucket] = versions
+                self.renew_written(bucket, (), prepare)
 
-    def renew_missed(self, bucket: Bucket, arrived: Collection[int], prepare: Callable[[int], None]) -> None:
-        """Called after a backward pass: installs the hooks of parameters whose gradients came without being noticed,
-        and notes the parameters' versions."""
-        held = bucket.gradient.with_mean | bucket.gradient.local.contributed
-        if len(arrived) < len(held):
-            self.renew(bucket, held.difference(arrived), prepare)
-        self._versions[bucket] = [*map(_version_of, bucket.params)]
+    def renew_after_backward(self, bucket: Bucket, arrived: Collection[int], prepare: Callable[[int], None]) -> None:
+        """Installs the hooks of parameters that were written between forward and backward, and of those whose gradients
+        have not been noticed."""
+        written = self.note_writes(bucket)
+        self.renew_written(bucket, set(arrived) - written, prepare)
+        self._written[bucket].clear()
 
     def stop(self) -> None:
         """Removes the hooks."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
-        self._handles.clear()
-        self._versions.clear()
-        self.nodes.clear()
+        for each in (self._handles, self._versions, self._written, self.nodes):
+            each.clear()
 
     def recheck_nesting(self, buckets: Sequence[Bucket]) -> None:
         """Forgets that passes are not nested if other parameters are trained now: reentrant checkpoints are not
@@ -969,10 +983,10 @@ class ShardedModel:
         nodes = self.arrivals.nodes
         if any(map(will_run, chain.from_iterable(nodes.values()))):
             return True
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # inside of torch.func
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # no node can be looked up inside of torch.func
             return False
         for bucket in nodes:  # torch.autograd.grad, or all parameters have other nodes since `p.set_`
-            self.arrivals.renew(bucket, range(len(bucket.params)), self._preparation(bucket))
+            self.arrivals.renew_written(bucket, (), self._preparation(bucket))
         return any(map(will_run, chain.from_iterable(nodes.values())))
 
     def reach(self, unit: Unit, number: int) -> None:
@@ -1012,9 +1026,9 @@ class ShardedModel:
         arrived, nodes = self.backward.arrived.get(bucket, ()), self.arrivals.nodes.get(bucket, ())
         if len(arrived) == len(nodes):
             return True
-        missing = [i for i in range(len(nodes)) if i not in arrived]
-        self.arrivals.renew(bucket, missing, self._preparation(bucket))
-        return not any(will_run(nodes[i]) for i in missing)
+        if nodes:
+            self.arrivals.renew_written(bucket, arrived, self._preparation(bucket))
+        return not any(will_run(node) for i, node in enumerate(nodes) if i not in arrived)
 
     def _waits(self, bucket: Bucket) -> bool:
         """Whether a bucket is only reduced at the end of the backward pass, because its gradients may come more than
@@ -1158,7 +1172,8 @@ class ShardedModel:
                 bucket.find_replaced_data("backward")
                 raise
             if bucket.stage < LAST_STAGE:
-                self.arrivals.renew_missed(bucket, self.backward.arrived.get(bucket, ()), self._preparation(bucket))
+                arrived = self.backward.arrived.get(bucket, ())
+                self.arrivals.renew_after_backward(bucket, arrived, self._preparation(bucket))
         self._reset()
 
     def _start_used_params(self) -> tuple[bytes, bytearray, torch.Tensor, Any]:
@@ -1350,7 +1365,8 @@ class ShardedModel:
             if replaced and bucket in self.arrivals.nodes:
                 self.arrivals.renew(bucket, replaced, self._preparation(bucket))
                 replaced.clear()
-            self.arrivals.renew_changed(bucket, self._preparation(bucket))
+            if bucket.stage < LAST_STAGE and bucket in self.arrivals.nodes:
+                self.arrivals.renew_before_forward(bucket, self._preparation(bucket))
         self.contents.check_made("forward", self.buckets, self.ranks)
         self._unfreeze()
         self.arrivals.recheck_nesting(self.order)
