@@ -29,6 +29,7 @@ RINGCOMM_HD std::uint64_t load_relaxed(const Flag* flag) {
   return __atomic_load_n(flag, __ATOMIC_RELAXED);
 #endif
 }
+// Does not order streaming stores; drain_streaming_stores() does.
 RINGCOMM_HD void store_release(Flag* flag, std::uint64_t value) {
 #if defined(__CUDA_ARCH__)
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");

@@ -239,7 +239,7 @@ class StageRunner:
         `module.to`, gives such tensors."""
         for module, held in self._elsewhere:
             for key, x in [*module.__dict__.items()]:
-                if not isinstance(x, ShapeOnlyTensor) or x.wants_gradient is None:  # no placeholder of a parameter
+                if not isinstance(x, ShapeOnlyTensor) or x.wants_gradient is None:  # no placeholder
                     continue
                 like = fn(torch.empty(0, dtype=x.dtype, device=x.device))
                 made = parameter_placeholder(like.new_empty(x.shape, requires_grad=x.wants_gradient), like.device)

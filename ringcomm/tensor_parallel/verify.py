@@ -62,8 +62,8 @@ class Verifier:
         module: the module before it is sharded.
         sharded: the names of the modules that styles change.
         summed: the modules whose gradients are summed.
-        sequence_dim, regions: the dimension along which the sequence is cut, and the sequence regions. If it is cut
-            before the module, the ranks' inputs differ, and blocks are not compared with their unsharded copies.
+        sequence_dim, regions: the dimension along which the sequence is cut, and the sequence regions. Without a
+            region the caller cuts the sequence; then the ranks' inputs differ, and blocks are not compared.
     """
 
     def __init__(
@@ -159,7 +159,8 @@ class Verifier:
             tensors = [x for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)]
             if not elsewhere and all(type(x) is torch.Tensor for x in tensors):
                 # else a pipeline's block that was not reached, or that has a part on this rank only
-                self._refuse_difference(name, styles, self._difference_from(before, block, args, kwargs))
+                difference = self._difference_from(before, block, args, kwargs)
+                self._refuse_difference(name, styles, difference, self._is_in_region(block))
 
         block = self.module.get_submodule(name)
         handle = block.register_forward_pre_hook(compare, with_kwargs=True, prepend=True)  # before a region cuts
@@ -181,43 +182,50 @@ class Verifier:
         expected = _tensors(call(before, values, _copied(args), _copied(kwargs), tie_weights=False))
         for each, training in modes:
             each.training = training
-        found = [_difference(a, self._own_part(block, b, a.shape)) for a, b in zip(mine, expected, strict=False)]
+        pairs = [(a, self._comparable(block, a, b)) for a, b in zip(mine, expected, strict=False)]
+        found = [_difference(a, b) for a, b in pairs if b is not None]
         return next((each for each in found if each is not None), None if len(mine) == len(expected) else "a tensor")
 
     def _with_whole_sequence(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the arguments with the whole sequence in place of this rank's part: of the first tensor, and of the
-        tensors that have its shape."""
+        """Returns the arguments with the whole sequence in place of this rank's part: of the first tensor, and of those
+        tensors of as many tokens that differ between the ranks."""
         firsts = [modules_of_region(region)[0] for region in self.regions]
         first = first_tensor(args, kwargs)
         if first is None or block in firsts or not self._is_in_region(block):
             return args, kwargs
+        dim = cast(int, self.sequence_dim)
 
         def whole(x: Any) -> Any:
-            cut = torch.is_tensor(x) and x.shape == first.shape
-            return gather(x, self.group.comm, cast(int, self.sequence_dim)) if cut else x
+            if not torch.is_tensor(x) or x.dim() <= dim or x.shape[dim] != first.shape[dim]:
+                return x
+            gathered = gather(x, self.group.comm, dim)
+            parts = gathered.chunk(self.group.world_size, dim)
+            return gathered if x is first or any(not torch.equal(part, parts[0]) for part in parts) else x
 
         return tree_map(whole, (args, kwargs))
 
-    def _own_part(self, block: nn.Module, x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Returns this rank's part of an output of the whole sequence, if the block's output has this part's shape."""
-        if x.shape == shape or not self._is_in_region(block):
-            return x
+    def _comparable(self, block: nn.Module, mine: torch.Tensor, expected: torch.Tensor) -> torch.Tensor | None:
+        """Returns what an output is compared with: in a sequence region this rank's part of the expected output; None
+        if its tokens are not along ``sequence_dim``."""
+        if mine.shape == expected.shape or not self._is_in_region(block):
+            return expected
         dim = cast(int, self.sequence_dim)
-        fits = x.dim() == len(shape) and x.shape[dim] == shape[dim] * self.group.world_size
-        return scatter(x, self.group.comm, dim) if fits else x
+        fits = mine.dim() == expected.dim() > dim and mine.shape[dim] * self.group.world_size == expected.shape[dim]
+        return scatter(expected, self.group.comm, dim) if fits else None
 
     def _is_in_region(self, block: nn.Module) -> bool:
         return any(block in region.modules() for region in self.regions)
 
-    def _refuse_difference(self, name: str, styles: Sequence[str], difference: str | None) -> None:
+    def _refuse_difference(self, name: str, styles: Sequence[str], difference: str | None, in_region: bool) -> None:
         """Raises on all ranks where one found a difference; a collective."""
+        tokens = ", and code that mixes or counts tokens needs all of them, outside of the sequence region"
         for rank, found in enumerate(self.group.comm.all_gather_object(difference)):
             if found is not None:
                 raise MismatchError(
                     f"parallelize: rank {self.group.rank} found by verify=True that {name or 'the module'} gives rank "
                     f"{rank} {found} before it was cut, expected rounding alone; look at the styles of "
-                    f"{', '.join(styles)}: fused outputs need parts, numbers of heads 'heads', and code that mixes or "
-                    "counts tokens needs all of them, outside of a sequence region"
+                    f"{', '.join(styles)}: fused outputs need parts, numbers of heads 'heads'"
+                    f"{tokens if in_region else ''}"
                 )
 
     def _unsharded(self, p: torch.Tensor) -> torch.Tensor:

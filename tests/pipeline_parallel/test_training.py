@@ -21,6 +21,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.pipeline_parallel.check import times
 from ringcomm.pipeline_parallel.messages import Messages
+from ringcomm.pipeline_parallel.microbatches import Replicate
 from ringcomm.pipeline_parallel.pipeline import Pipeline
 from tests.pipeline_parallel.test_runner import (
     SCHEDULES,
@@ -748,3 +749,31 @@ def test_an_input_gets_its_gradient_on_the_rank_of_the_first_stage(schedule: str
     first, last = ringcomm.run_ranks(rank_main, 2)
     assert torch.equal(first, wanted)
     assert last is None
+
+
+def test_a_replicated_prompt_and_a_target_get_gradients() -> None:
+    class Prompted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block(6), Block(6)])
+
+        def forward(self, x: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
+            return self.blocks[1](self.blocks[0](x + prompt))
+
+    model, x, values = make(Prompted), torch.randn(4, 6), torch.randn(6)
+
+    def rank_main(comm: Communicator) -> list[torch.Tensor | None]:
+        prompt, target = values.clone().requires_grad_(), x.clone().requires_grad_()
+        stages = ringcomm.split(copy.deepcopy(model), ["blocks.1"])
+        pipe = Pipeline(stages, comm, microbatches=2, loss=lambda y, t: (y - t).square().mean())
+        pipe.step(x, Replicate(prompt.exp()), target=target)
+        return [prompt.grad, target.grad]
+
+    prompt, target = values.clone().requires_grad_(), x.clone().requires_grad_()
+    output = copy.deepcopy(model)(x, prompt.exp())
+    (output - target).square().mean().backward()
+    (first, _), (_, last) = ringcomm.run_ranks(rank_main, 2)
+    assert prompt.grad is not None
+    assert target.grad is not None
+    assert torch.allclose(first, prompt.grad)
+    assert torch.allclose(last, target.grad)

@@ -64,16 +64,16 @@ def test_sequence_parallel_passes() -> None:
 class Tokens(nn.Module):
     """A block of a sequence region; ``change`` is applied to what it has normalised."""
 
-    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, width: int, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.norm, self.up, self.down, self.change = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8), change
+        self.norm, self.up, self.down, self.change = nn.LayerNorm(8), nn.Linear(8, width), nn.Linear(width, 8), change
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(self.up(self.change(self.norm(x))).relu())
 
 
 class Body(nn.Module):
-    def __init__(self, blocks: list[nn.Module]) -> None:
+    def __init__(self, blocks: list[Tokens]) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*blocks)
 
@@ -81,37 +81,44 @@ class Body(nn.Module):
         return self.blocks(x)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda h: h - h.mean(1, keepdim=True),
-        lambda h: h * torch.arange(h.shape[1]).view(1, -1, 1).cos(),
-        lambda h: h.roll(1, 1),
-        lambda h: h * 2,
-    ],
-    ids=["mean", "positions", "shift", "right"],
-)
-@pytest.mark.parametrize("region", ["1", "1.blocks"], ids=["module", "list"])
-def test_a_block_of_a_sequence_region_that_mixes_tokens(change: Callable[..., torch.Tensor], region: str) -> None:
-    model, x = (
-        nn.Sequential(nn.Embedding(5, 8), Body([Tokens(change), Tokens(change)])),
-        torch.arange(12).view(2, 6) % 5,
-    )
+class Around(nn.Module):
+    def __init__(self, blocks: list[Tokens]) -> None:
+        super().__init__()
+        self.body = Body(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+MIXING = {
+    "mean": lambda h: h - h.mean(1, keepdim=True),
+    "positions": lambda h: h * torch.arange(h.shape[1]).view(1, -1, 1).cos(),
+    "shift": lambda h: h.roll(1, 1),
+}
+
+
+@pytest.mark.parametrize("how", ["right", *MIXING])
+@pytest.mark.parametrize("at", [0, 1, 2], ids=["first", "middle", "last"])
+@pytest.mark.parametrize("region", ["body", "body.blocks"], ids=["module", "list"])
+def test_a_block_of_a_sequence_region_that_mixes_tokens(how: str, at: int, region: str) -> None:
+    """The blocks are of different kinds, so each is compared. All but a list's first get a part of the sequence."""
+    blocks = [Tokens(16 << i, MIXING[how] if i == at and how in MIXING else torch.relu) for i in range(3)]
+    model, given = Around(blocks), torch.linspace(-1, 2, 96).view(2, 6, 8).sin()
     plan: Plan = {region: "sequence_region", "*.norm": "sequence", "*.up": "colwise", "*.down": "rowwise"}
     models = [copy.deepcopy(model) for _ in range(2)]
 
     def rank(comm: ringcomm.Communicator) -> str | torch.Tensor:
         cut = parallelize(models[comm.rank], plan, comm, sequence_dim=1, verify=True)
         try:
-            return cut(x).detach()
+            return cut(given).detach()
         except MismatchError as error:
             return str(error)
 
     for found in on_ranks(rank, 2):
-        if change(torch.ones(1, 2, 1))[0, 0] == 2:
-            assert torch.allclose(found, model(x), atol=1e-5)
+        if how == "right":
+            assert torch.allclose(found, model(given), atol=1e-5)
         else:
-            assert "by verify=True that 1 gives rank 0 a difference of " in found
+            assert f"by verify=True that body.blocks.{at} gives rank " in found
             assert "code that mixes or counts tokens" in found
 
 

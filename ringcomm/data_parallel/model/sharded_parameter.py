@@ -46,6 +46,7 @@ _MEMORY = _ADDRESSES | {
     *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"),
 }
 _ARRAYS = {"numpy", "__array__"}  # read-only copies
+_OF_AUTOGRAD = {"grad", "backward"}
 _COPIES = _ARRAYS | {"__dlpack__"}
 
 
@@ -109,7 +110,9 @@ class ShardedView(torch.Tensor):
     def _copy(self) -> torch.Tensor:
         """Returns the values as a plain parameter or tensor; a collective."""
         place, values = self._ringcomm, self.detach().clone()
-        return nn.Parameter(values, self.requires_grad) if self is place.bucket.params[place.index] else values
+        if self is place.bucket.params[place.index] or isinstance(self, nn.Parameter):
+            return nn.Parameter(values, self.requires_grad)
+        return values.requires_grad_(_is_separate_leaf(self))
 
     def __format__(self, spec: str) -> str:
         is_number = type(self) is ShardedView and not self.dim()  # of torch's classes, a parameter takes no spec
@@ -159,7 +162,7 @@ def _set_data(p: torch.Tensor, values: torch.Tensor) -> None:
         if replaced is not None:
             _put_back(place, replaced)
         return
-    if _window(p) is not None:
+    if _window(p) is not None or p is not place.bucket.params[place.index]:
         raise InvalidArgumentError(
             f"`view.data = ...`: rank {place.flat.ranks.rank} got other memory for a view of {place.name}, expected "
             "values that are written into it; use view.copy_(values)"
@@ -194,6 +197,11 @@ def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
 def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     """Calls ``func`` on the parameters' values."""
     given = [x for x in tree_leaves((args, kwargs)) if _has_place(x)]
+    if name in _OF_AUTOGRAD:
+        leaves = [x for x in given if _is_separate_leaf(x)]
+        if leaves:
+            with _as_tensors(leaves):
+                return func(*args, **kwargs)
     places = [x._ringcomm for x in given]
     if not all(place.alive for place in places):
         raise InvalidArgumentError(
@@ -207,7 +215,8 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
             f"{name}: rank {places[0].flat.ranks.rank} got {places[0].name}, {which}, "
             "expected a parameter with memory of its own; enter ringcomm.whole(module), or use state_dict()"
         )
-    if _writes(name, kwargs) and torch.is_grad_enabled() and any(map(_is_leaf, tree_leaves((args[:1], kwargs)))):
+    written = tree_leaves((args[:1], kwargs.get("out"))) if _writes(name, kwargs) else []
+    if torch.is_grad_enabled() and any(map(_is_separate_leaf, written)):
         raise InvalidArgumentError(
             f"{name}: rank {places[0].flat.ranks.rank} got a leaf that requires a gradient and shares the values of "
             f"{places[0].name}, expected one that is not written while autograd records; write inside of "
@@ -262,9 +271,23 @@ def _own_classes(given: Sequence[Any]) -> Iterator[None]:
                 p.__class__ = ShardedParameter
 
 
+@contextmanager
+def _as_tensors(leaves: Sequence[Any]) -> Iterator[None]:
+    """Inside, autograd finds these leaves in the graph; it needs no values of them."""
+    for x in leaves:
+        x.__class__ = torch.Tensor
+    try:
+        yield
+    finally:
+        for x in leaves:
+            x.__class__ = ShardedView
+
+
 def _with_own_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     """Calls ``func`` on the copies that views with a gradient have. Writes into a copy are also made in the
     parameter."""
+    if not args and "tensor" in kwargs:  # torch.nn.init passes it by name
+        args, kwargs = (kwargs["tensor"],), {key: x for key, x in kwargs.items() if key != "tensor"}
     leaves = tree_leaves((args, kwargs))
     with torch._C.DisableTorchFunctionSubclass():
         views = {id(x): x for x in leaves if _has_gradient(x)}
@@ -273,15 +296,17 @@ def _with_own_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     targets = [x for x in tree_leaves((args[:1], kwargs.get("out"))) if id(x) in own] if writes else []
     if targets:
         place = targets[0]._ringcomm
-        if torch.is_grad_enabled() or kwargs.get("out") is not None:
+        of_init = getattr(func, "__module__", "") == "torch.nn.init"  # whose functions write inside of torch.no_grad()
+        if (torch.is_grad_enabled() and not of_init) or kwargs.get("out") is not None:
             raise InvalidArgumentError(
                 f"{name}: rank {place.flat.ranks.rank} got a view of {place.name} that has a gradient, expected one "
                 "without; make the view, and write, inside of torch.no_grad()"
             )
         first = tree_map(lambda x: _alias(x) if id(x) in own else x, args[0])
-        func(first, *tree_map(lambda x: own.get(id(x), x), args[1:]), **kwargs)
-        for x in targets:
-            own[id(x)].copy_(_alias(x))
+        with torch.no_grad():
+            func(first, *tree_map(lambda x: own.get(id(x), x), args[1:]), **kwargs)
+            for x in targets:
+                own[id(x)].copy_(_alias(x))
         return args[0]
     if any(_has_place(x) and id(x) not in own for x in leaves):
         args, kwargs = tree_map(lambda x: own.get(id(x), x), (args, kwargs))
@@ -310,7 +335,7 @@ def _shares(x: Any, memories: Collection[int]) -> bool:
 
 
 def _writes(name: str, kwargs: Any) -> bool:
-    in_place = name.endswith("_") and not name.endswith("__")
+    in_place = (name.endswith("_") and not name.endswith("__")) or bool(kwargs.get("inplace"))
     return in_place or name == "__setitem__" or kwargs.get("out") is not None
 
 
@@ -323,7 +348,9 @@ def _values(x: Any) -> torch.Tensor:
     if x is place.bucket.params[place.index]:
         return x
     values = place.bucket.layout.part(buffer, place.index).detach()
-    return _LeafValues.apply(x, values.clone()) if _is_leaf(x) and torch.is_grad_enabled() else values
+    if torch.is_grad_enabled() and _is_separate_leaf(x) and torch._C._functorch.peek_interpreter_stack() is None:
+        return _LeafValues.apply(x, values)
+    return values
 
 
 class _LeafValues(torch.autograd.Function):
@@ -331,18 +358,19 @@ class _LeafValues(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        return values
+        return values.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         return grads[0], None
 
 
-def _is_leaf(x: Any) -> bool:
+def _is_separate_leaf(x: Any) -> bool:
     """Whether ``x`` shares a parameter's values but has a gradient of its own."""
+    if not isinstance(x, ShardedView) or x._window is not None or x is x._ringcomm.bucket.params[x._ringcomm.index]:
+        return False
     with torch._C.DisableTorchFunctionSubclass():
-        own = isinstance(x, ShardedView) and x._window is None and x.requires_grad
-    return own and x is not x._ringcomm.bucket.params[x._ringcomm.index]
+        return x.requires_grad
 
 
 def _unsharded_of(bucket: Bucket, i: int, data: ViewData) -> torch.Tensor:

@@ -844,9 +844,33 @@ def test_a_leaf_that_shares_a_parameters_values_has_a_gradient_of_its_own(
             assert leaf.grad is not None
             found += [loss.detach(), leaf.grad.clone()]
             optimizer.step()
-        with pytest.raises(RuntimeError, match="leaf"):
-            leaf.mul_(2)
+        for change in (lambda: leaf.mul_(2), lambda: F.relu(leaf, inplace=True)):
+            with pytest.raises(RuntimeError, match="leaf"):
+                change()
+        loss = F.linear(x, leaf).square().sum()
+        found += torch.autograd.grad(loss, [leaf], retain_graph=True)
+        leaf.grad = None
+        loss.backward(inputs=[leaf])
+        assert leaf.grad is not None
+        copied = copy.deepcopy(leaf)
+        assert copied.requires_grad
+        assert isinstance(copied, nn.Parameter) == isinstance(leaf, nn.Parameter)
+        found += [leaf.grad, torch.ones(6, 6).mul(other=leaf).detach(), copied.detach()]
         return [*found, *(x.clone() for x in model.state_dict().values())]
 
     wanted, found = (ringcomm.run_ranks(train, 2, stage)[0] for stage in (0, 3))
     assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_torch_nn_init_writes_into_a_slice(stage: int) -> None:
+    def rank(comm: ringcomm.Communicator) -> torch.Tensor:
+        model = _model()
+        ringcomm.shard(model, None, stage, comm)
+        nn.init.constant_(model[0].bias[2:4], 1.0)
+        nn.init.uniform_(model[0].bias[:2], 7.0, 7.0)
+        return model.state_dict()["0.bias"].clone()
+
+    found = ringcomm.run_ranks(rank, 2)[1]
+    assert torch.equal(found[:4], torch.tensor([7.0, 7.0, 1.0, 1.0]))
+    assert torch.equal(found[4:], _model()[0].bias[4:])
