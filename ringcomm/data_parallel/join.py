@@ -105,16 +105,16 @@ def enter(flat: ShardedModel, over_all: bool, throw: bool) -> None:
     flat.recover()
     flat.sync.buffers_are_due = True  # so that the first forward pass is announced
     joining = Join(flat.ranks, flat.module, flat.device, over_all, throw, optimizers_of(flat))
-    for number, optimizer in enumerate(joining.replicated):
-        optimizer.joined = joining, number
+    for optimizer in joining.replicated.values():
+        optimizer.joining = joining
     flat.ranks.joining = joining
 
 
 def leave(flat: ShardedModel) -> None:
     """Leaves `join`, after all ranks have joined or one has raised."""
     joining, flat.ranks.joining = flat.ranks.joining, None
-    for optimizer in [] if joining is None else joining.replicated:
-        optimizer.joined = None
+    for optimizer in [] if joining is None else joining.replicated.values():
+        optimizer.joining = None
     flat.forget_passes()
 
 
@@ -145,10 +145,7 @@ def _gather(flat: ShardedModel, which: int, *_: Any) -> None:
 def _step(flat: ShardedModel, which: int, is_replicated: bool, options: Any) -> None:
     joining = flat.ranks.joining
     assert joining is not None
-    if is_replicated:
-        optimizer = joining.replicated[which] if which < len(joining.replicated) else None
-    else:
-        optimizer = flat.optimizers.of_number(which)
+    optimizer = joining.replicated.get(which) if is_replicated else flat.optimizers.of_number(which)
     if optimizer is None:
         what = "it to be made" if is_replicated else "it to be attached"
         advice = "make it on every rank" if is_replicated else "call ringcomm.shard(model, optimizer)"

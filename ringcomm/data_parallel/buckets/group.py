@@ -7,7 +7,7 @@ import os
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -385,7 +385,7 @@ class Join:
         over_all: whether gradients are averaged over all ranks, not only over those that still have input.
         throw: whether to raise as soon as a rank has no more input.
         replicated: the optimizers that are not attached and step on every rank all the same, those of
-            `ZeroRedundancyOptimizer`, in the same order on all ranks.
+            `ZeroRedundancyOptimizer`, by their numbers, which are the same on all ranks.
     """
 
     def __init__(
@@ -395,7 +395,7 @@ class Join:
         device: torch.device,
         over_all: bool,
         throw: bool,
-        replicated: Sequence[Any],
+        replicated: Mapping[int, Any],
     ) -> None:
         self.ranks, self.module, self.over_all, self.throw = ranks, module, over_all, throw
         self.replicated = replicated

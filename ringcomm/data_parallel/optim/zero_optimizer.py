@@ -33,7 +33,7 @@ from ringcomm.validation import COMMUNICATOR, FLAG, Requirement, a, expects, sev
 
 State = dict[str, Any]
 _CALL = "ZeroRedundancyOptimizer"
-_living: list[weakref.ref[ZeroRedundancyOptimizer]] = []  # in the order in which they were made
+_made: list[weakref.ref[ZeroRedundancyOptimizer]] = []  # those that are not dropped
 
 
 @dataclass
@@ -243,7 +243,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             self, [_group_of(group) for group in self.optim.param_groups], self.optim.defaults
         )
         Joinable.__init__(self)
-        self.joined: tuple[Join, int] | None = None  # inside `ringcomm.join` of a model, and this optimizer's number
+        self.joining: Join | None = None  # inside `ringcomm.join` of a model
         device = self.param_groups[0]["params"][0].device
         self.ranks = DataParallelGroup(comm if comm is not None else communicator_of(process_group, _CALL, device))
         self._process_group = None if comm is not None else process_group or dist.group.WORLD
@@ -254,10 +254,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._unsharded_state: list[State] | None = None
         self._state_at: int | None = -1
         self._ready = True
-        _living.append(weakref.ref(self, _living.remove))
         initial = dict(self.optim.state)
         self.optim.state.clear()
         pieces = self._deal_out(range(len(self.param_groups)))
+        self.number = _free_number(self.ranks)
+        _made.append(weakref.ref(self, _made.remove))
         for number, group in enumerate(self.optim.param_groups):
             group["params"] = [piece.param for piece in pieces[number]]
             for piece in pieces[number]:
@@ -353,11 +354,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.joined is not None:
-            joining, number = self.joined
-            joining.announce("step", number, True, [_options(group) for group in self.param_groups])
-            if joining.some_have_joined:
-                self._share_grads(joining)
+        if self.joining is not None:
+            self.joining.announce("step", self.number, True, [_options(group) for group in self.param_groups])
+            if self.joining.some_have_joined:
+                self._share_grads(self.joining)
         self._unsharded_state, self._state_at = None, -1
         for mine, theirs in zip(self.param_groups, self.optim.param_groups, strict=True):
             theirs.update(_options(mine))
@@ -462,7 +462,17 @@ def _group_of(group: dict[str, Any]) -> dict[str, Any]:
     return {**_options(group), "params": params}
 
 
-def optimizers_of(model: ShardedModel) -> list[ZeroRedundancyOptimizer]:
-    """Returns the optimizers that step parameters of a model, in the order in which they were made."""
-    living = [ref() for ref in list(_living)]
-    return [each for each in living if each is not None and model in each.models()]
+def _living() -> list[ZeroRedundancyOptimizer]:
+    return [each for each in (ref() for ref in list(_made)) if each is not None]
+
+
+def _free_number(ranks: DataParallelGroup) -> int:
+    """Returns a number that no optimizer on any of these ranks has, the same on all of them; a collective. The ranks
+    cannot count: garbage collection may drop an optimizer at different times on the ranks."""
+    last = max((each.number for each in _living()), default=0)
+    return 1 + max(int.from_bytes(theirs, "little") for theirs in ranks.comm.exchange(last.to_bytes(8, "little")))
+
+
+def optimizers_of(model: ShardedModel) -> dict[int, ZeroRedundancyOptimizer]:
+    """Returns the optimizers that step parameters of a model, by number."""
+    return {each.number: each for each in _living() if model in each.models()}

@@ -382,6 +382,25 @@ def test_an_optimizer_that_was_made_before_its_model_was_wrapped_is_followed() -
     assert all(torch.equal(x, y) for theirs in found[1:] for x, y in zip(theirs, found[0], strict=True))
 
 
+def test_join_steps_the_same_optimizer_on_ranks_that_have_dropped_others() -> None:
+    """Garbage collection drops an optimizer at different times on the ranks."""
+
+    def rank(comm: Any, model: Any) -> tuple[list[torch.Tensor], int]:
+        ringcomm.shard(model, None, 0, comm)
+        others = [ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, comm=comm) for _ in range(2)]
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, comm=comm, lr=0.1)
+        del others[comm.rank :]
+        with ringcomm.join(model):
+            train(model, optimizer, steps=(2, 3, 0)[comm.rank])
+        another = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, comm=comm)
+        return [p.detach().clone() for p in model.parameters()], another.number
+
+    (values, number), *theirs = on_ranks(rank)
+    for found, found_number in theirs:
+        assert all(map(torch.equal, found, values))
+        assert found_number == number
+
+
 def test_other_numbers_of_batches_beside_torchs_ddp() -> None:
     """The ranks end with equal parameters, as with torch's own optimizer. The values are others: a rank that has joined
     has no gradients for its shard, which is not the same shard."""
