@@ -632,3 +632,21 @@ def test_calls_end_at_the_time_limit_of_the_process_group(wrap: str) -> None:
     """The communicator beside a group has its limit, not the half hour of one that is made alone."""
     told = torch_ranks.run(_one_rank_steps_alone, wrap, world_size=2)
     assert "within the timeout of 2 s" in told[0]
+
+
+def _models_inside_join() -> list[int]:
+    import torch.distributed as dist
+    from torch.distributed.algorithms import Join
+
+    found = []
+    for _ in range(3):
+        model = ringcomm.DistributedDataParallel(nn.Linear(2, 2))
+        with Join([model]):
+            model(torch.ones(1, 2)).sum().backward()
+        found.append(len(dist.distributed_c10d._world.pg_map))
+    return found
+
+
+def test_models_share_the_process_group_of_torchs_join() -> None:
+    for found in torch_ranks.run(_models_inside_join, world_size=2):
+        assert found == found[:1] * 3

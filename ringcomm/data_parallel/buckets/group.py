@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +75,7 @@ _COLLECTIVES = {  # by stage, for the note added to an error
     "gradient",
 }
 DONE = SimpleNamespace(wait=lambda: None)  # the handle of a collective that has already completed
+_alone: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()  # by default group
 # The smallest number of cores of any rank.
 _cores: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
 
@@ -216,7 +216,7 @@ class DataParallelGroup:
 
     # ---- uneven inputs ---------------------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def alone(self) -> dist.ProcessGroup:
         """A process group with only this rank, for torch's Join: our own `join` messages tell the joined ranks what to
         do, so torch's Join has no ranks to count.
@@ -230,8 +230,12 @@ class DataParallelGroup:
                 f"Join: rank {self.rank} got a model over a communicator, expected torch.distributed to be "
                 "initialised; use ringcomm.join(model)"
             )
-        # Every rank makes one, because torch names a group by the number of groups that were made before it.
-        return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        # One for all models, because torch keeps groups until the program destroys them. Every rank makes it, because
+        # torch names a group by the number of groups that were made before it.
+        world = dist.group.WORLD
+        if world not in _alone:
+            _alone[world] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        return _alone[world]
 
     def announce(self, kind: str, which: int = 0, flag: bool = False, more: Any = None) -> None:
         """Inside `join`: tells the ranks that have joined what this rank does next."""
