@@ -89,30 +89,40 @@ def _before_load(
     strict: bool,
     *lists: list[str],
 ) -> None:
-    """Takes this rank's part of every parameter whose shape fits; torch reports the others."""
-    del strict, lists
+    """Takes this rank's part of every parameter whose shape fits, and reports the others in torch's words. As in torch,
+    a rank with a value that does not fit loads the others before it raises; so it takes part in the ranks' messages."""
+    del strict
     if metadata.get("assign_to_params_buffers", False):
         raise InvalidArgumentError(
             f"load_state_dict: rank {buckets[0].ranks.rank} got assign=True, expected parameters to stay where they "
             "are; leave it out"
         )
     named = _names(module, buckets, prefix)
-    names = {name: (bucket, i) for name, (bucket, i) in named.items() if state.get(name) is not bucket.params[i]}
-    fits = {name: at for name, at in names.items() if name in state and _fits(state[name], at)}
-    if len(fits) < sum(name in state for name in names):
-        for name in fits:  # nothing is changed if any parameter does not fit
-            state[name] = names[name][0].params[names[name][1]]
-        return
-    if not fits:  # done by the outer module
+    new = {name: at for name, at in named.items() if name in state and state[name] is not at[0].params[at[1]]}
+    if not new:  # done by the outer module
         return
     adopt_writes(buckets, "load_state_dict")
-    for name, (bucket, i) in fits.items():
-        bucket.load(i, state[name])
+    for name, (bucket, i) in new.items():
+        wrong = _misfit(name, state[name], bucket.layout.segments[i].shape)
+        if wrong:
+            lists[-1].append(wrong)
+        else:
+            bucket.load(i, state[name])
         state[name] = bucket.params[i]
     for bucket in buckets:
         bucket.publish().wait()
 
 
-def _fits(value: Any, at: tuple[Bucket, int]) -> bool:
-    bucket, i = at
-    return torch.is_tensor(value) and tuple(value.shape) == bucket.layout.segments[i].shape
+def _misfit(name: str, value: Any, shape: tuple[int, ...]) -> str:
+    """Returns torch's sentence about a value that cannot be loaded into a parameter; "": it can."""
+    if not torch.is_tensor(value):
+        return (
+            f'While copying the parameter named "{name}", expected torch.Tensor or Tensor-like object from checkpoint '
+            f"but received {type(value)}"
+        )
+    if value.shape == shape or (value.shape == (1,) and not shape):  # old versions of torch saved numbers as vectors
+        return ""
+    return (
+        f"size mismatch for {name}: copying a param with shape {value.shape} from checkpoint, the shape in current "
+        f"model is {torch.Size(shape)}."
+    )

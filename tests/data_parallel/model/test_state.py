@@ -27,6 +27,7 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(5)
         self.head = nn.Linear(5, 7, bias=False)
         self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -87,24 +88,70 @@ def into_the_whole_and_its_parts(model: nn.Module, expected: dict[str, torch.Ten
     same(model.blocks[0].state_dict(), twice, "blocks.0.")
 
 
-def one_that_does_not_fit(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
-    wrong = {name: value * 2 if "weight" in name else value for name, value in expected.items()}
-    wrong["blocks.2.0.weight"] = wrong["blocks.2.0.weight"][:1]
-    with pytest.raises(RuntimeError, match=r"size mismatch for blocks\.2\.0\.weight"):
+def some_that_do_not_fit(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    """The same errors as from torch, which loads the others."""
+    wrong = {name: value * 2 if value.is_floating_point() else value for name, value in expected.items()}
+    wrong |= {"blocks.2.0.weight": torch.ones(1, 5), "blocks.2.0.bias": torch.ones(3), "scale": torch.ones(1)}
+    plain = Net()
+    plain.load_state_dict(expected)
+    with pytest.raises(RuntimeError) as in_torch:
+        plain.load_state_dict(wrong)
+    with pytest.raises(RuntimeError) as found:
         model.load_state_dict(wrong)
-    kept = {name: value for name, value in model.state_dict().items() if not name.startswith("norm")}
-    same(kept, expected)
+    assert sorted(str(found.value).split("\n")) == sorted(str(in_torch.value).split("\n"))
+    same(model.state_dict(), plain.state_dict())
+    with pytest.raises(RuntimeError, match="received <class 'int'>"):
+        model.load_state_dict({**expected, "scale": 1})
 
 
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize(
-    "check", [of_the_whole_and_its_parts, into_the_whole_and_its_parts, one_that_does_not_fit], ids=lambda f: f.__name__
+    "check", [of_the_whole_and_its_parts, into_the_whole_and_its_parts, some_that_do_not_fit], ids=lambda f: f.__name__
 )
 def test_state_dicts_are_ordinary(
     check: Callable[..., None], stage: int, precision: ringcomm.MixedPrecision | None
 ) -> None:
     on_ranks(check, stage, mixed_precision=precision)
+
+
+@pytest.mark.parametrize("way", [0, 1, 2, 3, "fully_shard"])
+def test_a_rank_with_a_file_that_does_not_fit_leaves_no_other_rank_waiting(way: int | str) -> None:
+    nets = [Net() for _ in range(WORLD)]
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = nets[comm.rank]
+        if isinstance(way, int):
+            ringcomm.shard(model, None, way, comm, units=list(model.blocks))
+        else:
+            for block in model.blocks:
+                ringcomm.fully_shard(block, comm=comm)
+            ringcomm.fully_shard(model, comm=comm)
+        twos = {name: torch.full_like(value, 2) for name, value in model.state_dict().items()}
+        for part, prefix in ((model, ""), (model.blocks[1], "blocks.1.")):
+            file = {name.removeprefix(prefix): value for name, value in twos.items() if name.startswith(prefix)}
+            if comm.rank == 1:
+                file |= {name: value[:1] for name, value in file.items() if (prefix + name).startswith("blocks.1")}
+                with pytest.raises(RuntimeError, match="size mismatch"):
+                    part.load_state_dict(file)
+            else:
+                part.load_state_dict(file)
+            comm.barrier()
+        for name, value in model.state_dict().items():
+            assert name.startswith("blocks.1") or (value == 2).all(), name
+
+    ringcomm.run_ranks(rank, WORLD, ranks="threads", timeout=10)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_number_that_was_saved_as_a_vector_is_loaded(stage: int) -> None:
+    """As torch did before 0.4, and as its load_state_dict accepts."""
+
+    def check(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+        model.load_state_dict({name: value + 1 for name, value in expected.items()} | {"scale": torch.tensor([2.5])})
+        same(model.state_dict(), {name: value + 1 for name, value in expected.items()})
+
+    on_ranks(check, stage)
 
 
 def test_the_state_dict_of_an_inner_module_is_read_by_all_ranks() -> None:
