@@ -156,22 +156,24 @@ def shard(
     if flat is None or optimizer is None:
         flat = _wrap(module, optimizer, _ranks(comm, mesh, module), config, init_fn)
     else:
-        _refuse_other(flat, config, stage, comm, mesh, init_fn)
+        init = init_fn if callable(init_fn) else None
+        _refuse_other(flat, config, stage=stage, comm=comm, mesh=mesh, mixed_precision=mixed_precision, init_fn=init)
     if optimizer is not None:
         attach(optimizer, flat, "shard")
     return module, optimizer
 
 
-def _refuse_other(
-    flat: ShardedModel, config: Config, stage: int | None, comm: Any, mesh: Any, init_fn: InitFn | Literal[False] | None
-) -> None:
+def _refuse_other(flat: ShardedModel, config: Config, **others: Any) -> None:
     """Raises for arguments that differ from those with which the module was wrapped. Omitted arguments are not
-    compared."""
+    compared.
+
+    Args:
+        others: arguments that are omitted if they are None; those in ``config``, if they have the default.
+    """
     over = flat.ranks.comm if flat.ranks.replicas is None else (flat.ranks.comm, flat.ranks.replicas)
     found = {**vars(flat.config), "stage": flat.stage, "comm": over, "mesh": flat.ranks.mesh}
     defaults = vars(Config())
     given = {name: value for name, value in vars(config).items() if value != defaults[name]}
-    others = {"stage": stage, "comm": comm, "mesh": mesh, "init_fn": init_fn if callable(init_fn) else None}
     given |= {name: value for name, value in others.items() if value is not None}
     for name, value in given.items():
         if value != found[name]:

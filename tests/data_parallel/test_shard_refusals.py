@@ -152,15 +152,19 @@ def test_wrapping_twice_is_refused(stage: int) -> None:
     def rank(comm: ringcomm.Communicator) -> None:
         model = tower()
         opt = sgd(model)
-        ringcomm.shard(model, opt, stage, comm)
+        precision = ringcomm.MixedPrecision(torch.bfloat16, output_dtype=torch.float32)
+        ringcomm.shard(model, opt, stage, comm, mixed_precision=precision)
         before = state_of(model)
         for module in (model, model.blocks[0], nn.Sequential(model)):
             with pytest.raises(InvalidArgumentError, match="wrapped already"):
                 ringcomm.shard(module, None, stage, comm)
-        with pytest.raises(InvalidArgumentError, match="an optimizer that is sharded already"):
-            ringcomm.shard(model, opt, stage, comm)
-        with pytest.raises(InvalidArgumentError, match=f"stage={3 - stage} for a module .* wrapped with stage={stage}"):
-            ringcomm.shard(model, sgd(model), 3 - stage, comm)
+        others = {"stage": 3 - stage, "mixed_precision": ringcomm.MixedPrecision()}
+        for name, other in others.items():
+            with pytest.raises(InvalidArgumentError, match=rf"got {name}=.* for a module .* wrapped with {name}="):
+                ringcomm.shard(model, sgd(model), **{"stage": stage, "comm": comm, name: other})
+        for same in (None, precision):
+            with pytest.raises(InvalidArgumentError, match="an optimizer that is sharded already"):
+                ringcomm.shard(model, opt, mixed_precision=same)
         assert all(map(torch.equal, before, state_of(model)))
         step_of(model, opt, comm.rank, 0)
 
