@@ -122,6 +122,7 @@ def export(path: str | os.PathLike[str], file: str | os.PathLike[str], dtype: to
     Tied parameters are written once; ``safetensors.torch.load_model`` ties them again.
 
     Args:
+        file: its name; folders that are missing are made, as by `save`.
         dtype: type of floating point tensors in the file; None: the type in which they were saved.
     Cost:    memory for all parameters.
     Raises:  UnsupportedError: safetensors is not installed. InvalidArgumentError: no checkpoint, or a damaged one.
@@ -151,6 +152,7 @@ def export(path: str | os.PathLike[str], file: str | os.PathLike[str], dtype: to
         first[where] = name
         values = source.tensor(name)
         tensors[name] = values.to(dtype) if dtype is not None and values.is_floating_point() else values
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
     partial = Path(file).with_name(f".{Path(file).name}.saving")
     save_file(tensors, partial, metadata=about)
     partial.replace(file)

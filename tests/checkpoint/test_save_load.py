@@ -703,8 +703,9 @@ def test_safetensors_holds_the_parameters_once(tmp_path: Path) -> None:
     model = plain(1)[0]
     load_model(model, tmp_path / "m.safetensors")
     assert differing({name: there[name] for name in model.state_dict()}, model.state_dict()) == []
-    checkpoint.export(tmp_path / "c", tmp_path / "h.safetensors", torch.bfloat16)
-    with safe_open(tmp_path / "h.safetensors", "pt") as file:
+    half = tmp_path / "new" / "folder" / "h.safetensors"
+    checkpoint.export(tmp_path / "c", half, torch.bfloat16)
+    with safe_open(half, "pt") as file:
         assert torch.equal(file.get_tensor("cube"), there["cube"].bfloat16())
         assert file.get_tensor("norm.num_batches_tracked").dtype == torch.int64
 
