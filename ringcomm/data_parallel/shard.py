@@ -287,7 +287,7 @@ def _blocks(module: nn.Module, units: Units) -> list[tuple[str, nn.Module]]:
     if units is None:
         return blocks_of(module)
     names = {id(each): name for name, each in module.named_modules()}
-    if isinstance(units, (type, tuple)):
+    if isinstance(units, tuple):
         return [(name, each) for name, each in module.named_modules() if isinstance(each, units) and each is not module]
     for each in units:
         if id(each) not in names:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from numbers import Integral, Real
 from typing import Any
@@ -54,15 +54,25 @@ INIT = that(
 OFFLOAD = Requirement("True, False or a device", lambda value: value if isinstance(value, bool) else _as_device(value))
 
 
-Units = Sequence[nn.Module] | type[nn.Module] | tuple[type[nn.Module], ...] | None
+Units = Iterable[nn.Module] | type[nn.Module] | Iterable[type[nn.Module]] | None
 
 
-def _units(value: Any) -> Any:
-    fixed = isinstance(value, (type, tuple, list, nn.Module))
-    return value if fixed else several("", MODULE).take(value)
+_MODULES_OR_CLASSES = several("", a("", nn.Module, type))
 
 
-UNITS = Requirement("modules, or their classes", _units)
+def _units(value: Any) -> list[nn.Module] | tuple[type, ...]:
+    found = [value] if isinstance(value, type) else _MODULES_OR_CLASSES.take(value)
+    if all(isinstance(each, type) for each in found):
+        return tuple(found)
+    return several("", MODULE).take(found)
+
+
+def _units_of_names(value: Any) -> str:
+    names = value if isinstance(value, (list, tuple)) else [value]
+    return "[model.get_submodule(name)]" if any(isinstance(each, str) for each in names) else ""
+
+
+UNITS = Requirement("submodules, such as model.blocks, or classes of submodules", _units, _units_of_names)
 
 
 def _as_norm(value: Any) -> float:

@@ -849,6 +849,19 @@ def test_over_a_group_that_compares_no_calls_they_fail_in_backward_and_nothing_i
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+@pytest.mark.parametrize("of", [list, tuple, iter])
+def test_units_are_modules_or_classes_in_any_collection(of: Callable[[Any], Any]) -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        for wanted in (lambda m: [m[0], m[2]], lambda m: [nn.Linear]):
+            model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+            ringcomm.shard(model, None, 3, comm, units=of(wanted(model)))
+            flat = sharded_model_of(model)
+            assert flat is not None
+            assert [unit.name for unit in flat.units] == ["0", "2", ""]
+
+    ringcomm.run_ranks(rank, 1, ranks="threads", timeout=20)
+
+
 def test_an_error_about_units_of_different_sizes_names_them() -> None:
     def rank(comm: ringcomm.Communicator) -> None:
         model = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 90)])
