@@ -87,7 +87,7 @@ def refuse_unsummed(module: nn.Module, layers: Mapping[str, nn.Module], named: C
                 advice = (
                     f"pass 'summed' for {around[-1]} if ranks use it on their own heads or features, else 'replicate'"
                     if inner
-                    else f"pass 'colwise' for it if it has a value for each head, else leave out the layers of {above}"
+                    else f"pass 'colwise' for it if it has a value for each head, else leave out {', '.join(inside)}"
                 )
                 raise InvalidArgumentError(
                     f"parallelize: rank {rank} got {full} of shape {tuple(p.shape)}, which lies beside layers that are "
