@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ringcomm.data_parallel.buckets.bucket import Bucket
-from ringcomm.data_parallel.model.sharded_model import ShardedModel, sharded_model_of
+from ringcomm.data_parallel.model.sharded_model import ShardedModel, wrapped_model
 from ringcomm.data_parallel.optim.optimizer import ShardedOptimizer, sharded_optimizer_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.modules.notes import notes_of
@@ -23,12 +23,7 @@ def flat_of(model: nn.Module, call: str) -> ShardedModel:
 
     Raises:  InvalidArgumentError: a module that is not wrapped, or that has other parameters than the wrapped one.
     """
-    flat = sharded_model_of(model)
-    if flat is None:
-        raise InvalidArgumentError(
-            f"{call}: got a {type(model).__name__} that is not wrapped, expected what ringcomm.shard returned; use "
-            "torch.distributed.checkpoint for a plain module"
-        )
+    flat = wrapped_model(model, call, "use torch.distributed.checkpoint for a plain module")
     if {*map(id, model.parameters())} != {*map(id, flat.module.parameters())}:
         raise InvalidArgumentError(
             f"{call}: rank {flat.ranks.rank} got a {type(model).__name__} with other parameters than those of the "

@@ -862,7 +862,7 @@ def test_a_missing_box_is_noticed(tmp_path: Path) -> None:
 
 def test_what_is_not_sharded_is_refused(tmp_path: Path) -> None:
     model, optimizer = plain()
-    with pytest.raises(InvalidArgumentError, match=r"save: got a Net that is not wrapped"):
+    with pytest.raises(InvalidArgumentError, match=r"save: got a Net that is not wrapped, .*; use torch\.distributed"):
         checkpoint.save(tmp_path / "c", model, optimizer)
 
     def body(model: nn.Module, optimizer: Any, comm: Any) -> None:

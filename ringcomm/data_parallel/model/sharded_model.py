@@ -1535,11 +1535,12 @@ def sharded_model_of(module: nn.Module) -> ShardedModel | None:
     return None
 
 
-def wrapped_model(module: nn.Module, call: str) -> ShardedModel:
-    """Like `sharded_model_of`, but raises for a module that is not wrapped."""
+def wrapped_model(module: nn.Module, call: str, advice: str = "pass that") -> ShardedModel:
+    """Like `sharded_model_of`, but raises for a module that is not wrapped, and says what to do."""
     flat = sharded_model_of(module)
     if flat is None:
         raise InvalidArgumentError(
-            f"{call}: got a {type(module).__name__} that is not wrapped; pass what ringcomm.shard returned"
+            f"{call}: got a {type(module).__name__} that is not wrapped, expected what ringcomm.shard returned; "
+            f"{advice}"
         )
     return flat
