@@ -396,6 +396,26 @@ def ramp(count: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.arange(count, dtype=torch.float64) / 3 + 1 / 7).to(dtype)
 
 
+def test_the_short_way_is_tried_once() -> None:
+    def rank(comm: Communicator) -> list[str]:
+        tried = []
+
+        class Counting(Communicator):
+            def _run_plain(self, op: str, *args: Any, **options: Any) -> Any:
+                tried.append(op)
+                return NotImplemented
+
+        comm.__class__ = Counting
+        x, y = torch.ones(2), torch.ones(4)
+        for op, *args in (("all_reduce", x), ("all_gather", x), ("reduce_scatter", y), ("broadcast", x), ("barrier",)):
+            getattr(comm, op)(*args)
+        comm._all_gather(x, mark=1)
+        return tried
+
+    ops = ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "all_gather"]
+    assert ringcomm.run_ranks(rank, 2, ranks="threads", timeout=20) == [ops] * 2
+
+
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 TYPES = (
     *(*FLOATS, torch.int8, torch.int64, torch.uint8, torch.bool, torch.float8_e5m2),
