@@ -427,13 +427,13 @@ def _start_watch(span: Span, store: Any) -> Callable[[], None]:
     every_s = max(_LOOK_EVERY_S, span.world_size / 2000)
     arguments = (weakref.ref(span), store, end, every_s)  # weak, so that the thread does not keep the span alive
     thread = threading.Thread(target=_watch, args=arguments, name="ringcomm watch", daemon=True)
-    stop = partial(_stop_watch, thread, end)
+    stop = partial(_end_watch, thread, end)
     thread.start()
     atexit.register(stop)  # a thread inside native code while Python exits would crash the process
     return stop
 
 
-def _stop_watch(thread: threading.Thread, end: threading.Event) -> None:
+def _end_watch(thread: threading.Thread, end: threading.Event) -> None:
     end.set()
     if thread is not threading.current_thread():
         thread.join(_LAST_LOOK_S)

@@ -82,8 +82,8 @@ def init(
             f"init: got store={shown(store)}, init_method={shown(init_method)}, expected a store of torch.distributed "
             "or a text such as 'tcp://localhost:29500'; pass one, or start with torchrun"
         )
-    joined = None if (store is not None or init_method is not None) else _default_group()
-    rank, world_size = _place(rank, world_size, joined)
+    group = None if (store is not None or init_method is not None) else _default_group()
+    rank, world_size = _place(rank, world_size, group)
     wire_dtype = check_network(network, wire_dtype, "init")
     kind, where = choose(engine, device, "init", local_rank(rank))
     limit_ms = milliseconds(timeout, "init", rank)
@@ -93,7 +93,7 @@ def init(
         return Communicator(made)
     limit = timedelta(milliseconds=limit_ms)
     if store is None:
-        store = joined._get_default_store() if joined is not None else _rendezvous(init_method, rank, world_size, limit)
+        store = group._get_default_store() if group is not None else _rendezvous(init_method, rank, world_size, limit)
     advice = f"check that those ranks started, with world size {world_size}, and reach the store"
 
     def exchange_with_all(what: str, payload: bytes) -> tuple[str, list[bytes]]:
@@ -143,9 +143,9 @@ def _default_group() -> Any:
     return module if module is not None and module.is_initialized() else None
 
 
-def _place(rank: int | None, world_size: int | None, joined: Any) -> tuple[int, int]:
-    if joined is not None and rank is None and world_size is None:
-        return joined.get_rank(), joined.get_world_size()
+def _place(rank: int | None, world_size: int | None, group: Any) -> tuple[int, int]:
+    if group is not None and rank is None and world_size is None:
+        return group.get_rank(), group.get_world_size()
     for name, given in (("rank", rank), ("world_size", world_size)):
         if given is not None and as_int(given) is None:
             raise InvalidArgumentError(f"init: got {name}={shown(given)}, expected a whole number; pass one")
@@ -308,8 +308,8 @@ def shared_communicator(group: dist.ProcessGroup | None, call: str, device: torc
     """
     import torch.distributed as dist
 
-    joined = dist.is_available() and dist.is_initialized()
-    owner = (dist.group.WORLD if group is None else group) if joined else init  # without a group: this process
+    initialized = dist.is_available() and dist.is_initialized()
+    owner = (dist.group.WORLD if group is None else group) if initialized else init  # without a group: this process
     known = _shared.get(owner, {}).get(device)
     if known is None or known.closed or known.aborted:
         known = communicator_of(group, call, device)

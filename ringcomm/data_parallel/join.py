@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringcomm.data_parallel.buckets.grad_buffer import follow_root
+from ringcomm.data_parallel.buckets.grad_buffer import sync_grads_from_root
 from ringcomm.data_parallel.buckets.group import Join
 from ringcomm.data_parallel.model.sharded_model import ShardedModel, wrapped_model
 from ringcomm.data_parallel.optim.clip import clip_grad_norm_
@@ -191,7 +191,7 @@ def _finish(flat: ShardedModel) -> None:
     gradients = [bucket.gradient for bucket in flat.order]
     for gradient in gradients:
         gradient.reconcile()
-    follow_root(gradients, values=True)
+    sync_grads_from_root(gradients, values=True)
     flat.send_buffers()
     if flat.stage == 0:
         for bucket in flat.order:

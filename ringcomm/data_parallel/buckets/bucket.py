@@ -403,7 +403,7 @@ class Bucket:
         """Returns the runs of the owned range that an element-wise optimizer sees; ``owners`` are its groups, by
         segment. In 16-bit types parameters stay separate, because torch rounds the last elements of a tensor
         differently from the others."""
-        return self.layout.runs(self.start, self.end, owners, joined=self.types.master.itemsize > 2)
+        return self.layout.runs(self.start, self.end, owners, merge=self.types.master.itemsize > 2)
 
     @_untransformed
     def start_gather(self) -> None:

@@ -772,7 +772,7 @@ def adopt_user_grads(gradients: Collection[GradBuffer], call: str) -> None:
         each.adopt_user_grads(call)
 
 
-def follow_root(gradients: Sequence[GradBuffer], values: bool = False) -> None:
+def sync_grads_from_root(gradients: Sequence[GradBuffer], values: bool = False) -> None:
     """Inside `join`, once a rank has joined: discards, on the ranks that have joined, the gradients that a rank with
     input has discarded; a collective.
 

@@ -185,13 +185,13 @@ class FlatLayout:
                 found.append(Fragment(i, first - segment.offset, first - start, last - first))
         return found
 
-    def runs(self, start: int, end: int, groups: Sequence[int], joined: bool = True) -> list[Run]:
+    def runs(self, start: int, end: int, groups: Sequence[int], merge: bool = True) -> list[Run]:
         """Returns the runs that an optimizer sees in a range: neighbouring segments of one group, with the padding
         after each segment.
 
         Args:
             groups: the optimizer's group of each segment; negative: none.
-            joined: False: one run for each segment, without padding.
+            merge: False: one run for each segment, without padding.
         """
         align = max(1, ALIGN_BYTES // self.dtype.itemsize)
         found: list[Run] = []
@@ -199,8 +199,8 @@ class FlatLayout:
         for fragment in self.fragments(start, end, empty=True):
             group = groups[fragment.segment]
             first = start + fragment.offset
-            last = min(end, up(first + fragment.numel, align)) if joined else first + fragment.numel
-            if joined and open_run and found[-1].group == group:
+            last = min(end, up(first + fragment.numel, align)) if merge else first + fragment.numel
+            if merge and open_run and found[-1].group == group:
                 before = found.pop()
                 found.append(Run(group, before.start, last, (*before.segments, fragment.segment)))
             elif group >= 0:

@@ -46,7 +46,7 @@ from torch.utils._pytree import tree_flatten
 
 from ringcomm import _C
 from ringcomm.data_parallel.buckets.bucket import Bucket, UnshardedState, ViewData, Window, in_transform
-from ringcomm.data_parallel.buckets.grad_buffer import follow_root
+from ringcomm.data_parallel.buckets.grad_buffer import sync_grads_from_root
 from ringcomm.data_parallel.buckets.group import DataParallelGroup
 from ringcomm.data_parallel.buckets.layout import Atom
 from ringcomm.data_parallel.model.contents import ModuleContents
@@ -1103,7 +1103,7 @@ class ShardedModel:
         while self.backward.next < len(self.order) and self.backward.is_launched(self.order[self.backward.next]):
             self.backward.next += 1
         self.ranks.announce("reduce", bucket.number)
-        follow_root([gradient])
+        sync_grads_from_root([gradient])
         hook = self.sync.hook
         if hook is None:
             self.timed(gradient.start_reduce)
@@ -1177,8 +1177,13 @@ class ShardedModel:
         self._reset()
 
     def _start_used_params(self) -> tuple[bytes, bytearray, torch.Tensor, Any]:
-        """Starts the message that has a 1 for every trainable parameter with a gradient on this rank. Returns the
-        message, the host memory for the ranks' maximum, the device memory, and the work."""
+        """Starts the message that ends a synchronised backward pass, of which the ranks get the maximum of each byte:
+        the header (see `HEADER_NBYTES`), for every trainable parameter whether it has a gradient on this rank, and at
+        stage 3 a checksum of the units' order.
+
+        Returns: this rank's message; the host memory for the maximum, which has it only on the CPU; the memory on the
+            model's device; and the work, None if it is done.
+        """
         sent = self.optimizers.checksum() + (b"\1" if self.arrivals.nested else b"\0")
         for bucket in self.order:
             has = bucket.gradient.local.contributed | bucket.gradient.with_mean

@@ -106,9 +106,9 @@ class CacheBlocks:
         found = [states.pop(block, {}) for block in self.params]
         if all(found) or (before and any(found)):
             keys = {key: None for state in found for key in state}
-            states[param] = {key: self._joined(key, [state.get(key) for state in found], before) for key in keys}
+            states[param] = {key: self._merged(key, [state.get(key) for state in found], before) for key in keys}
 
-    def _joined(self, key: str, parts: list[Any], before: dict[str, Any]) -> Any:
+    def _merged(self, key: str, parts: list[Any], before: dict[str, Any]) -> Any:
         """Returns one state of the parameter; None in ``parts``: the block has none."""
         known: Any = before.get(key)
         pairs = zip(parts, self.params, strict=True)

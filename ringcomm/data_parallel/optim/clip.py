@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from ringcomm.data_parallel.buckets.bucket import Bucket
-from ringcomm.data_parallel.buckets.grad_buffer import adopt_user_grads, follow_root
+from ringcomm.data_parallel.buckets.grad_buffer import adopt_user_grads, sync_grads_from_root
 from ringcomm.data_parallel.model.sharded_model import Place, ShardedModel, place_of, sharded_model_of
 from ringcomm.data_parallel.optim.norm import total_norm
 from ringcomm.errors import InvalidArgumentError, RingcommError
@@ -70,7 +70,7 @@ def clip_grad_norm_(
     flat.ranks.announce("clip", more=(which, (max_norm, norm_type, error_if_nonfinite)))
     gradients = [bucket.gradient for bucket in flat.order]
     adopt_user_grads(gradients, "clip_grad_norm_")
-    follow_root(gradients, values=True)
+    sync_grads_from_root(gradients, values=True)
     count = sum(bucket.layout.segments[i].numel for bucket, some in picked.items() for i in some)
     count += sum(p.numel() for p in beside)
     parts = [part for bucket in flat.order for part in _share(bucket, picked.get(bucket, set()))]

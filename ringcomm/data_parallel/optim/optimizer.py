@@ -34,7 +34,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ringcomm.data_parallel.buckets.bucket import Bucket, adopt_writes
-from ringcomm.data_parallel.buckets.grad_buffer import adopt_user_grads, follow_root
+from ringcomm.data_parallel.buckets.grad_buffer import adopt_user_grads, sync_grads_from_root
 from ringcomm.data_parallel.buckets.offload import HostGradients
 from ringcomm.data_parallel.model.options import SAME_OPTIONS, Options
 from ringcomm.data_parallel.model.sharded_model import Place, ShardedModel, place_of
@@ -892,7 +892,7 @@ class ShardedOptimizer:
             flat.optimizers.stepped.add(self.options)
             if flat.ranks.joining is not None and flat.ranks.joining.module is flat.module:
                 flat.ranks.announce("step", flat.optimizers.number_of(self.optimizer), more=self._options())
-                follow_root([bucket.gradient for bucket in flat.order])
+                sync_grads_from_root([bucket.gradient for bucket in flat.order])
         self._begin_work()
         self.options.steps += 1
         for bucket, part in self.parts.items():

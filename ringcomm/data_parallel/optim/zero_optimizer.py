@@ -33,7 +33,7 @@ from ringcomm.validation import COMMUNICATOR, FLAG, Requirement, a, expects, sev
 
 State = dict[str, Any]
 _CALL = "ZeroRedundancyOptimizer"
-_made: list[weakref.ref[ZeroRedundancyOptimizer]] = []  # those that are not dropped
+_instances: list[weakref.ref[ZeroRedundancyOptimizer]] = []  # those not garbage-collected
 
 
 @dataclass
@@ -258,7 +258,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self.optim.state.clear()
         pieces = self._deal_out(range(len(self.param_groups)))
         self.number = _free_number(self.ranks)
-        _made.append(weakref.ref(self, _made.remove))
+        _instances.append(weakref.ref(self, _instances.remove))
         for number, group in enumerate(self.optim.param_groups):
             group["params"] = [piece.param for piece in pieces[number]]
             for piece in pieces[number]:
@@ -462,17 +462,17 @@ def _group_of(group: dict[str, Any]) -> dict[str, Any]:
     return {**_options(group), "params": params}
 
 
-def _living() -> list[ZeroRedundancyOptimizer]:
-    return [each for each in (ref() for ref in list(_made)) if each is not None]
+def _live_instances() -> list[ZeroRedundancyOptimizer]:
+    return [each for each in (ref() for ref in list(_instances)) if each is not None]
 
 
 def _free_number(ranks: DataParallelGroup) -> int:
     """Returns a number that no optimizer on any of these ranks has, the same on all of them; a collective. The ranks
     cannot count: garbage collection may drop an optimizer at different times on the ranks."""
-    last = max((each.number for each in _living()), default=0)
+    last = max((each.number for each in _live_instances()), default=0)
     return 1 + max(int.from_bytes(theirs, "little") for theirs in ranks.comm.exchange(last.to_bytes(8, "little")))
 
 
 def optimizers_of(model: ShardedModel) -> dict[int, ZeroRedundancyOptimizer]:
     """Returns the optimizers that step parameters of a model, by number."""
-    return {each.number: each for each in _living() if model in each.models()}
+    return {each.number: each for each in _live_instances() if model in each.models()}
