@@ -3,7 +3,7 @@ module's, in the master weights' type."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -103,26 +103,30 @@ def _before_load(
         return
     adopt_writes(buckets, "load_state_dict")
     for name, (bucket, i) in new.items():
-        wrong = _misfit(name, state[name], bucket.layout.segments[i].shape)
-        if wrong:
-            lists[-1].append(wrong)
-        else:
-            bucket.load(i, state[name])
+        lists[-1].extend(_load(bucket, i, name, state[name]))
         state[name] = bucket.params[i]
     for bucket in buckets:
         bucket.publish().wait()
 
 
-def _misfit(name: str, value: Any, shape: tuple[int, ...]) -> str:
-    """Returns torch's sentence about a value that cannot be loaded into a parameter; "": it can."""
+def _load(bucket: Bucket, i: int, name: str, value: Any) -> Iterator[str]:
+    """Loads this rank's part of a parameter; yields torch's sentence about a value that cannot be loaded."""
+    shape = torch.Size(bucket.layout.segments[i].shape)
     if not torch.is_tensor(value):
-        return (
+        yield (
             f'While copying the parameter named "{name}", expected torch.Tensor or Tensor-like object from checkpoint '
             f"but received {type(value)}"
         )
-    if value.shape == shape or (value.shape == (1,) and not shape):  # old versions of torch saved numbers as vectors
-        return ""
-    return (
-        f"size mismatch for {name}: copying a param with shape {value.shape} from checkpoint, the shape in current "
-        f"model is {torch.Size(shape)}."
-    )
+    elif value.shape != shape and (value.shape != (1,) or shape):  # old versions of torch saved numbers as vectors
+        yield (
+            f"size mismatch for {name}: copying a param with shape {value.shape} from checkpoint, the shape in current "
+            f"model is {shape}."
+        )
+    else:
+        try:
+            bucket.load(i, value)
+        except Exception as error:
+            yield (
+                f'While copying the parameter named "{name}", whose dimensions in the model are {shape} and whose '
+                f"dimensions in the checkpoint are {value.shape}, an exception occurred : {error.args}."
+            )
