@@ -166,6 +166,11 @@ class ParamMemory:
             nothing = torch.full((), math.nan if dtype.is_floating_point else -1).to(dtype).to(self.buffer.device)
             return [nothing.expand(view.shape) for view in self.views]
 
+    def is_placeholder(self, x: torch.Tensor) -> bool:
+        """Whether a tensor has the memory of a placeholder."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return bool(x.untyped_storage()._cdata == self.placeholders[0].untyped_storage()._cdata)
+
     def bind(self) -> None:
         """Makes the parameters views of the buffer, so that they can be computed with."""
         _set_values(self.params, self.views, self.classes)
@@ -225,6 +230,8 @@ class Bucket:
         number: index among the model's buckets.
         gathered: the state that all of the model's buckets share.
         view_data: at stage 3, by parameter, the memory that its views made since the last `p.data = other` share.
+        writes: at stage 3, how many times the program or the optimizer has written the parameters while the program
+            could not compute with them.
     """
 
     def __init__(
@@ -246,6 +253,7 @@ class Bucket:
         self.number = 0
         self.gathered = UnshardedState()
         self.view_data: dict[int, ViewData] = {}
+        self.writes = 0
         self.memory = ParamMemory(self.params, sharded_class)
         self._gradient: GradBuffer | None = None
         if device is not None:
@@ -468,6 +476,7 @@ class Bucket:
 
     def publish(self) -> Any:
         """Copies changed master weights to the parameters, on this rank and the others. Returns a Work."""
+        self.writes += 1
         if self.separate:
             self.weight.copy_(self.master, non_blocking=True)
         if self.stage in (1, 2) and self.ranks.world_size > 1:

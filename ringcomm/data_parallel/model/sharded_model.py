@@ -1475,13 +1475,20 @@ def _packing(pack: Callable[[torch.Tensor], Any], flats: list[ShardedModel]) -> 
     def packed(x: torch.Tensor) -> Any:
         if x.layout is not torch.strided:  # it has no storage
             return pack(x)
-        memory = x.untyped_storage()._cdata
+        with torch._C.DisableTorchFunctionSubclass():
+            memory = x.untyped_storage()._cdata
         for flat in flats:
             bucket = flat.gathered.by_memory.get(memory)
             if bucket is not None:
                 index = bucket.layout.index_of(x.storage_offset() * x.itemsize // bucket.types.compute.itemsize)
                 version = bucket.memory.params[index]._version
                 return SavedParameter(weakref.ref(bucket), flat.calls.count, Window.of(x), index, version)
+        place = getattr(x, "_ringcomm", None)
+        if isinstance(place, Place) and place.alive and place.bucket.memory.is_placeholder(x):
+            # A checkpoint saves its arguments, and a torch.autograd.Function what it wants, without reading values.
+            bucket, index = place.bucket, place.index
+            window, version = Window.of(bucket.memory.views[index]), bucket.memory.params[index]._version
+            return SavedParameter(weakref.ref(bucket), place.flat.calls.count, window, index, version)
         return pack(x)
 
     return packed

@@ -5,13 +5,13 @@ p.norm(), p.mul_(2)          the ranks gather the parameter's bucket, writes are
                              (between forward and backward some buckets are gathered already, and stay)
 v = p[0], p.t()              a view has its shape, strides and offset in the bucket's buffer, and a copy of the values
 v.zero_(), v + 1             the bucket is gathered, and the operation is done in its buffer
-p[0] while autograd records  reads use the copy; writes go to the parameter and to the copy
+p[0] while autograd records  reads use the copy, which is renewed after a write; writes go to both
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -56,12 +56,14 @@ class ShardedView(torch.Tensor):
     Its shape needs no communication. Operations that need values gather them first, a collective that every rank must
     call. Writes into it are kept, by each rank for its own part; write the same values on every rank.
 
-    A view that has a gradient (`p[0]` outside `torch.no_grad()`) reads the values with which it was made.
+    A view that has a gradient (`p[0]` outside `torch.no_grad()`) has a copy of the values, which is renewed if they were
+    written since.
     """
 
     _ringcomm: Place
     _window: Window | None = None  # None: the whole parameter
     _data: ViewData | None = None
+    _copied: tuple[int, int]  # what `_writes_of` gave when the copy was made
 
     @classmethod
     @eager
@@ -80,6 +82,11 @@ class ShardedView(torch.Tensor):
         if name in _LIKE and (name == "result_type" or not any(map(_has_place, tree_leaves((args[1:], kwargs))))):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if name in _OF_AUTOGRAD:
+            nodes = [x for x in tree_leaves((args, kwargs)) if _has_gradient(x) or _is_separate_leaf(x)]
+            if nodes:
+                with _as_tensors(nodes):
+                    return func(*args, **kwargs)
         if any(map(_has_gradient, tree_leaves((args, kwargs)))):
             return _with_own_values(name, func, args, kwargs)
         if name == "type" and len(args) + len(kwargs) == 1:
@@ -140,7 +147,14 @@ def _view(x: torch.Tensor, place: Place, window: Window | None, replaced: ViewDa
 
 def _note(view: Any, place: Place, window: Window | None, replaced: ViewData | None = None) -> ShardedView:
     view._ringcomm, view._window, view._data = place, window, replaced or place.data
+    view._copied = _writes_of(view)
     return view
+
+
+def _writes_of(view: Any) -> tuple[int, int]:
+    """Counts the writes into a view's parameter: those that autograd counts, and those through other tensors."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return 0 if view.is_inference() else view._version, view._ringcomm.bucket.writes
 
 
 def _like(x: Any) -> torch.Tensor:
@@ -197,11 +211,6 @@ def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
 def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     """Calls ``func`` on the parameters' values."""
     given = [x for x in tree_leaves((args, kwargs)) if _has_place(x)]
-    if name in _OF_AUTOGRAD:
-        leaves = [x for x in given if _is_separate_leaf(x)]
-        if leaves:
-            with _as_tensors(leaves):
-                return func(*args, **kwargs)
     places = [x._ringcomm for x in given]
     if not all(place.alive for place in places):
         raise InvalidArgumentError(
@@ -234,6 +243,9 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         values = {id(x): _values(x).detach().clone() if name in _COPIES else _values(x) for x in given}
         args_with_values, kwargs_with_values = tree_map(lambda x: values.get(id(x), x), (args, kwargs))
         result = func(*args_with_values, **kwargs_with_values)
+        for x in written:
+            if id(x) in values:
+                x._ringcomm.bucket.writes += 1
         if hasattr(result, "wait"):  # a Work of torch.distributed; the values are freed after this
             result.wait()
         if name in _ARRAYS:
@@ -249,12 +261,38 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
             place, window = homes[x.untyped_storage()._cdata], Window.of(x)
             if not (torch.is_grad_enabled() and x.requires_grad):
                 return _view(x.clone(), place, window)
-            # Keeps the view's autograd node, because programs look for the parameter's node behind it.
-            x.data = x.detach().clone()
+            x = _with_own_memory(x)
             x.__class__ = ShardedView  # `as_subclass` would put another node before it
             return _note(x, place, window)
 
         return tree_map(shown, result)
+
+
+class _SavedInput(torch.autograd.Function):
+    """Saves its input for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.new_empty(0)
+
+
+def _with_own_memory(x: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of a parameter's view with the view's own node, because programs look for the parameter's node
+    behind it, and with the parameter's version counter.
+
+    autograd does not take the copy for a view: after a write it would make a view's node again, from the strides that
+    the parameter has then, and those of a placeholder are other ones. What a node has saved is such a tensor.
+    """
+    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # not inside of torch.func, where there are none
+    with torch.autograd.graph.saved_tensors_hooks(_same, _same) if enabled else nullcontext():
+        (copy,) = _SavedInput.apply(x).grad_fn.saved_tensors
+    copy.data = x.detach().clone()
+    return copy
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 @contextmanager
@@ -272,14 +310,14 @@ def _own_classes(given: Sequence[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _as_tensors(leaves: Sequence[Any]) -> Iterator[None]:
-    """Inside, autograd finds these leaves in the graph; it needs no values of them."""
-    for x in leaves:
+def _as_tensors(nodes: Sequence[Any]) -> Iterator[None]:
+    """Inside, autograd finds these views and leaves in the graph; it needs no values of them."""
+    for x in nodes:
         x.__class__ = torch.Tensor
     try:
         yield
     finally:
-        for x in leaves:
+        for x in nodes:
             x.__class__ = ShardedView
 
 
@@ -289,8 +327,10 @@ def _with_own_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     if not args and "tensor" in kwargs:  # torch.nn.init passes it by name
         args, kwargs = (kwargs["tensor"],), {key: x for key, x in kwargs.items() if key != "tensor"}
     leaves = tree_leaves((args, kwargs))
+    views = {id(x): x for x in leaves if _has_gradient(x)}
+    for x in views.values():
+        _renew(x)
     with torch._C.DisableTorchFunctionSubclass():
-        views = {id(x): x for x in leaves if _has_gradient(x)}
         own = {key: x.as_subclass(torch.Tensor) for key, x in views.items()}
     writes = _writes(name, kwargs)
     targets = [x for x in tree_leaves((args[:1], kwargs.get("out"))) if id(x) in own] if writes else []
@@ -307,6 +347,7 @@ def _with_own_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
             func(first, *tree_map(lambda x: own.get(id(x), x), args[1:]), **kwargs)
             for x in targets:
                 own[id(x)].copy_(_alias(x))
+                x._copied = _writes_of(x)
         return args[0]
     if any(_has_place(x) and id(x) not in own for x in leaves):
         args, kwargs = tree_map(lambda x: own.get(id(x), x), (args, kwargs))
@@ -325,6 +366,17 @@ def _with_own_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
                 view = memories[x.untyped_storage()._cdata]
                 found[at] = _view(x, view._ringcomm, _window(y) or Window.of(y), _replaced(view))
     return tree_unflatten(found, structure)
+
+
+def _renew(view: Any) -> None:
+    """Copies the values again if they were written; then a collective."""
+    if view._ringcomm.alive and view._copied != _writes_of(view):
+        with torch._C.DisableTorchFunctionSubclass():
+            copy = view.detach().as_subclass(torch.Tensor)
+        once = tuple(slice(None) if stride else slice(1) for stride in copy.stride())  # of an expanded view, one element
+        with torch.no_grad(), unversioned(copy):
+            copy[once].copy_(_alias(view).clone()[once])
+        view._copied = _writes_of(view)
 
 
 def _shares(x: Any, memories: Collection[int]) -> bool:
@@ -395,8 +447,10 @@ def _has_gradient(x: Any) -> bool:
 
 
 def _has_place(x: Any) -> bool:
-    """Whether a tensor is a stage 3 parameter, which may have been gathered since, or a view of one."""
-    return isinstance(x, torch.Tensor) and isinstance(getattr(x, "_ringcomm", None), Place)
+    """Whether a tensor is a stage 3 parameter, which may have been gathered since, or a view of one, outside of
+    `_as_tensors`."""
+    is_tensor = isinstance(x, torch.Tensor) and type(x) is not torch.Tensor
+    return is_tensor and isinstance(getattr(x, "_ringcomm", None), Place)
 
 
 def _has_memory(x: Any) -> bool:
