@@ -692,3 +692,38 @@ class _Rank:
 def test_processes_share_one_communicator(backend: str) -> None:
     kind = "cpu" if backend == "ringcomm" else "torch.distributed:gloo"
     assert torch_ranks.run(_in_processes, backend=backend) == [(1, kind)] * WORLD
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "leaf", "function"])
+def test_a_parameter_of_another_unit_is_saved_without_being_read(kind: str) -> None:
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(a, w)
+            return a @ w
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            a, w = ctx.saved_tensors
+            return grad @ w.t(), a.t() @ grad
+
+    def run(comm: Any, wrap: bool) -> list[torch.Tensor]:
+        model = seeded(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+        for unit in (model[0], model[2], model) if wrap else ():
+            ringcomm.fully_shard(unit, comm=comm)
+        other = nn.Parameter(model[0].weight.data) if kind == "leaf" else model[0].weight
+
+        def more(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+            if kind == "function":
+                return out + Product.apply(args[0], other)
+            return out + checkpoint(torch.matmul, args[0], other, use_reentrant=False)
+
+        model[2].register_forward_hook(more)
+        model(torch.linspace(-1, 1, 8).view(2, 4)).square().sum().backward()
+        assert other.grad is not None
+        return [other.grad.clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    for plain, found in zip(
+        *(ringcomm.run_ranks(run, 2, wrap, ranks="threads") for wrap in (False, True)), strict=True
+    ):
+        assert [*map(torch.equal, plain, found)] == [True] * len(plain)

@@ -828,11 +828,20 @@ class ShardedGradient(torch.Tensor):
     def of(gradient: GradBuffer, index: int) -> ShardedGradient:
         """Returns the object for segment ``index`` of a bucket's gradient."""
         p, name = gradient.params[index], gradient.layout.segments[index].name
-        return ShardedGradient._made(p.shape, None, p.dtype, p.device, (name, weakref.ref(gradient), index, ()))
+        like = torch.empty(p.shape, dtype=p.dtype, device="meta")
+        return ShardedGradient._made(like, p.device, (name, weakref.ref(gradient), index, ()))
 
     @staticmethod
-    def _made(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device, what: Any) -> ShardedGradient:
-        made = torch.Tensor._make_wrapper_subclass(ShardedGradient, shape, strides=stride, dtype=dtype, device=device)
+    def _made(like: torch.Tensor, device: torch.device, what: Any) -> ShardedGradient:
+        made = torch.Tensor._make_wrapper_subclass(
+            ShardedGradient,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=like.dtype,
+            device=device,
+        )
+        torch._C._set_throw_on_mutable_data_ptr(made)  # torch does not check for memory everywhere
         made._name, made._owner, made._index, made._views = what
         return made
 
@@ -901,8 +910,12 @@ class ShardedGradient(torch.Tensor):
                 f"view: rank {self._home.ranks.rank} got {args[0]} for the gradient of {self._name}, which is kept as "
                 f"{self._home.dtype}, expected a shape; take the view of p.grad.clone()"
             )
-        like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
-        found = func(like, *args, **kwargs)
+        numel = self._home.params[self._index].numel() * self._dtype_of_base.itemsize // self.itemsize
+        base = torch.empty(numel, dtype=self.dtype, device="meta")
+        found = func(base.as_strided(self.shape, self.stride(), self.storage_offset()), *args, **kwargs)
+        if name == "as_strided":  # its offset counts from the start of the memory, which is another one at every read
+            shift = found.storage_offset() - self.storage_offset()
+            return self._as(found, (partial(_strided, found.shape, found.stride(), shift),))
         if isinstance(found, torch.Tensor):
             steps = () if name in ("detach", "alias") else (lambda unsharded: func(unsharded, *args, **kwargs),)
             return self._as(found, steps)
@@ -911,7 +924,7 @@ class ShardedGradient(torch.Tensor):
     def _as(self, like: torch.Tensor, steps: tuple[Any, ...]) -> ShardedGradient:
         owner = partial(_owner_of, self)  # a view keeps its gradient alive
         what = (self._name, owner, self._index, (*self._views, *steps))
-        return ShardedGradient._made(like.shape, like.stride(), like.dtype, self.device, what)
+        return ShardedGradient._made(like, self.device, what)
 
     # ---- changes --------------------------------------------------------------------------------------------------
 
@@ -958,6 +971,16 @@ class ShardedGradient(torch.Tensor):
         """Returns the values; a collective."""
         return self.clone().tolist()
 
+    def apply_(self, callable: Callable[[Any], Any]) -> ShardedGradient:
+        """Calls ``callable`` with each value, and writes what it returns; a collective."""
+        self.copy_(self.clone().apply_(callable))
+        return self
+
+    def map_(self, tensor: torch.Tensor, callable: Callable[[Any, Any], Any]) -> ShardedGradient:
+        """Like `apply_`, with the values of another tensor too."""
+        self.copy_(self.clone().map_(_read(tensor), callable))
+        return self
+
     def __format__(self, spec: str) -> str:
         return format(self.clone() if spec else repr(self), spec)
 
@@ -987,6 +1010,10 @@ def _read_only(array: Any) -> Any:
     """Makes the array read-only, because writes into a copy would be lost."""
     array.flags.writeable = False
     return array
+
+
+def _strided(shape: Any, stride: Any, shift: int, unsharded: torch.Tensor) -> torch.Tensor:
+    return unsharded.as_strided(shape, stride, unsharded.storage_offset() + shift)
 
 
 def _one_of(func: Any, args: Any, kwargs: Any, k: int, unsharded: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ringcomm.data_parallel.buckets.bucket import Bucket, ViewData, Window
@@ -56,14 +57,15 @@ class ShardedView(torch.Tensor):
     Its shape needs no communication. Operations that need values gather them first, a collective that every rank must
     call. Writes into it are kept, by each rank for its own part; write the same values on every rank.
 
-    A view that has a gradient (`p[0]` outside `torch.no_grad()`) has a copy of the values, which is renewed if they were
-    written since.
+    A view that has a gradient (`p[0]` outside `torch.no_grad()`) has a copy of the values, which is renewed if they
+    were written since.
     """
 
     _ringcomm: Place
     _window: Window | None = None  # None: the whole parameter
     _data: ViewData | None = None
     _copied: tuple[int, int]  # what `_writes_of` gave when the copy was made
+    _is_checked = True  # whether autograd notices writes; not those through `p.data`
 
     @classmethod
     @eager
@@ -72,8 +74,12 @@ class ShardedView(torch.Tensor):
         if name == "copy_" and len(args) > 1 and args[0] is args[1]:  # torch's load_state_dict, after our hook
             return args[0]
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        if name in ("detach", "alias") or (name == "__get__" and attribute == "data"):
+        if name in ("detach", "alias"):
             return _alias(args[0])
+        if name == "__get__" and attribute == "data":
+            found = _alias(args[0])
+            found._is_checked = False
+            return found
         if name == "__set__" and attribute == "data":
             return _set_data(*args)
         if name in _FACTS and attribute not in _VALUES:
@@ -87,14 +93,14 @@ class ShardedView(torch.Tensor):
             if nodes:
                 with _as_tensors(nodes):
                     return func(*args, **kwargs)
+        if name in _STRIDES:
+            return func(_like(args[0]), *args[1:], **kwargs)
         if any(map(_has_gradient, tree_leaves((args, kwargs)))):
             return _with_own_values(name, func, args, kwargs)
         if name == "type" and len(args) + len(kwargs) == 1:
             return torch.empty(0, dtype=args[0].dtype, device=args[0].device).type()
         if name in _CONVERSIONS and _changes_nothing(func, args, kwargs):
             return args[0]
-        if name in _STRIDES:
-            return func(_like(args[0]), *args[1:], **kwargs)
         if name == "__iter__":
             return iter(args[0].unbind(0))
         return _with_values(name, func, args, kwargs)
@@ -138,7 +144,9 @@ class ShardedParameter(ShardedView, nn.Parameter):
 def _alias(x: Any) -> ShardedView:
     """Returns the same parameter or view, detached from autograd."""
     with torch._C.DisableTorchFunctionSubclass():
-        return _view(x.detach(), x._ringcomm, _window(x), _replaced(x))
+        found = _view(x.detach(), x._ringcomm, _window(x), _replaced(x))
+    found._is_checked = _is_checked(x)
+    return found
 
 
 def _view(x: torch.Tensor, place: Place, window: Window | None, replaced: ViewData | None = None) -> ShardedView:
@@ -155,6 +163,17 @@ def _writes_of(view: Any) -> tuple[int, int]:
     """Counts the writes into a view's parameter: those that autograd counts, and those through other tensors."""
     with torch._C.DisableTorchFunctionSubclass():
         return 0 if view.is_inference() else view._version, view._ringcomm.bucket.writes
+
+
+def _count_write(x: Any) -> None:
+    bucket, i = x._ringcomm.bucket, x._ringcomm.index
+    bucket.writes += 1
+    if x is not bucket.params[i] and _is_checked(x) and _replaced(x) is None:
+        increment_version(bucket.params[i])
+
+
+def _is_checked(x: Any) -> bool:
+    return not isinstance(x, ShardedView) or x._is_checked
 
 
 def _like(x: Any) -> torch.Tensor:
@@ -245,7 +264,7 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args_with_values, **kwargs_with_values)
         for x in written:
             if id(x) in values:
-                x._ringcomm.bucket.writes += 1
+                _count_write(x)
         if hasattr(result, "wait"):  # a Work of torch.distributed; the values are freed after this
             result.wait()
         if name in _ARRAYS:
@@ -260,7 +279,9 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
                 return x
             place, window = homes[x.untyped_storage()._cdata], Window.of(x)
             if not (torch.is_grad_enabled() and x.requires_grad):
-                return _view(x.clone(), place, window)
+                view = _view(x.clone(), place, window)
+                view._is_checked = all(_is_checked(y) for y in given if y._ringcomm is place)
+                return view
             x = _with_own_memory(x)
             x.__class__ = ShardedView  # `as_subclass` would put another node before it
             return _note(x, place, window)
@@ -287,8 +308,14 @@ def _with_own_memory(x: torch.Tensor) -> torch.Tensor:
     enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # not inside of torch.func, where there are none
     with torch.autograd.graph.saved_tensors_hooks(_same, _same) if enabled else nullcontext():
         (copy,) = _SavedInput.apply(x).grad_fn.saved_tensors
-    copy.data = x.detach().clone()
+    copy.data = _memory_of(x.detach()).clone().as_strided(x.shape, x.stride())  # strides decide which kernel reads it
     return copy
+
+
+def _memory_of(x: torch.Tensor) -> torch.Tensor:
+    """Returns the memory from a tensor's first element to its last, as a vector."""
+    steps = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((steps + 1 if x.numel() else 0,), (1,))
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:
@@ -370,12 +397,12 @@ def _with_own_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _renew(view: Any) -> None:
     """Copies the values again if they were written; then a collective."""
-    if view._ringcomm.alive and view._copied != _writes_of(view):
+    place = view._ringcomm
+    if place.alive and view._copied != _writes_of(view):
         with torch._C.DisableTorchFunctionSubclass():
-            copy = view.detach().as_subclass(torch.Tensor)
-        once = tuple(slice(None) if stride else slice(1) for stride in copy.stride())  # of an expanded view, one element
-        with torch.no_grad(), unversioned(copy):
-            copy[once].copy_(_alias(view).clone()[once])
+            copy = _memory_of(view.detach().as_subclass(torch.Tensor))
+        with place.flat.borrowing([place.bucket], place.name, "a view"), torch.no_grad(), unversioned(copy):
+            copy.copy_(_memory_of(_values(view)))
         view._copied = _writes_of(view)
 
 

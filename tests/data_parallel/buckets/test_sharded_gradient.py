@@ -184,6 +184,17 @@ def other_changes(model: Tower, _: Any) -> list[torch.Tensor]:
     return [g.clone()]
 
 
+def diagonals(model: Tower, _: Any) -> list[torch.Tensor]:
+    g = model.blocks[1].linear.weight.grad
+    g[1:].fill_diagonal_(3.0)
+    g.t()[2:].fill_diagonal_(4.0)
+    g[5:].as_strided((2, 3), (WIDTH, 2)).mul_(0.5)
+    g.apply_(lambda v: v + 0.5)
+    g[3].apply_(lambda v: v * 2)
+    g.map_(g.t().clone(), lambda a, b: a + 0.25 * b)
+    return [g[1:].as_strided((2, 2), (WIDTH + 1, 1)).clone(), g.clone()]
+
+
 def lists(model: Tower, _: Any) -> list[torch.Tensor]:
     grads = grads_of(model)
     plain = torch.ones(3)
@@ -246,11 +257,11 @@ def torch_scaler(model: Tower, _: Any) -> list[torch.Tensor]:
 
 
 USES = [reads, copies, into_plain_tensors, scalars, tensors, fills, other_changes, lists, torch_clipping]
-USES += [assigned, replaced_data, torch_scaler]
+USES += [diagonals, assigned, replaced_data, torch_scaler]
 
 
 # What `make test` runs: a use of each kind.
-TELLING = ["reads", "fills", "lists", "copies", "assigned", "torch_clipping", "torch_scaler"]
+TELLING = ["reads", "diagonals", "fills", "lists", "copies", "assigned", "torch_clipping", "torch_scaler"]
 
 
 @pytest.mark.parametrize("precision", [None, BF16], ids=["float32", "bf16"])
@@ -461,6 +472,8 @@ def test_what_is_refused(stage: int) -> None:
         g = model.inlet.weight.grad
         with pytest.raises(InvalidArgumentError, match=rf"rank {comm.rank} got \(70,\) as the gradient of inlet.weigh"):
             g.resize_(70)
+        with pytest.raises(RuntimeError, match="data pointer"):
+            torch.utils.dlpack.to_dlpack(g)
         with pytest.raises(RuntimeError, match="size"):
             g.add_(torch.ones(7))
         model.inlet.weight.grad = torch.ones(WIDTH, 5).to_sparse()
