@@ -164,6 +164,7 @@ class ParamMemory:
         dtype = self.buffer.dtype
         with torch.inference_mode(False):
             nothing = torch.full((), math.nan if dtype.is_floating_point else -1).to(dtype).to(self.buffer.device)
+            torch._C._set_throw_on_mutable_data_ptr(nothing)  # a write would be lost
             return [nothing.expand(view.shape) for view in self.views]
 
     def is_placeholder(self, x: torch.Tensor) -> bool:

@@ -65,7 +65,7 @@ class ShardedView(torch.Tensor):
     _window: Window | None = None  # None: the whole parameter
     _data: ViewData | None = None
     _copied: tuple[int, int]  # what `_writes_of` gave when the copy was made
-    _is_checked = True  # whether autograd notices writes; not those through `p.data`
+    _counter: torch.Tensor | None = None  # whose version counts writes into this view; None: its own
 
     @classmethod
     @eager
@@ -77,9 +77,8 @@ class ShardedView(torch.Tensor):
         if name in ("detach", "alias"):
             return _alias(args[0])
         if name == "__get__" and attribute == "data":
-            found = _alias(args[0])
-            found._is_checked = False
-            return found
+            with torch._C.DisableTorchFunctionSubclass():
+                return _note(args[0].data.as_subclass(ShardedView), args[0], _window(args[0]))
         if name == "__set__" and attribute == "data":
             return _set_data(*args)
         if name in _FACTS and attribute not in _VALUES:
@@ -142,19 +141,22 @@ class ShardedParameter(ShardedView, nn.Parameter):
 
 
 def _alias(x: Any) -> ShardedView:
-    """Returns the same parameter or view, detached from autograd."""
+    """Returns the same parameter or view, detached from autograd, with the same version counter."""
     with torch._C.DisableTorchFunctionSubclass():
-        found = _view(x.detach(), x._ringcomm, _window(x), _replaced(x))
-    found._is_checked = _is_checked(x)
-    return found
+        alias = _note(x.detach().as_subclass(ShardedView), x, _window(x))
+    alias._counter = x._counter if isinstance(x, ShardedView) else None
+    return alias
 
 
-def _view(x: torch.Tensor, place: Place, window: Window | None, replaced: ViewData | None = None) -> ShardedView:
-    return _note(x.as_subclass(ShardedView), place, window, replaced)
+def _view(x: torch.Tensor, of: Any, window: Window | None) -> ShardedView:
+    """Makes ``x``, a copy of some values of ``of``, a view of it."""
+    view = _note(x.as_subclass(ShardedView), of, window)
+    view._counter = _counter(of)
+    return view
 
 
-def _note(view: Any, place: Place, window: Window | None, replaced: ViewData | None = None) -> ShardedView:
-    view._ringcomm, view._window, view._data = place, window, replaced or place.data
+def _note(view: Any, of: Any, window: Window | None) -> ShardedView:
+    view._ringcomm, view._window, view._data = of._ringcomm, window, _replaced(of) or of._ringcomm.data
     view._copied = _writes_of(view)
     return view
 
@@ -166,14 +168,16 @@ def _writes_of(view: Any) -> tuple[int, int]:
 
 
 def _count_write(x: Any) -> None:
-    bucket, i = x._ringcomm.bucket, x._ringcomm.index
-    bucket.writes += 1
-    if x is not bucket.params[i] and _is_checked(x) and _replaced(x) is None:
-        increment_version(bucket.params[i])
+    """Counts a write that was made in the bucket's buffer."""
+    x._ringcomm.bucket.writes += 1
+    counter = _counter(x)
+    if x is not x._ringcomm.bucket.params[x._ringcomm.index] and not counter.is_inference():
+        increment_version(counter)
 
 
-def _is_checked(x: Any) -> bool:
-    return not isinstance(x, ShardedView) or x._is_checked
+def _counter(x: Any) -> torch.Tensor:
+    other = x._counter if isinstance(x, ShardedView) else None
+    return x if other is None else other
 
 
 def _like(x: Any) -> torch.Tensor:
@@ -270,21 +274,24 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if name in _ARRAYS:
             result.flags.writeable = False  # writes into the copy would be lost
         originals = {id(values[id(x)]): x for x in given}
-        homes = {place.bucket.unsharded.untyped_storage()._cdata: place for place in places if not stays[place.flat]}
+        leaves = [x for x in given if _is_separate_leaf(x) and values[id(x)].requires_grad]
+        copies = {values[id(x)].untyped_storage()._cdata: x for x in leaves}
+        used = {place.bucket for place in places if not stays[place.flat]}
+        homes = {bucket.unsharded.untyped_storage()._cdata: bucket for bucket in used}
 
         def shown(x: Any) -> Any:
             if id(x) in originals:
                 return originals[id(x)]
+            if _shares(x, copies):
+                return _slice_of_leaf(x, copies[x.untyped_storage()._cdata])
             if not _shares(x, homes):
                 return x
-            place, window = homes[x.untyped_storage()._cdata], Window.of(x)
+            of, window = _origin(x, homes[x.untyped_storage()._cdata], given), Window.of(x)
             if not (torch.is_grad_enabled() and x.requires_grad):
-                view = _view(x.clone(), place, window)
-                view._is_checked = all(_is_checked(y) for y in given if y._ringcomm is place)
-                return view
-            x = _with_own_memory(x)
+                return _view(x.clone(), of, window)
+            x = _with_own_memory(x, x.detach())
             x.__class__ = ShardedView  # `as_subclass` would put another node before it
-            return _note(x, place, window)
+            return _note(x, of, window)
 
         return tree_map(shown, result)
 
@@ -298,17 +305,17 @@ class _SavedInput(torch.autograd.Function):
         return x.new_empty(0)
 
 
-def _with_own_memory(x: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of a parameter's view with the view's own node, because programs look for the parameter's node
-    behind it, and with the parameter's version counter.
+def _with_own_memory(view: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of values with a view's own autograd node, because programs look for the parameter's node behind
+    it, and with the view's version counter.
 
     autograd does not take the copy for a view: after a write it would make a view's node again, from the strides that
     the parameter has then, and those of a placeholder are other ones. What a node has saved is such a tensor.
     """
     enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # not inside of torch.func, where there are none
     with torch.autograd.graph.saved_tensors_hooks(_same, _same) if enabled else nullcontext():
-        (copy,) = _SavedInput.apply(x).grad_fn.saved_tensors
-    copy.data = _memory_of(x.detach()).clone().as_strided(x.shape, x.stride())  # strides decide which kernel reads it
+        (copy,) = _SavedInput.apply(view).grad_fn.saved_tensors
+    copy.data = _memory_of(values).clone().as_strided(values.shape, values.stride())  # strides choose the kernels
     return copy
 
 
@@ -391,7 +398,7 @@ def _with_own_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
             # `y` is a plain tensor if the bucket stays gathered, or if it is a view of replaced data.
             if _shares(x, memories):
                 view = memories[x.untyped_storage()._cdata]
-                found[at] = _view(x, view._ringcomm, _window(y) or Window.of(y), _replaced(view))
+                found[at] = _note(x.as_subclass(ShardedView), view, _window(y) or Window.of(y))
     return tree_unflatten(found, structure)
 
 
@@ -428,20 +435,24 @@ def _values(x: Any) -> torch.Tensor:
         return x
     values = place.bucket.layout.part(buffer, place.index).detach()
     if torch.is_grad_enabled() and _is_separate_leaf(x) and torch._C._functorch.peek_interpreter_stack() is None:
-        return _LeafValues.apply(x, values)
+        with torch._C.DisableTorchFunctionSubclass():
+            return _with_own_memory(x.view_as(x).as_subclass(torch.Tensor), values)
     return values
 
 
-class _LeafValues(torch.autograd.Function):
-    """The values of a leaf such as `p.detach().requires_grad_()`: their gradient is the leaf's."""
+def _origin(x: torch.Tensor, bucket: Bucket, given: Sequence[Any]) -> Any:
+    """Returns the one of the given parameters and views that a tensor in the bucket's buffer is a view of."""
+    index = bucket.layout.index_of(x.storage_offset() * x.itemsize // bucket.unsharded.itemsize)
+    found = [y for y in given if y._ringcomm.bucket is bucket and _replaced(y) is None]
+    return next((y for y in found if y._ringcomm.index == index), found[0])
 
-    @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        return values.clone()
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0], None
+def _slice_of_leaf(x: Any, leaf: Any) -> ShardedView:
+    """Makes a slice of a leaf's values, which autograd has recorded, a view of the parameter."""
+    start = leaf._ringcomm.bucket.layout.segments[leaf._ringcomm.index].offset * leaf.itemsize // x.itemsize
+    window = Window.of(x)
+    x.__class__ = ShardedView
+    return _note(x, leaf, window._replace(offset=start + window.offset))
 
 
 def _is_separate_leaf(x: Any) -> bool:

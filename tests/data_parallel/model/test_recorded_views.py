@@ -50,11 +50,20 @@ USES: dict[str, Change] = {
 }
 
 
-def _run(comm: ringcomm.Communicator, plain: nn.Module, stage: int, chain: list[str], events: list[Any]) -> list[Any]:
+LEAVES: dict[str, Change] = {
+    "parameter": lambda p: p,
+    "data": lambda p: nn.Parameter(p.data),
+    "detached": lambda p: p.detach().requires_grad_(),
+}
+
+
+def _run(
+    comm: ringcomm.Communicator, plain: nn.Module, stage: int, leaf: str, chain: list[str], events: list[Any]
+) -> list[Any]:
     model = copy.deepcopy(plain)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     ringcomm.shard(model, optimizer, stage, comm, bucket_cap_mb=0.0001)
-    w = model[0].weight
+    w = LEAVES[leaf](model[0].weight)
     v, found = w, []
     for name in chain:
         v = VIEWS[name](v)
@@ -75,7 +84,7 @@ def _run(comm: ringcomm.Communicator, plain: nn.Module, stage: int, chain: list[
         if w.grad is not None:
             found.append(w.grad.clone())
         optimizer.step()
-        optimizer.zero_grad()
+        w.grad = None
         found += [v.detach().clone(), w.detach().clone()]
     return found
 
@@ -84,11 +93,15 @@ EVENT = st.tuples(*(st.sampled_from(sorted(each)) for each in (WRITES, USES, USE
 
 
 @drawn(40)
-@given(st.lists(st.sampled_from(sorted(VIEWS)), min_size=1, max_size=3), st.lists(EVENT, min_size=1, max_size=3))
-def test_random_programs(chain: list[str], events: list[Any]) -> None:
+@given(
+    st.sampled_from(["parameter", *LEAVES]),
+    st.lists(st.sampled_from(sorted(VIEWS)), min_size=1, max_size=3),
+    st.lists(EVENT, min_size=1, max_size=3),
+)
+def test_random_programs(leaf: str, chain: list[str], events: list[Any]) -> None:
     plain = seeded(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), 5)
     wanted, found = (
-        ringcomm.run_ranks(_run, 2, plain, stage, chain, events, ranks="threads", timeout=30) for stage in (0, 3)
+        ringcomm.run_ranks(_run, 2, plain, stage, leaf, chain, events, ranks="threads", timeout=30) for stage in (0, 3)
     )
     for a, b in zip(wanted, found, strict=True):
         assert [*map(torch.equal, a, b)] == [True] * len(a)
