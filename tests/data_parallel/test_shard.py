@@ -890,3 +890,36 @@ def test_an_embedding_that_rescales_its_rows_gives_a_warning(stage: int) -> None
     assert all(
         "got 0, of class Embedding with max_norm" in each and "rescale the weight after step()" in each for each in told
     )
+
+
+@pytest.mark.parametrize("way", [0, 1, 2, 3, "fully_shard", "zero"])
+def test_a_step_between_forward_and_backward_is_noticed_as_in_torch(way: Any) -> None:
+    def run(comm: ringcomm.Communicator) -> None:
+        model = seeded(nn.ModuleList([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))]))
+        if way == "fully_shard":
+            for unit in (model[0], model[1], model):
+                ringcomm.fully_shard(unit, comm=comm)
+        if way == "zero":
+            optimizer: Any = ringcomm.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, comm=comm, lr=0.1)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if isinstance(way, int):
+            ringcomm.shard(model, optimizer, way, comm)
+        x = torch.linspace(-1, 1, 8).view(2, 4)
+        first, second, other = model[1](x).sum(), model[1](x).square().sum(), model[0](x.clone().requires_grad_()).sum()
+        first.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            second.backward()
+        other.backward()  # the step has not written its parameters, which had no gradients
+        optimizer.step()
+        optimizer.zero_grad()
+        if way == "zero":
+            return
+        loss = model[1](x).square().sum()
+        model.load_state_dict(model.state_dict())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    ringcomm.run_ranks(run, 2, ranks="threads", timeout=30)

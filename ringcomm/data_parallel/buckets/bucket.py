@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from ringcomm.data_parallel.buckets.grad_buffer import GradBuffer
 from ringcomm.data_parallel.buckets.group import DONE, DataParallelGroup, uses
@@ -475,9 +476,14 @@ class Bucket:
                 memory.borrowed = False
                 self.ranks.note_gathered(-memory.buffer.nbytes)
 
-    def publish(self) -> Any:
-        """Copies changed master weights to the parameters, on this rank and the others. Returns a Work."""
+    def publish(self, changed: Collection[int] = ()) -> Any:
+        """Copies changed master weights to the parameters, on this rank and the others. Returns a Work.
+
+        Args:
+            changed: the parameters that a step has changed; autograd refuses a backward pass that needs the old values.
+        """
         self.writes += 1
+        increment_version([self.params[i] for i in changed])
         if self.separate:
             self.weight.copy_(self.master, non_blocking=True)
         if self.stage in (1, 2) and self.ranks.world_size > 1:

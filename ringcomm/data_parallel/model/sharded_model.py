@@ -522,6 +522,12 @@ class GradArrivals:
         self._written[bucket] |= written
         return written
 
+    def expect_writes(self, bucket: Bucket, which: Iterable[int]) -> None:
+        """Called after a step has written parameters, which have the same nodes as before."""
+        versions = self._versions[bucket]
+        for i in which:
+            versions[i] += 1
+
     def renew_written(self, bucket: Bucket, arrived: Collection[int], prepare: Callable[[int], None]) -> None:
         """Installs the hooks of parameters that were written, except those whose gradients have arrived in this pass,
         at the nodes that we know."""

@@ -72,6 +72,7 @@ class ShardedView(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", str(func)), kwargs or {}
         if name == "copy_" and len(args) > 1 and args[0] is args[1]:  # torch's load_state_dict, after our hook
+            increment_version(args[0])
             return args[0]
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         if name in ("detach", "alias"):

@@ -907,7 +907,11 @@ class ShardedOptimizer:
     def after_step(self) -> None:
         """Copies the result of the step to the model."""
         self._leave()
-        works = [(part.flat, bucket.publish()) for bucket, part in self.parts.items()]
+        works = []
+        for bucket, part in self.parts.items():
+            changed = bucket.gradient.with_mean & part.segments if bucket.gradient.has_reduced else set()
+            works.append((part.flat, bucket.publish(changed)))
+            part.flat.arrivals.expect_writes(bucket, changed)
         for flat, work in works:
             flat.timed(work.wait)
 

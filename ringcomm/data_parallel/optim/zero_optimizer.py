@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
@@ -127,6 +128,7 @@ class _Buffer:
 
     def publish(self) -> None:
         """Gathers the other ranks' pieces; a collective."""
+        increment_version([p for p in self.params if p.grad is not None])  # autograd has not seen the step's writes
         for piece in self.pieces:
             piece.param.grad = None
         if self.ranks.world_size == 1:
@@ -141,7 +143,7 @@ class _Buffer:
         self.ranks.all_gather(own, unsharded).wait()
         for i, (p, segment) in enumerate(zip(self.params, self.layout.segments, strict=True)):
             if segment.offset < self.start or segment.end > self.end:
-                p.detach().copy_(self.layout.part(unsharded, i))
+                p.data.copy_(self.layout.part(unsharded, i))
         self.ranks.give(unsharded)
 
     # ---- state ----------------------------------------------------------------------------------------------------
