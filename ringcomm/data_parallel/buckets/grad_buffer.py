@@ -757,19 +757,33 @@ class GradBuffer:
 
 
 def adopt_user_grads(gradients: Collection[GradBuffer], call: str) -> None:
-    """`GradBuffer.adopt_user_grads` for several buckets. Users may have exchanged gradients between them, as in
-    ``a.grad, b.grad = b.grad, a.grad``; such a gradient is copied before its bucket takes other values."""
-    with torch._C.DisableTorchFunctionSubclass():
-        changed = [each for each in gradients if not each._unchanged([*map(_grad_of, each.params)])]
-        homes = {each.buffer.untyped_storage()._cdata for each in gradients}
-        for each in changed if len(changed) > 1 else ():
-            for i, p in enumerate(each.params):
-                if p.grad is None or p.grad.layout != torch.strided or each._is_exposed(i, p.grad):
-                    continue
-                if isinstance(p.grad, ShardedGradient) or p.grad.untyped_storage()._cdata in homes:
-                    p.grad = p.grad.clone()
+    """`GradBuffer.adopt_user_grads` for several buckets."""
+    copy_exchanged_grads(gradients)
     for each in gradients:
         each.adopt_user_grads(call)
+
+
+def copy_exchanged_grads(gradients: Collection[GradBuffer]) -> None:
+    """Copies gradients that users have assigned to other parameters, as in ``a.grad, b.grad = b.grad, a.grad``, before
+    their buckets take other values."""
+    if all(each.is_empty for each in gradients):
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        changed = [each for each in gradients if not each._unchanged([*map(_grad_of, each.params)])]
+        buffers = [buffer for each in gradients for buffer in (each.buffer, *each.local.levels) if buffer is not None]
+        homes = {buffer.untyped_storage()._cdata for buffer in buffers}
+        found = [
+            p
+            for each in changed
+            for i, p in enumerate(each.params)
+            if p.grad is not None and p.grad.layout == torch.strided and not each._is_exposed(i, p.grad)
+        ]
+        grads = [p.grad for p in found]
+        copies = [
+            g.clone() if isinstance(g, ShardedGradient) or g.untyped_storage()._cdata in homes else g for g in grads
+        ]
+        for p, g in zip(found, copies, strict=True):
+            p.grad = g
 
 
 def sync_grads_from_root(gradients: Sequence[GradBuffer], values: bool = False) -> None:

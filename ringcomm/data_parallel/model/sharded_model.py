@@ -46,7 +46,7 @@ from torch.utils._pytree import tree_flatten
 
 from ringcomm import _C
 from ringcomm.data_parallel.buckets.bucket import Bucket, UnshardedState, ViewData, Window, in_transform
-from ringcomm.data_parallel.buckets.grad_buffer import sync_grads_from_root
+from ringcomm.data_parallel.buckets.grad_buffer import copy_exchanged_grads, sync_grads_from_root
 from ringcomm.data_parallel.buckets.group import DataParallelGroup
 from ringcomm.data_parallel.buckets.layout import Atom
 from ringcomm.data_parallel.model.contents import ModuleContents
@@ -982,6 +982,7 @@ class ShardedModel:
         """Records that the pass was started by backward, not by torch.autograd.grad."""
         if not self.backward.accumulates:
             self.backward.accumulates = True
+            copy_exchanged_grads([bucket.gradient for bucket in self.order])
             if self.sync.reduces or self.stage == LAST_STAGE:
                 self.ranks.announce("backward")
 
