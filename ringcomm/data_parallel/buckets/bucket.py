@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -43,7 +44,7 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _untransformed(function: _F) -> _F:
+def untransformed(function: _F) -> _F:
     """Lets a function move parameters inside torch.func transforms, which would otherwise intercept its operations."""
 
     @functools.wraps(function)
@@ -108,10 +109,16 @@ class ViewData:
     Attributes:
         piece: this rank's part of the values, once they are no longer the parameter's.
         unsharded: a buffer with the bucket's layout that holds these values, once it was gathered.
+        writes: changes with every write that autograd does not count.
+        copy: a copy of the values, in whose memory the views are, as long as there are views.
+        copied_at: `writes`, and autograd's count, when all ranks made or renewed the copy.
     """
 
     piece: Any = None
     unsharded: torch.Tensor | None = None
+    writes: int = 0
+    copy: weakref.ref[torch.Tensor] | None = None
+    copied_at: tuple[int, int] | None = None
 
 
 class ParamMemory:
@@ -232,8 +239,6 @@ class Bucket:
         number: index among the model's buckets.
         gathered: the state that all of the model's buckets share.
         view_data: at stage 3, by parameter, the memory that its views made since the last `p.data = other` share.
-        writes: at stage 3, how many times the program or the optimizer has written the parameters while the program
-            could not compute with them.
     """
 
     def __init__(
@@ -255,7 +260,6 @@ class Bucket:
         self.number = 0
         self.gathered = UnshardedState()
         self.view_data: dict[int, ViewData] = {}
-        self.writes = 0
         self.memory = ParamMemory(self.params, sharded_class)
         self._gradient: GradBuffer | None = None
         if device is not None:
@@ -394,6 +398,8 @@ class Bucket:
             p.grad = gradients.get(i)
         self.weight = self.master = self.memory.buffer = torch.empty(0)
         self.memory.views, self.memory.windows, self._gradient = [], {}, None
+        for data in self.view_data.values():
+            data.copied_at = None  # views have old values from now on
         self.gathered, self.view_data = UnshardedState(), {}  # the model's refers to this bucket too, a circle
 
     def thaw(self) -> None:
@@ -415,7 +421,7 @@ class Bucket:
         differently from the others."""
         return self.layout.runs(self.start, self.end, owners, merge=self.types.master.itemsize > 2)
 
-    @_untransformed
+    @untransformed
     def start_gather(self) -> None:
         """Stage 3: starts to gather the parameters. Every rank must do so, in the same order."""
         memory = self.memory
@@ -428,7 +434,7 @@ class Bucket:
         with self._undone_by_errors():
             memory.gathering = self.ranks.all_gather(self.weight, memory.buffer, mark=self.number + 1)
 
-    @_untransformed
+    @untransformed
     def finish_gather(self) -> None:
         """Waits until the parameters can be read."""
         if self.memory.gathering is not None:
@@ -453,7 +459,7 @@ class Bucket:
                 )
             raise
 
-    @_untransformed
+    @untransformed
     def release(self, keep: bool = True) -> None:
         """Stage 3: frees the other ranks' parameters. If other tensors still use the memory, it is left to them.
 
@@ -482,7 +488,7 @@ class Bucket:
         Args:
             changed: the parameters that a step has changed; autograd refuses a backward pass that needs the old values.
         """
-        self.writes += 1
+        self.invalidate_views()
         increment_version([self.params[i] for i in changed])
         if self.separate:
             self.weight.copy_(self.master, non_blocking=True)
@@ -516,6 +522,11 @@ class Bucket:
         self.release()
         self.replace_data(i)
         self._write(self.weight, i, values)
+
+    def invalidate_views(self) -> None:
+        """Stage 3: called when the parameters may have been written; their views copy the values again."""
+        for data in self.view_data.values():
+            data.writes += 1
 
     def replace_data(self, i: int) -> None:
         """Called before a parameter's data is replaced: existing views keep the current values."""

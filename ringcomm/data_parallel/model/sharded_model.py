@@ -147,9 +147,10 @@ class Unit:
             bucket.memory.set_plain(True)
 
     def release(self) -> None:
-        """Frees the other ranks' parameters."""
+        """Frees the other ranks' parameters, which the program may have written."""
         for bucket in self.buckets:
             bucket.release()
+            bucket.invalidate_views()
 
     def unwrap(self) -> None:
         """Makes the modules and parameters plain ones; a collective."""
@@ -865,6 +866,8 @@ class ShardedModel:
     def _release(self, held: Unit | Bucket) -> None:
         if not (self.gathered.graph_needs or self.gathered.holders):
             held.release()
+            if isinstance(held, Bucket):
+                held.invalidate_views()
 
     def intercept(self) -> None:
         """Stage 3, outside of calls: gives parameters that stay gathered the class of sharded ones, so that autograd
@@ -911,9 +914,9 @@ class ShardedModel:
         whether they stay gathered afterwards, as they do inside a forward or backward pass."""
         backward = torch._C._current_graph_task_id() >= 0
         stays = backward or self.calls.depth > 0
-        if stays and not backward:
-            self._warn_of_read(name, call)
         missing = [bucket for bucket in buckets if not bucket.is_unsharded]
+        if missing and stays and not backward:
+            self._warn_of_read(name, call)
         if missing and not stays:
             self.timed(self.ranks.barrier)
         for bucket in missing:
@@ -1445,13 +1448,14 @@ class SavedParameter:
     number: int  # number of the last call when it was saved
     window: Window
     index: int  # the parameter's index in the bucket
-    version: int  # the parameter's version when it was saved
+    version: int  # the version when it was saved
+    counter: torch.Tensor | None = None  # a tensor that has the version counter; None: the parameter
 
     def values(self) -> torch.Tensor:
         """Returns the parameter's values; a collective if its bucket is not gathered."""
         bucket = self.home()
         if bucket is not None:
-            _check_version(bucket.memory.params[self.index], self.version)
+            _check_version(bucket.memory.params[self.index] if self.counter is None else self.counter, self.version)
         if bucket is not None and bucket.stage == LAST_STAGE and bucket.is_unsharded:
             return bucket.memory.window(self.window)
         place = None if bucket is None else place_of(bucket.params[0])
@@ -1494,8 +1498,15 @@ def _packing(pack: Callable[[torch.Tensor], Any], flats: list[ShardedModel]) -> 
         if isinstance(place, Place) and place.alive and place.bucket.memory.is_placeholder(x):
             # A checkpoint saves its arguments, and a torch.autograd.Function what it wants, without reading values.
             bucket, index = place.bucket, place.index
-            window, version = Window.of(bucket.memory.views[index]), bucket.memory.params[index]._version
-            return SavedParameter(weakref.ref(bucket), place.flat.calls.count, window, index, version)
+            if getattr(x, "_data", None) not in (None, place.data):
+                raise InvalidArgumentError(
+                    f"forward: rank {place.flat.ranks.rank} saved a tensor made of {place.name} before its `p.data` "
+                    "was replaced, expected one made since; make it again"
+                )
+            with torch._C.DisableTorchFunctionSubclass():
+                counter = x.detach().as_subclass(torch.Tensor)
+            window = Window.of(bucket.memory.views[index])
+            return SavedParameter(weakref.ref(bucket), place.flat.calls.count, window, index, counter._version, counter)
         return pack(x)
 
     return packed

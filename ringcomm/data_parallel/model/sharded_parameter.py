@@ -5,21 +5,22 @@ p.norm(), p.mul_(2)          the ranks gather the parameter's bucket, writes are
                              (between forward and backward some buckets are gathered already, and stay)
 v = p[0], p.t()              a view has its shape, strides and offset in the bucket's buffer, and a copy of the values
 v.zero_(), v + 1             the bucket is gathered, and the operation is done in its buffer
-p[0] while autograd records  reads use the copy, which is renewed after a write; writes go to both
+p[0] while autograd records  reads use the copy, which is renewed after a write; writes go to the parameter
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
-from ringcomm.data_parallel.buckets.bucket import Bucket, ViewData, Window
+from ringcomm.data_parallel.buckets.bucket import Bucket, ViewData, Window, in_transform, untransformed
 from ringcomm.data_parallel.buckets.group import unversioned
 from ringcomm.data_parallel.model.sharded_model import Place, ShardedModel
 from ringcomm.errors import InvalidArgumentError
@@ -28,7 +29,7 @@ from ringcomm.modules.dynamo import eager
 # Functions that need no values. Getters and setters of attributes are `__get__` and `__set__`.
 _FACTS = {
     *("__get__", "__set__", "__delete__", "size", "dim", "ndimension", "numel", "nelement", "get_device"),
-    *("is_floating_point", "is_complex", "element_size", "storage_offset", "is_same_size"),
+    *("is_floating_point", "is_complex", "element_size", "is_same_size"),
     *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "has_names", "_is_view"),
     *("__hash__", "__repr__", "__len__", "__dir__"),
 }
@@ -57,20 +58,22 @@ class ShardedView(torch.Tensor):
     Its shape needs no communication. Operations that need values gather them first, a collective that every rank must
     call. Writes into it are kept, by each rank for its own part; write the same values on every rank.
 
-    A view that has a gradient (`p[0]` outside `torch.no_grad()`) has a copy of the values, which is renewed if they
-    were written since.
+    A view is in the memory of a copy of the parameter's values. One that has a gradient (`p[0]` outside
+    `torch.no_grad()`) is used there, and the copy is renewed if the values were written since.
     """
 
     _ringcomm: Place
     _window: Window | None = None  # None: the whole parameter
     _data: ViewData | None = None
-    _copied: tuple[int, int]  # what `_writes_of` gave when the copy was made
-    _counter: torch.Tensor | None = None  # whose version counts writes into this view; None: its own
+    _copy: torch.Tensor | None = None  # kept alive here, see ViewData
+    _versioned_by: torch.Tensor | None = None  # whose version counts writes into this view; None: its own
 
     @classmethod
     @eager
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", str(func)), kwargs or {}
+        if not args and "tensor" in kwargs:  # torch.nn.init passes it by name
+            args, kwargs = (kwargs["tensor"],), {key: x for key, x in kwargs.items() if key != "tensor"}
         if name == "copy_" and len(args) > 1 and args[0] is args[1]:  # torch's load_state_dict, after our hook
             increment_version(args[0])
             return args[0]
@@ -79,7 +82,7 @@ class ShardedView(torch.Tensor):
             return _alias(args[0])
         if name == "__get__" and attribute == "data":
             with torch._C.DisableTorchFunctionSubclass():
-                return _note(args[0].data.as_subclass(ShardedView), args[0], _window(args[0]))
+                return _describe(args[0].data.as_subclass(ShardedView), args[0], _window(args[0]))
         if name == "__set__" and attribute == "data":
             return _set_data(*args)
         if name in _FACTS and attribute not in _VALUES:
@@ -89,10 +92,11 @@ class ShardedView(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name in _OF_AUTOGRAD:
-            nodes = [x for x in tree_leaves((args, kwargs)) if _has_gradient(x) or _is_separate_leaf(x)]
-            if nodes:
-                with _as_tensors(nodes):
-                    return func(*args, **kwargs)
+            roots = _without_values(name, args, kwargs)
+            if roots is not None:
+                return func(*roots[0], **roots[1])
+        if name == "storage_offset":
+            return _start(args[0], args[0].itemsize) if args[0]._window is None else args[0]._window.offset
         if name in _STRIDES:
             return func(_like(args[0]), *args[1:], **kwargs)
         if any(map(_has_gradient, tree_leaves((args, kwargs)))):
@@ -114,13 +118,13 @@ class ShardedView(torch.Tensor):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        memo[id(self)] = copied = self._copy()
+        memo[id(self)] = copied = self._plain()
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._copy().__reduce_ex__(protocol)
+        return self._plain().__reduce_ex__(protocol)
 
-    def _copy(self) -> torch.Tensor:
+    def _plain(self) -> torch.Tensor:
         """Returns the values as a plain parameter or tensor; a collective."""
         place, values = self._ringcomm, self.detach().clone()
         if self is place.bucket.params[place.index] or isinstance(self, nn.Parameter):
@@ -144,41 +148,49 @@ class ShardedParameter(ShardedView, nn.Parameter):
 def _alias(x: Any) -> ShardedView:
     """Returns the same parameter or view, detached from autograd, with the same version counter."""
     with torch._C.DisableTorchFunctionSubclass():
-        alias = _note(x.detach().as_subclass(ShardedView), x, _window(x))
-    alias._counter = x._counter if isinstance(x, ShardedView) else None
+        alias = _describe(x.detach().as_subclass(ShardedView), x, _window(x))
+    alias._versioned_by = _versioned_by(x)
     return alias
 
 
-def _view(x: torch.Tensor, of: Any, window: Window | None) -> ShardedView:
-    """Makes ``x``, a copy of some values of ``of``, a view of it."""
-    view = _note(x.as_subclass(ShardedView), of, window)
-    view._counter = _counter(of)
+def _describe(view: Any, of: Any, window: Window | None, copy: torch.Tensor | None = None) -> ShardedView:
+    """Makes ``view`` a view of what ``of`` is a view of; ``copy``: in whose memory it is, if not in that of ``of``."""
+    view._ringcomm, view._window, view._data = of._ringcomm, window, _data_of(of) or getattr(of, "_data", None)
+    view._copy = copy if copy is not None or not isinstance(of, ShardedView) else of._copy
     return view
 
 
-def _note(view: Any, of: Any, window: Window | None) -> ShardedView:
-    view._ringcomm, view._window, view._data = of._ringcomm, window, _replaced(of) or of._ringcomm.data
-    view._copied = _writes_of(view)
-    return view
-
-
-def _writes_of(view: Any) -> tuple[int, int]:
-    """Counts the writes into a view's parameter: those that autograd counts, and those through other tensors."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return 0 if view.is_inference() else view._version, view._ringcomm.bucket.writes
+def _versioned_by(x: Any) -> torch.Tensor:
+    other = x._versioned_by if isinstance(x, ShardedView) else None
+    return x if other is None else other
 
 
 def _count_write(x: Any) -> None:
     """Counts a write that was made in the bucket's buffer."""
-    x._ringcomm.bucket.writes += 1
-    counter = _counter(x)
-    if x is not x._ringcomm.bucket.params[x._ringcomm.index] and not counter.is_inference():
+    params, i = x._ringcomm.bucket.params, x._ringcomm.index
+    data = _data_of(x)
+    data.writes += 1
+    if x is params[i] or x.is_inference():
+        return
+    counter = _versioned_by(x)
+    before = counter._version
+    increment_version(x)
+    if counter._version == before:  # it is another one than that of ``x``
         increment_version(counter)
 
 
-def _counter(x: Any) -> torch.Tensor:
-    other = x._counter if isinstance(x, ShardedView) else None
-    return x if other is None else other
+def _writes_of(x: Any) -> tuple[int, int]:
+    """Returns the numbers of writes that a copy of the values depends on."""
+    data, p = _data_of(x), x._ringcomm.bucket.params[x._ringcomm.index]
+    return data.writes, 0 if p.is_inference() else p._version
+
+
+def _start(x: Any, itemsize: int) -> int:
+    """Returns where the parameter begins in the bucket's buffer, in elements of a size."""
+    bucket = x._ringcomm._bucket()
+    if bucket is None:  # dropped with its model
+        return 0
+    return int(bucket.layout.segments[x._ringcomm.index].offset * bucket.unsharded.itemsize // itemsize)
 
 
 def _like(x: Any) -> torch.Tensor:
@@ -237,10 +249,7 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     given = [x for x in tree_leaves((args, kwargs)) if _has_place(x)]
     places = [x._ringcomm for x in given]
     if not all(place.alive for place in places):
-        raise InvalidArgumentError(
-            f"{name}: got a view of a parameter whose model was dropped or unsharded since, expected one of a model "
-            "that is sharded; take the view of the parameter as it is now"
-        )
+        _refuse_dead(name)
     if name in _MEMORY and not (name in _ADDRESSES and all(map(_has_memory, given))):
         is_gathered = places[0].bucket.is_unsharded
         which = "which shares memory with other parameters" if is_gathered else "whose values are in the ranks' shards"
@@ -255,46 +264,100 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
             f"{places[0].name}, expected one that is not written while autograd records; write inside of "
             "torch.no_grad()"
         )
+    with _gathered(places, name) as before, _own_classes(given):
+        return _on_gathered(name, func, args, kwargs, given, written, before)
+
+
+@contextmanager
+def _gathered(places: Sequence[Place], name: str) -> Iterator[dict[Bucket, str]]:
+    """Gathers the places' buckets for the block. Yields, for each, "stays" if it stays gathered afterwards, else
+    "missing" if it was not gathered before, and "held" inside of `whole`."""
     buckets: dict[ShardedModel, dict[int, Bucket]] = {}  # model by model, in an order that is the same on all ranks
     for place in places:
         buckets.setdefault(place.flat, {})[place.bucket.number] = place.bucket
     with ExitStack() as borrowed:
-        stays = {
-            flat: borrowed.enter_context(flat.borrowing([found[k] for k in sorted(found)], places[0].name, name))
-            for flat, found in buckets.items()
+        before = {
+            bucket: "held" if bucket.is_unsharded else "missing"
+            for each in buckets.values()
+            for bucket in each.values()
         }
-        borrowed.enter_context(_own_classes(given))
-        values = {id(x): _values(x).detach().clone() if name in _COPIES else _values(x) for x in given}
-        args_with_values, kwargs_with_values = tree_map(lambda x: values.get(id(x), x), (args, kwargs))
-        result = func(*args_with_values, **kwargs_with_values)
-        for x in written:
-            if id(x) in values:
-                _count_write(x)
-        if hasattr(result, "wait"):  # a Work of torch.distributed; the values are freed after this
-            result.wait()
-        if name in _ARRAYS:
-            result.flags.writeable = False  # writes into the copy would be lost
-        originals = {id(values[id(x)]): x for x in given}
-        leaves = [x for x in given if _is_separate_leaf(x) and values[id(x)].requires_grad]
-        copies = {values[id(x)].untyped_storage()._cdata: x for x in leaves}
-        used = {place.bucket for place in places if not stays[place.flat]}
-        homes = {bucket.unsharded.untyped_storage()._cdata: bucket for bucket in used}
+        for flat, found in buckets.items():
+            stays = borrowed.enter_context(flat.borrowing([found[k] for k in sorted(found)], places[0].name, name))
+            before |= {bucket: "stays" for bucket in found.values() if stays}
+        yield before
 
-        def shown(x: Any) -> Any:
-            if id(x) in originals:
-                return originals[id(x)]
-            if _shares(x, copies):
-                return _slice_of_leaf(x, copies[x.untyped_storage()._cdata])
-            if not _shares(x, homes):
-                return x
-            of, window = _origin(x, homes[x.untyped_storage()._cdata], given), Window.of(x)
-            if not (torch.is_grad_enabled() and x.requires_grad):
-                return _view(x.clone(), of, window)
-            x = _with_own_memory(x, x.detach())
+
+def _on_gathered(
+    name: str,
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    given: Sequence[Any],
+    written: Sequence[Any],
+    before: Mapping[Bucket, str],
+) -> Any:
+    """Calls ``func`` on the gathered values, and makes views of what it returns."""
+    copies: dict[int, tuple[Any, torch.Tensor]] = {}  # leaves and the copies that stand for them, by memory
+    values = {id(x): _values(x, before, copies) for x in given}
+    if name in _COPIES:
+        values = {key: x.detach().clone() for key, x in values.items()}
+    result = func(*tree_map(lambda x: values.get(id(x), x), args), **tree_map(lambda x: values.get(id(x), x), kwargs))
+    for x in written:
+        if id(x) in values:
+            _count_write(x)
+    if hasattr(result, "wait"):  # a Work of torch.distributed; the values are freed after this
+        result.wait()
+    if name in _ARRAYS:
+        result.flags.writeable = False  # writes into the copy would be lost
+    originals = {id(values[id(x)]): x for x in given}
+    homes = {b.unsharded.untyped_storage()._cdata: b for b, state in before.items() if state != "stays"}
+
+    def shown(x: Any) -> Any:
+        if id(x) in originals:
+            return originals[id(x)]
+        if _shares(x, copies):
+            leaf, copy = copies[x.untyped_storage()._cdata]
+            window = Window.of(x)
             x.__class__ = ShardedView  # `as_subclass` would put another node before it
-            return _note(x, of, window)
+            return _describe(x, leaf, window._replace(offset=window.offset + _start(leaf, x.itemsize)), copy)
+        if not _shares(x, homes):
+            return x
+        base, window = _base_of(x, homes[x.untyped_storage()._cdata], given), Window.of(x)
+        copy = _copy_of(base, base._ringcomm.bucket.unsharded, before)
+        memory = window._replace(offset=window.offset - _start(base, x.itemsize)).on(copy)
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            view = _describe(memory.as_subclass(ShardedView), base, window, copy)
+            view._versioned_by = _versioned_by(base)
+            return view
+        x = _twin(x)
+        x.data = memory
+        x.__class__ = ShardedView
+        return _describe(x, base, window, copy)
 
-        return tree_map(shown, result)
+    return tree_map(shown, result)
+
+
+@untransformed
+def _copy_of(x: Any, buffer: torch.Tensor, before: Mapping[Bucket, str]) -> torch.Tensor:
+    """Returns the copy of a parameter's values in which its views are, made or renewed from a gathered buffer."""
+    place, data = x._ringcomm, _data_of(x)
+    together = before[place.bucket] == "missing"  # else other ranks may do something else
+    copy = None if data.copy is None else data.copy()
+    if copy is None or not together or data.copied_at != _writes_of(x):
+        part = place.bucket.layout.part(buffer, place.index).detach()
+        with torch.inference_mode(False), torch.no_grad():
+            copy = part.clone() if copy is None else copy.copy_(part)
+        data.copy = weakref.ref(copy)
+        if together:
+            data.copied_at = _writes_of(x)
+    return copy
+
+
+def _refuse_dead(name: str) -> NoReturn:
+    raise InvalidArgumentError(
+        f"{name}: got a view of a parameter whose model was dropped or unsharded since, expected one of a model that "
+        "is sharded; take the view of the parameter as it is now"
+    )
 
 
 class _SavedInput(torch.autograd.Function):
@@ -306,24 +369,23 @@ class _SavedInput(torch.autograd.Function):
         return x.new_empty(0)
 
 
-def _with_own_memory(view: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of values with a view's own autograd node, because programs look for the parameter's node behind
-    it, and with the view's version counter.
+@untransformed
+def _twin(x: torch.Tensor) -> torch.Tensor:
+    """Returns a plain tensor with the gradient edge, the version counter and the memory of ``x`` that is not a view.
 
-    autograd does not take the copy for a view: after a write it would make a view's node again, from the strides that
-    the parameter has then, and those of a placeholder are other ones. What a node has saved is such a tensor.
+    After a write, autograd builds the grad_fn of a view again, from the strides that the base has then. Here the base
+    is a placeholder by then, with strides of 0. What a node has saved for backward is not a view, so its grad_fn stays.
     """
-    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # not inside of torch.func, where there are none
-    with torch.autograd.graph.saved_tensors_hooks(_same, _same) if enabled else nullcontext():
-        (copy,) = _SavedInput.apply(view).grad_fn.saved_tensors
-    copy.data = _memory_of(values).clone().as_strided(values.shape, values.stride())  # strides choose the kernels
-    return copy
-
-
-def _memory_of(x: torch.Tensor) -> torch.Tensor:
-    """Returns the memory from a tensor's first element to its last, as a vector."""
-    steps = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    return x.as_strided((steps + 1 if x.numel() else 0,), (1,))
+    disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    if disabled is not None:
+        torch._C._autograd._saved_tensors_hooks_enable()
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
+            (twin,) = _SavedInput.apply(x).grad_fn.saved_tensors
+    finally:
+        if disabled is not None:
+            torch._C._autograd._saved_tensors_hooks_disable(disabled)
+    return twin
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:
@@ -344,74 +406,81 @@ def _own_classes(given: Sequence[Any]) -> Iterator[None]:
                 p.__class__ = ShardedParameter
 
 
-@contextmanager
-def _as_tensors(nodes: Sequence[Any]) -> Iterator[None]:
-    """Inside, autograd finds these views and leaves in the graph; it needs no values of them."""
-    for x in nodes:
-        x.__class__ = torch.Tensor
-    try:
-        yield
-    finally:
-        for x in nodes:
-            x.__class__ = ShardedView
+def _without_values(name: str, args: Any, kwargs: Any) -> Any:
+    """Replaces, in the arguments of `torch.autograd.grad` and `backward`, views and leaves of which autograd needs only
+    the place in the graph; None: there are none. While it runs, programs may read their values."""
+    found = False
+
+    def replaced(x: Any) -> Any:
+        nonlocal found
+        if not (_has_gradient(x) or _is_separate_leaf(x)):
+            return x
+        found = True
+        with torch._C.DisableTorchFunctionSubclass():
+            return _twin(x)
+
+    weights = 2 if name == "grad" else 1  # the position of the gradients of the outputs, which are values
+    args = tuple(x if k == weights else tree_map(replaced, x) for k, x in enumerate(args))
+    names = {"grad_outputs", "grad_tensors", "gradient"}
+    kwargs = {key: x if key in names else tree_map(replaced, x) for key, x in kwargs.items()}
+    return (args, kwargs) if found else None
 
 
 def _with_own_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """Calls ``func`` on the copies that views with a gradient have. Writes into a copy are also made in the
-    parameter."""
-    if not args and "tensor" in kwargs:  # torch.nn.init passes it by name
-        args, kwargs = (kwargs["tensor"],), {key: x for key, x in kwargs.items() if key != "tensor"}
+    """Calls ``func`` on the copy of the values in which views with a gradient are. Writes are made in the parameter."""
     leaves = tree_leaves((args, kwargs))
     views = {id(x): x for x in leaves if _has_gradient(x)}
-    for x in views.values():
-        _renew(x)
-    with torch._C.DisableTorchFunctionSubclass():
-        own = {key: x.as_subclass(torch.Tensor) for key, x in views.items()}
-    writes = _writes(name, kwargs)
-    targets = [x for x in tree_leaves((args[:1], kwargs.get("out"))) if id(x) in own] if writes else []
-    if targets:
-        place = targets[0]._ringcomm
+    targets = tree_leaves((args[:1], kwargs.get("out"))) if _writes(name, kwargs) else []
+    if any(id(x) in views for x in targets):
         of_init = getattr(func, "__module__", "") == "torch.nn.init"  # whose functions write inside of torch.no_grad()
-        if (torch.is_grad_enabled() and not of_init) or kwargs.get("out") is not None:
+        if torch.is_grad_enabled() and not of_init:
+            place = next(x for x in targets if id(x) in views)._ringcomm
             raise InvalidArgumentError(
                 f"{name}: rank {place.flat.ranks.rank} got a view of {place.name} that has a gradient, expected one "
                 "without; make the view, and write, inside of torch.no_grad()"
             )
-        first = tree_map(lambda x: _alias(x) if id(x) in own else x, args[0])
+        args_there, kwargs_there = tree_map(lambda x: _alias(x) if id(x) in views else x, (args, kwargs))
         with torch.no_grad():
-            func(first, *tree_map(lambda x: own.get(id(x), x), args[1:]), **kwargs)
-            for x in targets:
-                own[id(x)].copy_(_alias(x))
-                x._copied = _writes_of(x)
-        return args[0]
+            func(*args_there, **kwargs_there)
+        return kwargs["out"] if kwargs.get("out") is not None else args[0]
+    _renew([*views.values()])
+    if name == "as_strided":
+        args, kwargs = _relative(*args, **kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        own = {key: x.as_subclass(torch.Tensor) for key, x in views.items()}
     if any(_has_place(x) and id(x) not in own for x in leaves):
         args, kwargs = tree_map(lambda x: own.get(id(x), x), (args, kwargs))
         return func(*args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
-        memories = {x.untyped_storage()._cdata: views[key] for key, x in own.items()}
-    found, structure = tree_flatten(result)
-    if any(_shares(x, memories) for x in found):  # find the results' places in the parameter
-        args, kwargs = tree_map(lambda x: _alias(x) if id(x) in views else x, (args, kwargs))
-        with torch.no_grad():
-            there = tree_leaves(func(*args, **kwargs))
-        for at, (x, y) in enumerate(zip(found, there, strict=True)):
-            # `y` is a plain tensor if the bucket stays gathered, or if it is a view of replaced data.
-            if _shares(x, memories):
-                view = memories[x.untyped_storage()._cdata]
-                found[at] = _note(x.as_subclass(ShardedView), view, _window(y) or Window.of(y))
-    return tree_unflatten(found, structure)
+        memories = {x._copy.untyped_storage()._cdata: x for x in views.values()}
+
+    def shown(x: Any) -> Any:
+        if not _shares(x, memories):
+            return x
+        view, window = memories[x.untyped_storage()._cdata], Window.of(x)
+        window = window._replace(offset=window.offset + _start(view, x.itemsize))
+        return _describe(x.as_subclass(ShardedView), view, window)
+
+    return tree_map(shown, result)
 
 
-def _renew(view: Any) -> None:
+def _relative(x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> tuple[Any, Any]:
+    """Returns the arguments of `as_strided` with an offset in the copy in place of one in the bucket's buffer."""
+    offset = None if storage_offset is None else storage_offset - _start(x, x.itemsize)
+    return (x, size, stride, offset), {}
+
+
+def _renew(views: Sequence[Any]) -> None:
     """Copies the values again if they were written; then a collective."""
-    place = view._ringcomm
-    if place.alive and view._copied != _writes_of(view):
-        with torch._C.DisableTorchFunctionSubclass():
-            copy = _memory_of(view.detach().as_subclass(torch.Tensor))
-        with place.flat.borrowing([place.bucket], place.name, "a view"), torch.no_grad(), unversioned(copy):
-            copy.copy_(_memory_of(_values(view)))
-        view._copied = _writes_of(view)
+    alive = [x for x in views if x._ringcomm.alive]  # once a model was dropped, nothing writes its parameters
+    if any(x._data.copied_at is None for x in views if not x._ringcomm.alive):
+        _refuse_dead("read")
+    stale = [x for x in alive if x._ringcomm.bucket.is_unsharded or _data_of(x).copied_at != _writes_of(x)]
+    if stale:
+        with _gathered([x._ringcomm for x in stale], "a view") as before:
+            for x in {id(x._copy): x for x in stale}.values():
+                _copy_of(x, _buffer_of(x), before)
 
 
 def _shares(x: Any, memories: Collection[int]) -> bool:
@@ -426,34 +495,38 @@ def _writes(name: str, kwargs: Any) -> bool:
     return in_place or name == "__setitem__" or kwargs.get("out") is not None
 
 
-def _values(x: Any) -> torch.Tensor:
-    """Returns the values of a gathered parameter, as the parameter itself if it can be computed with, or of a view."""
-    window, place, replaced = _window(x), x._ringcomm, _replaced(x)
-    buffer = place.bucket.unsharded if replaced is None else _unsharded_of(place.bucket, place.index, replaced)
+def _buffer_of(x: Any) -> torch.Tensor:
+    """Returns the buffer with the current values of a gathered parameter or view."""
+    bucket, replaced = x._ringcomm.bucket, _replaced(x)
+    return bucket.unsharded if replaced is None else _unsharded_of(bucket, x._ringcomm.index, replaced)
+
+
+def _values(x: Any, before: Mapping[Bucket, str], copies: dict[int, tuple[Any, torch.Tensor]]) -> torch.Tensor:
+    """Returns the values of a gathered parameter, as the parameter itself if it can be computed with, or of a view. For
+    a leaf with a gradient of its own it returns, and notes in ``copies``, the copy in which its views are."""
+    window, place, buffer = _window(x), x._ringcomm, _buffer_of(x)
     if window is not None:
         return window.on(buffer)
-    if x is place.bucket.params[place.index]:
+    p = place.bucket.params[place.index]
+    if x is p:
         return x
-    values = place.bucket.layout.part(buffer, place.index).detach()
-    if torch.is_grad_enabled() and _is_separate_leaf(x) and torch._C._functorch.peek_interpreter_stack() is None:
+    if torch.is_grad_enabled() and _is_separate_leaf(x) and not in_transform():
+        copy = _copy_of(x, buffer, before)
         with torch._C.DisableTorchFunctionSubclass():
-            return _with_own_memory(x.view_as(x).as_subclass(torch.Tensor), values)
-    return values
+            values = _twin(x.view_as(x).as_subclass(torch.Tensor))
+        values.data = copy
+        copies[copy.untyped_storage()._cdata] = x, copy
+        return values
+    if x._versioned_by is p and _replaced(x) is None:
+        return p.detach()  # with the parameter's version counter, also for views that the program keeps
+    return place.bucket.layout.part(buffer, place.index).detach()
 
 
-def _origin(x: torch.Tensor, bucket: Bucket, given: Sequence[Any]) -> Any:
+def _base_of(x: torch.Tensor, bucket: Bucket, given: Sequence[Any]) -> Any:
     """Returns the one of the given parameters and views that a tensor in the bucket's buffer is a view of."""
     index = bucket.layout.index_of(x.storage_offset() * x.itemsize // bucket.unsharded.itemsize)
     found = [y for y in given if y._ringcomm.bucket is bucket and _replaced(y) is None]
     return next((y for y in found if y._ringcomm.index == index), found[0])
-
-
-def _slice_of_leaf(x: Any, leaf: Any) -> ShardedView:
-    """Makes a slice of a leaf's values, which autograd has recorded, a view of the parameter."""
-    start = leaf._ringcomm.bucket.layout.segments[leaf._ringcomm.index].offset * leaf.itemsize // x.itemsize
-    window = Window.of(x)
-    x.__class__ = ShardedView
-    return _note(x, leaf, window._replace(offset=start + window.offset))
 
 
 def _is_separate_leaf(x: Any) -> bool:
@@ -486,10 +559,8 @@ def _has_gradient(x: Any) -> bool:
 
 
 def _has_place(x: Any) -> bool:
-    """Whether a tensor is a stage 3 parameter, which may have been gathered since, or a view of one, outside of
-    `_as_tensors`."""
-    is_tensor = isinstance(x, torch.Tensor) and type(x) is not torch.Tensor
-    return is_tensor and isinstance(getattr(x, "_ringcomm", None), Place)
+    """Whether a tensor is a stage 3 parameter, which may have been gathered since, or a view of one."""
+    return isinstance(x, torch.Tensor) and isinstance(getattr(x, "_ringcomm", None), Place)
 
 
 def _has_memory(x: Any) -> bool:
@@ -499,6 +570,11 @@ def _has_memory(x: Any) -> bool:
 
 def _window(x: Any) -> Window | None:
     return x._window if isinstance(x, ShardedView) else None
+
+
+def _data_of(x: Any) -> Any:
+    """Returns the ViewData of a parameter or view."""
+    return _replaced(x) or x._ringcomm.data
 
 
 def _replaced(x: Any) -> ViewData | None:

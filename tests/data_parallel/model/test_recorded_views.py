@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ringcomm
+from ringcomm.errors import InvalidArgumentError
 from tests.support.choice import drawn
 from tests.support.seeded import seeded
 
@@ -162,3 +165,203 @@ def test_a_write_into_a_slice_between_forward_and_backward_is_refused() -> None:
 
     for stage in (0, 3):
         ringcomm.run_ranks(run, 2, stage, ranks="threads", timeout=30)
+
+
+def _net() -> nn.Sequential:
+    return seeded(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), 5)
+
+
+def _at_stages_0_and_3(run: Callable[[Any, nn.Module, Any], list[torch.Tensor]], **options: Any) -> None:
+    """Asserts that ``run(comm, model, optimizer)`` returns the same bits on both ranks at both stages."""
+
+    def rank(comm: ringcomm.Communicator, stage: int) -> list[torch.Tensor]:
+        model = _net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        ringcomm.shard(model, optimizer, stage, comm, **options)
+        return [x.detach().clone() for x in run(comm, model, optimizer)]
+
+    wanted, found = (ringcomm.run_ranks(rank, 2, stage, ranks="threads", timeout=30) for stage in (0, 3))
+    for a, b in zip(wanted, found, strict=True):
+        assert [*map(torch.equal, a, b)] == [True] * len(a)
+
+
+def test_ranks_that_use_views_where_nothing_is_sent_stay_together() -> None:
+    def in_whole(comm: Any, model: nn.Module, _: Any) -> list[torch.Tensor]:
+        p = model[2].weight
+        v = p[0]
+        with torch.no_grad():
+            p.mul_(2)
+        with ringcomm.whole(model):
+            if comm.rank == 0:
+                v.sum()
+        return [v * 1]
+
+    def in_forward(comm: Any, model: nn.Module, _: Any) -> list[torch.Tensor]:
+        row = model[2].weight[0]
+        with torch.no_grad():
+            model[2].weight.mul_(2)
+        model[2].register_forward_hook(lambda module, args, out: out + row if comm.rank else out)
+        return [model(torch.ones(1, 4)) * 0, row * 1]
+
+    _at_stages_0_and_3(in_whole, bucket_cap_mb=0.0001)
+    _at_stages_0_and_3(in_forward, bucket_cap_mb=0.0001)
+
+
+WRITTEN: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "init": lambda model, p: nn.init.constant_(p.data, 3.0),
+    "init slice": lambda model, p: nn.init.zeros_(p.data[0]),
+    "slice of two": lambda model, p: torch.broadcast_tensors(model[0].weight.data, p.data)[1][0].fill_(2.0),
+    "load": lambda model, p: model.load_state_dict({key: x * 2 for key, x in model.state_dict().items()}),
+    "replaced": lambda model, p: setattr(p, "data", p.data * 2),
+}
+
+
+@pytest.mark.parametrize("way", [*WRITTEN, "whole", "forward"])
+def test_a_view_sees_every_write(way: str) -> None:
+    def run(comm: Any, model: nn.Module, _: Any) -> list[torch.Tensor]:
+        p = model[2].weight
+        v, kept = p[0], p.detach()
+        if way == "whole":
+            with ringcomm.whole(model):
+                p.data.fill_(7.0)
+        elif way == "forward":
+            with torch.no_grad():
+                model[2].register_forward_hook(lambda *_: p.data[0].mul_(2))
+                model(torch.ones(1, 4))
+        else:
+            WRITTEN[way](model, p)
+        return [v * 1, p[0] * 1, kept * 1]
+
+    _at_stages_0_and_3(run, bucket_cap_mb=0.0001)
+
+
+def test_views_of_a_parameter_share_one_copy() -> None:
+    def run(comm: ringcomm.Communicator) -> None:
+        model = nn.Sequential(nn.Linear(64, 64))
+        ringcomm.shard(model, None, 3, comm)
+        w = model[0].weight
+        views = [w[:, 0], w.diagonal(), *w.chunk(4, 1), *w.unbind(1), w.data[:, 1:3].requires_grad_()]
+        with torch._C.DisableTorchFunctionSubclass():
+            sizes = {v.untyped_storage()._cdata: v.untyped_storage().nbytes() for v in views}
+        assert [*sizes.values()] == [64 * 64 * 4]
+        with torch.no_grad():
+            w.fill_(2.0)
+        assert torch.equal(torch.stack([v.sum() for v in views[2:6]]), torch.full((4,), 2048.0))
+        del views, sizes
+        assert model[0].weight._ringcomm.data.copy() is None
+
+    ringcomm.run_ranks(run, 2, ranks="threads", timeout=30)
+
+
+@pytest.mark.parametrize(
+    "slice_of", [lambda p: p.data[:, 0].requires_grad_(), lambda p: p.detach()[0].expand(3, 4).requires_grad_()]
+)
+def test_slices_with_gaps_as_leaves(slice_of: Change) -> None:
+    def run(comm: Any, model: nn.Module, _: Any) -> list[torch.Tensor]:
+        p = model[0].weight
+        leaf = slice_of(p)
+        with torch.no_grad():
+            p.mul_(2)
+        leaf.sin().sum().backward()
+        assert leaf.grad is not None
+        return [leaf, leaf.grad]
+
+    _at_stages_0_and_3(run)
+
+
+def test_views_inside_of_transforms() -> None:
+    def run(comm: Any, model: nn.Module, _: Any) -> list[torch.Tensor]:
+        p, x = model[2].weight, torch.linspace(-1, 1, 8).view(2, 4)
+        found = [torch.vmap(lambda x: x * p[0])(x), torch.vmap(lambda x: (x * p.t()).sum(0))(x)]
+        sum(y.sum() for y in found).backward()
+        v = p[1]
+        with torch.no_grad():
+            p.mul_(2)
+        found += [p.grad, torch.func.grad(lambda x: (x * v).sum())(x[0]), torch.vmap(lambda x: x * v)(x)]
+        return found
+
+    _at_stages_0_and_3(run)
+
+
+def test_views_where_saved_tensor_hooks_are_disabled() -> None:
+    def run(comm: Any, model: nn.Module, _: Any) -> list[torch.Tensor]:
+        p = model[2].weight
+        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+            v = p.t()[1:]
+            with torch.no_grad():
+                p.mul_(2)
+            v.sin().sum().backward()
+            with pytest.raises(RuntimeError, match="not here"), torch.autograd.graph.save_on_cpu():
+                pass
+        return [v, p.grad]
+
+    _at_stages_0_and_3(run)
+
+
+def test_programs_read_leaves_and_views_while_autograd_runs() -> None:
+    def run(comm: Any, model: nn.Module, _: Any) -> list[torch.Tensor]:
+        p, x = model[2].weight, torch.ones(2, 4, requires_grad=True)
+        leaf, v, found = nn.Parameter(p.data), p[:, :2], []
+        for way in (lambda loss: torch.autograd.grad(loss, [leaf, v, p]), lambda loss: loss.backward(inputs=[leaf])):
+            loss = checkpoint(lambda x: (x @ leaf).tanh().sum() + (x @ v).square().sum(), x, use_reentrant=False)
+            loss.register_hook(lambda grad, seen=found: seen.append(leaf.sin()))
+            found += way(loss) or [leaf.grad]
+        return found
+
+    _at_stages_0_and_3(run)
+
+
+def test_views_of_a_dropped_model_and_of_an_unsharded_one() -> None:
+    def run(comm: ringcomm.Communicator) -> None:
+        model = _net()
+        ringcomm.shard(model, None, 3, comm)
+        p = model[2].weight
+        v, values = p[1:], p.detach().clone()
+        ringcomm.unshard(model)
+        for use in (lambda: v * 1, lambda: v[1:], lambda: v.sum()):
+            with pytest.raises(InvalidArgumentError, match="dropped or unsharded"):
+                use()
+        assert v.detach().shape == v.data.shape == (3, 4)
+        ringcomm.shard(model, None, 3, comm)
+        v = model[2].weight[1:]
+        place = v._ringcomm
+        del model, p
+        for _ in range(5):
+            gc.collect()
+            if not place.alive:
+                break
+            time.sleep(0.1)  # another rank may collect at the moment
+        assert torch.equal(v[1:] * 1, values[2:])
+        assert v.detach().shape == (3, 4)
+
+    ringcomm.run_ranks(run, 2, ranks="threads", timeout=30)
+
+
+def test_a_sharded_parameter_refuses_writes_that_would_be_lost() -> None:
+    def run(comm: ringcomm.Communicator) -> None:
+        model = _net()
+        ringcomm.shard(model, None, 3, comm)
+        with pytest.raises(RuntimeError, match="data pointer"):
+            torch.utils.dlpack.to_dlpack(model[0].weight)
+
+    ringcomm.run_ranks(run, 2, ranks="threads", timeout=30)
+
+
+def test_a_tensor_made_before_its_data_was_replaced_is_not_saved() -> None:
+    def run(comm: ringcomm.Communicator) -> None:
+        model = _net()
+        ringcomm.shard(model, None, 3, comm, bucket_cap_mb=0.0001)
+        leaf = nn.Parameter(model[0].weight.data)
+        model[2].register_forward_hook(
+            lambda _, args, out: out + checkpoint(torch.mm, args[0], leaf, use_reentrant=False)
+        )
+        loss = model(torch.ones(2, 4)).sum()
+        with torch.no_grad():
+            leaf.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        model[0].weight.data = torch.ones(4, 4)
+        with pytest.raises(InvalidArgumentError, match="was replaced"):
+            model(torch.ones(2, 4))
+
+    ringcomm.run_ranks(run, 2, ranks="threads", timeout=30)
