@@ -942,7 +942,7 @@ class ShardedModel:
             warnings.warn(
                 f"forward: rank {self.ranks.rank} read {name} ({call}) outside of its unit's call, so the unit was "
                 "gathered for it; name units so that one holds both, to save the message",
-                stacklevel=6,
+                stacklevel=9,
             )
 
     def send_buffers(self) -> None:
