@@ -439,6 +439,8 @@ class ForwardCalls:
         last: the units of the previous forward pass.
         restore: inside `whole`, removes the records of the passes there.
         warned: whether the warning about a read outside of a unit's call was given.
+        counters: while an operation reads views that have another version counter than their parameter, such as
+            `p.data[0]`: a tensor with that counter, by the place in the unsharded buffer.
     """
 
     count: int = 0
@@ -449,6 +451,7 @@ class ForwardCalls:
     last: list[Unit] = field(default_factory=list)
     restore: Callable[[], None] | None = None
     warned: bool = False
+    counters: dict[Window, torch.Tensor] = field(default_factory=dict)
 
     @property
     def depth(self) -> int:
@@ -1492,8 +1495,10 @@ def _packing(pack: Callable[[torch.Tensor], Any], flats: list[ShardedModel]) -> 
             bucket = flat.gathered.by_memory.get(memory)
             if bucket is not None:
                 index = bucket.layout.index_of(x.storage_offset() * x.itemsize // bucket.types.compute.itemsize)
-                version = bucket.memory.params[index]._version
-                return SavedParameter(weakref.ref(bucket), flat.calls.count, Window.of(x), index, version)
+                window = Window.of(x)
+                counter = flat.calls.counters.get(window)
+                version = (bucket.memory.params[index] if counter is None else counter)._version
+                return SavedParameter(weakref.ref(bucket), flat.calls.count, window, index, version, counter)
         place = getattr(x, "_ringcomm", None)
         if isinstance(place, Place) and place.alive and place.bucket.memory.is_placeholder(x):
             # A checkpoint saves its arguments, and a torch.autograd.Function what it wants, without reading values.

@@ -72,6 +72,9 @@ class ShardedView(torch.Tensor):
     @eager
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", str(func)), kwargs or {}
+        if getattr(func, "__module__", "") == "torch.nn.init" and torch.is_grad_enabled():
+            with torch.no_grad():  # as these functions do
+                return cls.__torch_function__(func, types, args, kwargs)
         if not args and "tensor" in kwargs:  # torch.nn.init passes it by name
             args, kwargs = (kwargs["tensor"],), {key: x for key, x in kwargs.items() if key != "tensor"}
         if name == "copy_" and len(args) > 1 and args[0] is args[1]:  # torch's load_state_dict, after our hook
@@ -99,14 +102,14 @@ class ShardedView(torch.Tensor):
             return _start(args[0], args[0].itemsize) if args[0]._window is None else args[0]._window.offset
         if name in _STRIDES:
             return func(_like(args[0]), *args[1:], **kwargs)
+        if name == "__iter__":
+            return iter(args[0].unbind(0))
         if any(map(_has_gradient, tree_leaves((args, kwargs)))):
             return _with_own_values(name, func, args, kwargs)
         if name == "type" and len(args) + len(kwargs) == 1:
             return torch.empty(0, dtype=args[0].dtype, device=args[0].device).type()
         if name in _CONVERSIONS and _changes_nothing(func, args, kwargs):
             return args[0]
-        if name == "__iter__":
-            return iter(args[0].unbind(0))
         return _with_values(name, func, args, kwargs)
 
     def set_(self, *source: Any, **kwargs: Any) -> ShardedView:
@@ -126,8 +129,8 @@ class ShardedView(torch.Tensor):
 
     def _plain(self) -> torch.Tensor:
         """Returns the values as a plain parameter or tensor; a collective."""
-        place, values = self._ringcomm, self.detach().clone()
-        if self is place.bucket.params[place.index] or isinstance(self, nn.Parameter):
+        values = self.detach().clone()
+        if isinstance(self, nn.Parameter):
             return nn.Parameter(values, self.requires_grad)
         return values.requires_grad_(_is_separate_leaf(self))
 
@@ -149,7 +152,7 @@ def _alias(x: Any) -> ShardedView:
     """Returns the same parameter or view, detached from autograd, with the same version counter."""
     with torch._C.DisableTorchFunctionSubclass():
         alias = _describe(x.detach().as_subclass(ShardedView), x, _window(x))
-    alias._versioned_by = _versioned_by(x)
+    alias._versioned_by = _counter_of(x)
     return alias
 
 
@@ -160,7 +163,7 @@ def _describe(view: Any, of: Any, window: Window | None, copy: torch.Tensor | No
     return view
 
 
-def _versioned_by(x: Any) -> torch.Tensor:
+def _counter_of(x: Any) -> torch.Tensor:
     other = x._versioned_by if isinstance(x, ShardedView) else None
     return x if other is None else other
 
@@ -172,7 +175,7 @@ def _count_write(x: Any) -> None:
     data.writes += 1
     if x is params[i] or x.is_inference():
         return
-    counter = _versioned_by(x)
+    counter = _counter_of(x)
     before = counter._version
     increment_version(x)
     if counter._version == before:  # it is another one than that of ``x``
@@ -301,7 +304,15 @@ def _on_gathered(
     values = {id(x): _values(x, before, copies) for x in given}
     if name in _COPIES:
         values = {key: x.detach().clone() for key, x in values.items()}
-    result = func(*tree_map(lambda x: values.get(id(x), x), args), **tree_map(lambda x: values.get(id(x), x), kwargs))
+    args, kwargs = tree_map(lambda x: values.get(id(x), x), (args, kwargs))
+    others = [x for x in given if _counter_of(x) is not x._ringcomm.bucket.params[x._ringcomm.index]]
+    for x in others:
+        x._ringcomm.flat.calls.counters[Window.of(values[id(x)])] = _counter_of(x)
+    try:
+        result = func(*args, **kwargs)
+    finally:
+        for x in others:
+            x._ringcomm.flat.calls.counters.clear()
     for x in written:
         if id(x) in values:
             _count_write(x)
@@ -327,7 +338,7 @@ def _on_gathered(
         memory = window._replace(offset=window.offset - _start(base, x.itemsize)).on(copy)
         if not (torch.is_grad_enabled() and x.requires_grad):
             view = _describe(memory.as_subclass(ShardedView), base, window, copy)
-            view._versioned_by = _versioned_by(base)
+            view._versioned_by = _counter_of(base)
             return view
         x = _twin(x)
         x.data = memory
@@ -381,7 +392,10 @@ def _twin(x: torch.Tensor) -> torch.Tensor:
         torch._C._autograd._saved_tensors_hooks_enable()
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
-            (twin,) = _SavedInput.apply(x).grad_fn.saved_tensors
+            node = _SavedInput.apply(x).grad_fn
+            (twin,) = node.saved_tensors
+            if twin.is_leaf:  # the node that accumulates its gradient lives as long as another one refers to it
+                twin._node = node
     finally:
         if disabled is not None:
             torch._C._autograd._saved_tensors_hooks_disable(disabled)
@@ -432,8 +446,7 @@ def _with_own_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     views = {id(x): x for x in leaves if _has_gradient(x)}
     targets = tree_leaves((args[:1], kwargs.get("out"))) if _writes(name, kwargs) else []
     if any(id(x) in views for x in targets):
-        of_init = getattr(func, "__module__", "") == "torch.nn.init"  # whose functions write inside of torch.no_grad()
-        if torch.is_grad_enabled() and not of_init:
+        if torch.is_grad_enabled():
             place = next(x for x in targets if id(x) in views)._ringcomm
             raise InvalidArgumentError(
                 f"{name}: rank {place.flat.ranks.rank} got a view of {place.name} that has a gradient, expected one "
@@ -460,7 +473,9 @@ def _with_own_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
             return x
         view, window = memories[x.untyped_storage()._cdata], Window.of(x)
         window = window._replace(offset=window.offset + _start(view, x.itemsize))
-        return _describe(x.as_subclass(ShardedView), view, window)
+        part = _describe(x.as_subclass(ShardedView), view, window)
+        part._versioned_by = view._versioned_by
+        return part
 
     return tree_map(shown, result)
 
@@ -513,7 +528,7 @@ def _values(x: Any, before: Mapping[Bucket, str], copies: dict[int, tuple[Any, t
     if torch.is_grad_enabled() and _is_separate_leaf(x) and not in_transform():
         copy = _copy_of(x, buffer, before)
         with torch._C.DisableTorchFunctionSubclass():
-            values = _twin(x.view_as(x).as_subclass(torch.Tensor))
+            values = _twin(x)
         values.data = copy
         copies[copy.untyped_storage()._cdata] = x, copy
         return values
@@ -531,7 +546,7 @@ def _base_of(x: torch.Tensor, bucket: Bucket, given: Sequence[Any]) -> Any:
 
 def _is_separate_leaf(x: Any) -> bool:
     """Whether ``x`` shares a parameter's values but has a gradient of its own."""
-    if not isinstance(x, ShardedView) or x._window is not None or x is x._ringcomm.bucket.params[x._ringcomm.index]:
+    if not isinstance(x, ShardedView) or isinstance(x, ShardedParameter) or x._window is not None:
         return False
     with torch._C.DisableTorchFunctionSubclass():
         return x.requires_grad

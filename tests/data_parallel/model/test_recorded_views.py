@@ -207,10 +207,19 @@ def test_ranks_that_use_views_where_nothing_is_sent_stay_together() -> None:
     _at_stages_0_and_3(in_forward, bucket_cap_mb=0.0001)
 
 
+@torch.no_grad()
+def _scale_rows(v: torch.Tensor) -> None:
+    for k, row in enumerate(v):
+        row.mul_(k)
+
+
 WRITTEN: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
     "init": lambda model, p: nn.init.constant_(p.data, 3.0),
     "init slice": lambda model, p: nn.init.zeros_(p.data[0]),
     "slice of two": lambda model, p: torch.broadcast_tensors(model[0].weight.data, p.data)[1][0].fill_(2.0),
+    "rows": lambda model, p: _scale_rows(p.t()),
+    "out": lambda model, p: torch.no_grad()(torch.mul)(p[1:], 2, out=p[1:]),
+    "leaf init": lambda model, p: nn.init.constant_(nn.Parameter(p.data), 0.25),
     "load": lambda model, p: model.load_state_dict({key: x * 2 for key, x in model.state_dict().items()}),
     "replaced": lambda model, p: setattr(p, "data", p.data * 2),
 }
@@ -365,3 +374,23 @@ def test_a_tensor_made_before_its_data_was_replaced_is_not_saved() -> None:
             model(torch.ones(2, 4))
 
     ringcomm.run_ranks(run, 2, ranks="threads", timeout=30)
+
+
+def test_the_gradient_of_a_leaf_is_summed_as_by_torch() -> None:
+    def run(comm: Any, model: nn.Module, _: Any) -> list[torch.Tensor]:
+        leaf = model[2].weight.detach().requires_grad_()
+        ((leaf * leaf).sum() + leaf.softmax(-1).square().sum() + (leaf * leaf.detach()).sin().sum()).backward()
+        assert leaf.grad is not None
+        found = [leaf.grad.clone()]
+        kept = model[2].weight.data.view(2, -1).requires_grad_()
+        loss = (kept * kept.detach()).sum()
+        with torch.no_grad():
+            model[2].weight.mul_(2)  # p.data has another version counter
+        loss.backward()
+        loss = (kept * kept.detach()).sum()
+        kept.detach()[0].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        return found
+
+    _at_stages_0_and_3(run)
