@@ -16,7 +16,6 @@ from ringcomm.data_parallel.model.partition import (
     cast_buffers,
     kept_in_their_type,
     make_units,
-    refuse_batch_norms,
     restore_buffers,
 )
 from ringcomm.data_parallel.model.sharded_model import Config, ShardedModel, Unit
@@ -54,7 +53,6 @@ def build(
     """
     device = device_of(ranks.comm, module)
     params = {id(p) for _, _, named, _ in parts for _, p in named}
-    refuse_batch_norms(module, config.mixed_precision.param_dtype, params, call, ranks.rank)
     on_meta = MetaModules(module, params, device, init_fn, call, ranks.rank)
     units = make_units(
         parts,

@@ -16,7 +16,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -32,11 +32,11 @@ from ringcomm.data_parallel.build import build
 from ringcomm.data_parallel.model.deferred_init import InitFn
 from ringcomm.data_parallel.model.partition import facts_of, named_parameters
 from ringcomm.data_parallel.model.sharded_model import Config, ShardedModel, Unit
-from ringcomm.data_parallel.model.unit_module import UnitModule, mix_in, restore_class
+from ringcomm.data_parallel.model.unit_module import UnitModule
 from ringcomm.errors import InvalidArgumentError, UnsupportedError, shown
 from ringcomm.modules.arguments import ATOM, INIT, LAST_STAGE, MODULE, PRECISION, RANKS
 from ringcomm.modules.meta import real_device
-from ringcomm.modules.notes import notes_of
+from ringcomm.modules.notes import ModuleNotes, notes_of
 from ringcomm.modules.precision import MixedPrecision
 from ringcomm.validation import FLAG, TEXT, Requirement, a, expects, several
 
@@ -54,46 +54,41 @@ _NO_LIMIT = 1 << 62  # bytes: so large that a unit is never split into buckets
 class UnshardHandle:
     """Handle of a gather of parameters."""
 
-    def __init__(self, units: list[Unit]) -> None:
-        self._units = units
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
 
     def wait(self) -> None:
         """Returns when the parameters can be read."""
-        for unit in self._units:
-            unit.gather()
+        self._unit.gather()
 
 
 class FSDPModule(UnitModule):
-    """The methods that `fully_shard` adds to a module's class. On a module without parameters they do nothing."""
+    """The methods that `fully_shard` adds to a module's class."""
+
+    _ringcomm: ModuleNotes
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the parameters of this module's own unit; every rank must call it. Returns a handle if
         ``async_op``."""
-        units = self._units(recurse=False)
-        for unit in units:
-            unit.start_gather()
-        handle = UnshardHandle(units)
+        unit = self._ringcomm.unit
+        unit.start_gather()
         if async_op:
-            return handle
-        handle.wait()
+            return UnshardHandle(unit)
+        unit.gather()
         return None
 
     def reshard(self) -> None:
         """Frees the other ranks' parameters of this module's own unit."""
-        for unit in self._units(recurse=False):
-            unit.release()
+        self._ringcomm.unit.release()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Sets whether later backward passes are reduced; with False they only accumulate on this rank. Only for the
         outermost module."""
-        flat = self._everything("set_requires_gradient_sync", recurse)
-        if flat is not None:
-            flat.sync.enabled = bool(requires_gradient_sync)
+        self._everything("set_requires_gradient_sync", recurse).sync.enabled = bool(requires_gradient_sync)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only accumulate on this rank; the next one outside reduces the sums."""
-        flat = self._everything("no_sync", True)
-        return nullcontext() if flat is None else flat.sync.no_sync()
+        return self._everything("no_sync", True).sync.no_sync()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted, without effect: every backward pass waits for its reductions."""
@@ -101,8 +96,7 @@ class FSDPModule(UnitModule):
     def reset_iter_state(self) -> None:
         """Discards the state of a forward or backward pass that raised, and the gradients. The next forward pass
         does so anyway."""
-        for unit in self._units(recurse=False):
-            unit.flat._abandon()
+        self._ringcomm.unit.flat._abandon()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Sets whether the parameters are freed between forward and backward."""
@@ -117,28 +111,21 @@ class FSDPModule(UnitModule):
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Sets the modules whose parameters are prefetched when this module's forward begins; the default is the
         module that followed in the last pass. Every rank must name the same modules."""
-        named = _units_of(modules, "set_modules_to_forward_prefetch")
-        for unit in self._units(recurse=False):
-            unit.forward_prefetch = named
+        self._ringcomm.unit.forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Sets the modules whose parameters are prefetched when this module's backward begins; the default is the
         module before it in forward."""
-        named = _units_of(modules, "set_modules_to_backward_prefetch")
-        for unit in self._units(recurse=False):
-            unit.backward_prefetch = named
+        self._ringcomm.unit.backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
 
     def _units(self, recurse: bool) -> list[Unit]:
-        return _units_among(self.modules() if recurse and isinstance(self, nn.Module) else [self])
+        modules: Iterable[Any] = self.modules() if recurse and isinstance(self, nn.Module) else [self]
+        return [each._ringcomm.unit for each in modules if isinstance(each, FSDPModule)]
 
-    def _everything(self, call: str, recurse: bool) -> ShardedModel | None:
-        """Returns the sharded model, and raises unless this module is its outermost one. None: there are no
-        parameters."""
-        units = self._units(recurse)
-        if not units:
-            return None
-        flat = units[0].flat
-        if set(map(id, units)) != set(map(id, flat.units)):
+    def _everything(self, call: str, recurse: bool) -> ShardedModel:
+        """Returns the sharded model, and raises unless this module is its outermost one."""
+        flat = self._ringcomm.unit.flat
+        if {id(unit) for unit in self._units(recurse)} != {id(unit) for unit in flat.units}:
             raise UnsupportedError(
                 f"{call}: rank {flat.ranks.rank} got a part of the sharded module, expected all of it; call it on the "
                 "outermost module of fully_shard, with recurse=True"
@@ -166,11 +153,10 @@ _REFUSED = {
 
 def _refusal(name: str, why: str) -> Callable[..., None]:
     def method(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
-        for unit in self._units(recurse=False):
-            raise UnsupportedError(
-                f"{name}: rank {unit.flat.ranks.rank} got a call that has no counterpart ({why}), expected none; leave "
-                "it out"
-            )
+        rank = self._ringcomm.unit.flat.ranks.rank
+        raise UnsupportedError(
+            f"{name}: rank {rank} got a call that has no counterpart ({why}), expected none; leave it out"
+        )
 
     method.__name__, method.__doc__ = name, f"Raises UnsupportedError: {why}."
     return method
@@ -183,12 +169,6 @@ for _name, _why in _REFUSED.items():
 _lock = threading.Lock()
 
 
-def _units_among(modules: Iterable[Any]) -> list[Unit]:
-    """Returns the units of those modules that `fully_shard` was called on and that have parameters."""
-    units = (notes_of(each).unit for each in modules if isinstance(each, FSDPModule))
-    return [unit for unit in units if unit is not None]
-
-
 def _units_of(modules: Sequence[FSDPModule], call: str) -> list[Unit]:
     for each in modules:
         if not isinstance(each, FSDPModule):
@@ -196,7 +176,7 @@ def _units_of(modules: Sequence[FSDPModule], call: str) -> list[Unit]:
                 f"{call}: got {type(each).__name__}, which is not sharded by itself, expected modules that fully_shard "
                 "was called on; pass those"
             )
-    return _units_among(modules)
+    return [each._ringcomm.unit for each in modules]
 
 
 @expects("register_forward_method", module=MODULE, name=TEXT)
@@ -207,8 +187,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     Raises:  InvalidArgumentError: the module has no such method.
     """
-    unit: Unit | None = notes_of(module).unit
-    if unit is None:
+    if not isinstance(module, UnitModule):
         return
     method = getattr(module, name, None)
     if not callable(method):
@@ -216,6 +195,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             f"register_forward_method: got {shown(name)}, which {type(module).__name__} does not have, expected a "
             "method's name; pass one"
         )
+    unit: Unit = notes_of(module).unit
 
     @wraps(method)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -274,8 +254,7 @@ def fully_shard(
 
     Args:
         module: its parameters that no other call has taken become a unit. A list makes one unit of all its modules,
-            which are called one after the other in this order. A module without
-            parameters to shard is called as before.
+            which are called one after the other in this order. A module without parameters stays as it is.
         mesh: the ranks; with two axes the first replicates and the second shards.
         reshard_after_forward: whether the parameters are freed between forward and backward; None: True, except for the
             outermost module.
@@ -290,7 +269,7 @@ def fully_shard(
             buffers.
         init_fn: as in `ringcomm.shard`: initialises submodules on the meta device, immediately for the modules of this
             call.
-    Returns: ``module``, whose class now has the methods of FSDPModule.
+    Returns: ``module``, whose class now has the methods of FSDPModule, unless it has no parameters.
     Raises:  InvalidArgumentError: a module that is already wrapped, or a parameter shared with a module outside.
              UnsupportedError: shard_placement_fn, dp_mesh_dims, an int in reshard_after_forward.
              MismatchError: the ranks have different modules.
@@ -302,8 +281,6 @@ def fully_shard(
     ignored = list(ignored_params or ())
     out = {*map(id, ignored)}
     if out.issuperset(map(id, top.parameters())):  # no parameter is to be sharded
-        for each in modules:
-            mix_in(each, None, FSDPModule)
         return module
     ranks = _ranks_for(comm, mesh, real_device(top))
     below = _below(top, modules, ranks)
@@ -333,8 +310,6 @@ def fully_shard(
         init_fn=init_fn,
         below=below,
     )
-    bare = [m for m in top.modules() if isinstance(m, FSDPModule) and notes_of(m).unit is None]
-    flat.root.undo += [partial(restore_class, m) for m in bare]
     flat.root.precision = config.mixed_precision
     flat.send_buffers()
     return module
@@ -360,14 +335,14 @@ def _refuse(**given: Any) -> None:
 
 def _below(top: nn.Module, modules: list[nn.Module], ranks: DataParallelGroup) -> list[Unit]:
     """Returns the units of earlier calls on modules below, in the order of the modules."""
-    wrong = next((m for m in modules if _units_among([m])), None)
+    wrong = next((m for m in modules if isinstance(m, FSDPModule)), None)
     if wrong is not None:
         raise InvalidArgumentError(
             f"fully_shard: rank {ranks.rank} got {type(wrong).__name__}, which is sharded already, expected a plain "
             "module; call it once"
         )
     inside = {id(m) for m in top.modules()}
-    units = {id(unit): unit for unit in _units_among(top.modules())}
+    units = {id(m._ringcomm.unit): m._ringcomm.unit for m in top.modules() if isinstance(m, FSDPModule)}
     for unit in units.values():
         mine = {id(each) for each in unit.flat.units}
         if not mine <= units.keys() or any(id(m) not in inside for m in unit.modules):

@@ -105,8 +105,8 @@ def enter(flat: ShardedModel, over_all: bool, throw: bool) -> None:
     flat.recover()
     flat.sync.buffers_are_due = True  # so that the first forward pass is announced
     joining = Join(flat.ranks, flat.module, flat.device, over_all, throw, optimizers_of(flat))
-    for optimizer in joining.replicated.values():
-        optimizer.joining = joining
+    for number, optimizer in joining.replicated.items():
+        optimizer.joining = joining, number
     flat.ranks.joining = joining
 
 

@@ -62,17 +62,19 @@ _MODULES_OR_CLASSES = several("", a("", nn.Module, type))
 
 def _units(value: Any) -> list[nn.Module] | tuple[type, ...]:
     found = [value] if isinstance(value, type) else _MODULES_OR_CLASSES.take(value)
-    if all(isinstance(each, type) for each in found):
+    if found and all(isinstance(each, type) and issubclass(each, nn.Module) for each in found):
         return tuple(found)
     return several("", MODULE).take(found)
 
 
 def _units_of_names(value: Any) -> str:
+    if isinstance(value, nn.Module):
+        return "[unit]"
     names = value if isinstance(value, (list, tuple)) else [value]
-    return "[model.get_submodule(name)]" if any(isinstance(each, str) for each in names) else ""
+    return "[model.get_submodule(name) for name in names]" if any(isinstance(each, str) for each in names) else ""
 
 
-UNITS = Requirement("submodules, such as model.blocks, or classes of submodules", _units, _units_of_names)
+UNITS = Requirement("a list of submodules, or of their classes", _units, _units_of_names)
 
 
 def _as_norm(value: Any) -> float:

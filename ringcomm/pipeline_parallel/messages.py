@@ -37,25 +37,6 @@ def sent_tensors(tensors: Sequence[torch.Tensor]) -> list[Sent]:
     return [(edge(x), tuple(x.shape), x.dtype) for x in tensors if x.requires_grad]
 
 
-_Origin = tuple[int, int] | None
-"""The stage and micro-batch of an activation; None: of another message."""
-
-
-class _Unchanged:
-    """A tensor that was sent and must not be written into. Only its version is kept, not its values."""
-
-    def __init__(self, x: torch.Tensor, origin: _Origin) -> None:
-        self.shape, self.origin = tuple(x.shape), origin
-        self._counter = x.detach()  # shares the tensor's version
-        self._counter.data = x.new_empty(0)
-        self._version = version_of(self._counter)
-
-    @property
-    def is_written(self) -> bool:
-        """Whether something wrote into the tensor since it was sent."""
-        return version_of(self._counter) != self._version
-
-
 class Messages:
     """The messages of one rank. Sends do not block; `finish` waits for them.
 
@@ -67,8 +48,8 @@ class Messages:
     def __init__(self, comm: Communicator, device: torch.device, static_shapes: bool) -> None:
         self.comm, self.device, self.static_shapes = comm, device, static_shapes
         self.sent_nbytes = 0  # tensors alone
-        self._sending: list[tuple[Any, _Origin]] = []  # the works that may not be done
-        self._unchanged: list[_Unchanged] = []
+        # With each tensor its version, if it must not change, and the stage and micro-batch of an activation.
+        self._sending: list[tuple[Any, torch.Tensor, int | None, tuple[int, int] | None]] = []
         self._known: dict[tuple[str, int, bool], Any] = {}  # by direction, stage, and whether gradients are on
 
     def send(
@@ -93,7 +74,7 @@ class Messages:
             if self.static_shapes:
                 self._known[key] = facts, metadata.of_any()
         for x, (_, _, _, strides) in zip(tensors, facts, strict=True):
-            self._send(x.detach().permute(_order(strides)), rank, _forward(stage), check=True, origin=(stage, number))
+            self._send(x.detach().permute(_order(strides)), rank, _forward(stage), check=True, of=(stage, number))
 
     def receive(self, stage: int, rank: int) -> tuple[list[torch.Tensor], StageMetadata]:
         """Receives a stage's inputs from the rank of the stage before, as leaves of a new autograd graph."""
@@ -131,10 +112,9 @@ class Messages:
         ]
         # The activations have arrived, since their gradients are here: backward may write into their memory now.
         self._refuse_written()
-        for work, origin in self._sending:
-            if origin == (stage, number):
-                work.wait()
-        self._unchanged = [each for each in self._unchanged if each.origin != (stage, number)]
+        for work in [work for work, _, _, of in self._sending if of == (stage, number)]:
+            work.wait()
+        self._sending = [each for each in self._sending if each[3] != (stage, number)]
         return gradients
 
     def send_tied(self, x: torch.Tensor, rank: int, number: int, counts: bool = True) -> None:
@@ -148,21 +128,19 @@ class Messages:
 
     def finish(self) -> None:
         """Waits until everything that was sent has arrived."""
-        for work, _ in self._sending:
+        for work, *_ in self._sending:
             work.wait()
         self._refuse_written()
         self._sending.clear()
-        self._unchanged.clear()
 
     def _refuse_written(self) -> None:
-        """Raises where the program wrote into a tensor that was sent, whether or not it has arrived: an activation
-        before its gradient came back, a gradient before the end of the step."""
-        for each in self._unchanged:
-            if each.is_written:
+        """Raises where the program wrote into a tensor that was being sent."""
+        for _, x, version, _ in self._sending:
+            if version is not None and version_of(x) != version:
                 raise InvalidArgumentError(
-                    f"Pipeline: rank {self.comm.rank} found that a tensor of shape {each.shape}, which its stage "
-                    "returned, or a gradient of one, was written in place after it was sent, expected the values that "
-                    "were returned; write into a clone"
+                    f"Pipeline: rank {self.comm.rank} found that a tensor of shape {tuple(x.shape)}, which its stage "
+                    "returned, or a gradient of one, was written in place while it was being sent, expected the values "
+                    "that were returned; write into a clone"
                 )
 
     # ---- one message ----------------------------------------------------------------------------------------------
@@ -174,17 +152,14 @@ class Messages:
         tag: int,
         counts: bool = True,
         check: bool = False,
-        origin: _Origin = None,
+        of: tuple[int, int] | None = None,
     ) -> None:
         self._refuse_written()
         self._sending = [each for each in self._sending if not each[0].done]
         x = x.contiguous()
         self.sent_nbytes += x.nbytes if counts else 0
-        if not x.numel():
-            return
-        if check:
-            self._unchanged.append(_Unchanged(x, origin))
-        self._sending.append((self.comm.isend(x, rank, tag), origin))
+        if x.numel():
+            self._sending.append((self.comm.isend(x, rank, tag), x, version_of(x) if check else None, of))
 
     def _receive(
         self,

@@ -848,7 +848,6 @@ def test_over_a_group_that_compares_no_calls_they_fail_in_backward_and_nothing_i
         assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
 @pytest.mark.parametrize("of", [list, tuple, iter])
 def test_units_are_modules_or_classes_in_any_collection(of: Callable[[Any], Any]) -> None:
     def rank(comm: ringcomm.Communicator) -> None:
@@ -862,6 +861,7 @@ def test_units_are_modules_or_classes_in_any_collection(of: Callable[[Any], Any]
     ringcomm.run_ranks(rank, 1, ranks="threads", timeout=20)
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
 def test_an_error_about_units_of_different_sizes_names_them() -> None:
     def rank(comm: ringcomm.Communicator) -> None:
         model = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 90)])

@@ -97,10 +97,19 @@ def test_an_optimizer_that_no_shard_can_serve(make: Callable[..., Any], kind: ty
         ({"accumulation": "pairs"}, "accumulation='pairs'"),
         ({"atom": "page"}, "atom='page'"),
         ({"units": [nn.Linear(2, 2)]}, "unit Linear, which is not in the module"),
-        ({"units": "inlet"}, r"units='inlet', expected .* pass units=\[model.get_submodule\(name\)\]$"),
-        ({"units": ["blocks.1"]}, r"expected submodules, .* pass units=\[model.get_submodule\(name\)\]$"),
-        ({"units": [nn.Linear, tower()]}, "expected submodules, such as model.blocks, classes of submodules or None"),
-        ({"units": nn.Linear(2, 2)}, "units=a value of type Linear, expected submodules, such as model.blocks"),
+        (
+            {"units": "inlet"},
+            r"units='inlet', expected .* pass units=\[model.get_submodule\(name\) for name in names\]$",
+        ),
+        (
+            {"units": ["blocks.1"]},
+            r"expected a list of submodules, .* pass units=\[model.get_submodule\(name\) for name in names\]$",
+        ),
+        ({"units": [nn.Linear, tower()]}, "expected a list of submodules, of their classes or None"),
+        (
+            {"units": nn.Linear(2, 2)},
+            r"units=a value of type Linear, expected a list of submodules, .* pass units=\[unit\]$",
+        ),
         ({"mesh": object()}, "both comm and mesh"),
         ({"bucket_cap_mb": -1}, "bucket_cap_mb=-1"),
     ],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -354,40 +352,3 @@ def test_something_else_is_no_policy() -> None:
         ringcomm.shard(nn.Linear(2, 2), None, 0, mixed_precision="bf16")
     with refused:
         ringcomm.fully_shard(nn.Linear(2, 2), mp_policy=torch.bfloat16)
-
-
-WAYS: dict[str, Callable[[nn.Module, Any, MixedPrecision], nn.Module]] = {
-    **{f"stage {i}": lambda m, c, p, i=i: ringcomm.shard(m, None, i, c, mixed_precision=p)[0] for i in range(4)},
-    "fully_shard": lambda m, c, p: ringcomm.fully_shard(m, comm=c, mp_policy=p),
-    "DistributedDataParallel": lambda m, c, p: ringcomm.DistributedDataParallel(m, c, mixed_precision=p),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_a_module_in_16_bits_is_trained_in_bfloat16(dtype: torch.dtype) -> None:
-    """In the other type of 16 bits, too; a batch norm then has to be in float32."""
-    plain = Scaled().to(dtype)
-    models = {way: [copy.deepcopy(plain) for _ in range(WORLD)] for way in WAYS}
-
-    def rank(comm: ringcomm.Communicator) -> list[dict[str, torch.Tensor]]:
-        found = []
-        for way, wrap in WAYS.items():
-            model, precision = models[way][comm.rank], MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
-            if dtype != torch.bfloat16:
-                says = rf"rank {comm.rank} got the batch norm norm in {dtype} with param_dtype=torch.bfloat16, expected"
-                with pytest.raises(ringcomm.InvalidArgumentError, match=says):
-                    wrap(model, comm, precision)
-                model.norm.float()
-            made = wrap(model, comm, precision)
-            optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
-            for step in range(2):
-                x = torch.randn(5, 6, generator=torch.Generator().manual_seed(3 * comm.rank + step))
-                made(x).float().square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            found.append({name: x.clone() for name, x in model.state_dict().items()})
-        return found
-
-    for found in ringcomm.run_ranks(rank, WORLD, ranks="threads", timeout=60):
-        for other in found[1:]:
-            assert all(other[name].equal(x) for name, x in found[0].items() if "running" not in name)

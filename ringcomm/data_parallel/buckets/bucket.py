@@ -239,6 +239,8 @@ class Bucket:
         number: index among the model's buckets.
         gathered: the state that all of the model's buckets share.
         view_data: at stage 3, by parameter, the memory that its views made since the last `p.data = other` share.
+        loading: the list of errors of the last call of load_state_dict, which tells calls apart, and the parameters
+            that it has reached.
     """
 
     def __init__(
@@ -260,6 +262,7 @@ class Bucket:
         self.number = 0
         self.gathered = UnshardedState()
         self.view_data: dict[int, ViewData] = {}
+        self.loading: tuple[list[str], set[int]] = [], set()
         self.memory = ParamMemory(self.params, sharded_class)
         self._gradient: GradBuffer | None = None
         if device is not None:

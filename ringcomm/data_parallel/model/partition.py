@@ -171,27 +171,6 @@ def kept_in_their_type(module: nn.Module) -> frozenset[int]:
     return frozenset(id(p) for each in module.modules() if isinstance(each, _BatchNorm) for p in each.parameters())
 
 
-def refuse_batch_norms(
-    module: nn.Module, dtype: torch.dtype | None, params: Collection[int], call: str, rank: int
-) -> None:
-    """Raises for a batch norm that torch cannot compute on inputs of ``dtype``: it takes inputs of the batch norm's own
-    type, and for one in float32 also inputs in 16 bits.
-
-    Args:
-        dtype: the type in which the other modules compute; None: their own.
-        params: ids of the parameters to be wrapped.
-    """
-    if dtype is None:
-        return
-    for name, each in module.named_modules():
-        own = {p.dtype for p in each.parameters(recurse=False) if id(p) in params} - {dtype}
-        if type(each).forward is _BatchNorm.forward and own and (own != {torch.float32} or dtype.itemsize != 2):
-            raise InvalidArgumentError(
-                f"{call}: rank {rank} got the batch norm {name} in {own.pop()} with param_dtype={dtype}, expected one "
-                f"in torch.float32 or {dtype}, because batch norms keep their type; call its float() first"
-            )
-
-
 def cast_buffers(
     module: nn.Module, dtype: torch.dtype | None, ignored: Collection[str] = (), inner: Sequence[nn.Module] = ()
 ) -> list[tuple[nn.Module, str, torch.dtype]]:

@@ -3,7 +3,7 @@ module's, in the master weights' type."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -89,44 +89,47 @@ def _before_load(
     strict: bool,
     *lists: list[str],
 ) -> None:
-    """Takes this rank's part of every parameter whose shape fits, and reports the others in torch's words. As in torch,
-    a rank with a value that does not fit loads the others before it raises; so it takes part in the ranks' messages."""
+    """Takes this rank's part of every parameter whose shape fits. The other values are left to torch, which reports
+    them if no hook of an inner module mends them. A rank with such values loads the others, as in torch, and so takes
+    part in the ranks' messages."""
     del strict
     if metadata.get("assign_to_params_buffers", False):
         raise InvalidArgumentError(
             f"load_state_dict: rank {buckets[0].ranks.rank} got assign=True, expected parameters to stay where they "
             "are; leave it out"
         )
+    errors = lists[-1]  # one list for the whole call
     named = _names(module, buckets, prefix)
-    new = {name: at for name, at in named.items() if name in state and state[name] is not at[0].params[at[1]]}
-    if not new:  # done by the outer module
+    for bucket in buckets:
+        if bucket.loading[0] is not errors:
+            bucket.loading = errors, set()
+    if all(i in bucket.loading[1] for bucket, i in named.values()):  # done by an outer module, whatever the file has
         return
     adopt_writes(buckets, "load_state_dict")
-    for name, (bucket, i) in new.items():
-        lists[-1].extend(_load(bucket, i, name, state[name]))
-        state[name] = bucket.params[i]
+    for name, (bucket, i) in named.items():
+        bucket.loading[1].add(i)
+        if name in state and _fits(state[name], bucket, i) and state[name] is not bucket.params[i]:
+            errors += _load(bucket, i, name, state[name])
+            state[name] = bucket.params[i]
     for bucket in buckets:
         bucket.publish().wait()
 
 
-def _load(bucket: Bucket, i: int, name: str, value: Any) -> Iterator[str]:
-    """Loads this rank's part of a parameter; yields torch's sentence about a value that cannot be loaded."""
-    shape = torch.Size(bucket.layout.segments[i].shape)
-    if not torch.is_tensor(value):
-        yield (
-            f'While copying the parameter named "{name}", expected torch.Tensor or Tensor-like object from checkpoint '
-            f"but received {type(value)}"
-        )
-    elif value.shape != shape and (value.shape != (1,) or shape):  # old versions of torch saved numbers as vectors
-        yield (
-            f"size mismatch for {name}: copying a param with shape {value.shape} from checkpoint, the shape in current "
-            f"model is {shape}."
-        )
-    else:
-        try:
-            bucket.load(i, value)
-        except Exception as error:
-            yield (
-                f'While copying the parameter named "{name}", whose dimensions in the model are {shape} and whose '
-                f"dimensions in the checkpoint are {value.shape}, an exception occurred : {error.args}."
-            )
+def _fits(value: Any, bucket: Bucket, i: int) -> bool:
+    shape = bucket.layout.segments[i].shape
+    if not torch.is_tensor(value) or value.is_nested:
+        return False
+    return tuple(value.shape) == shape or (tuple(value.shape) == (1,) and not shape)  # as old versions saved numbers
+
+
+def _load(bucket: Bucket, i: int, name: str, value: torch.Tensor) -> list[str]:
+    """Loads this rank's part of a parameter; returns torch's sentence about a value that cannot be copied."""
+    try:
+        bucket.load(i, value)
+        return []
+    except Exception as error:
+        shape = torch.Size(bucket.layout.segments[i].shape)
+        return [
+            f'While copying the parameter named "{name}", whose dimensions in the model are {shape} and whose '
+            f"dimensions in the checkpoint are {value.shape}, an exception occurred : {error.args}."
+        ]

@@ -125,12 +125,8 @@ def plain_class(kind: type) -> Any:
     return vars(kind).get("_ringcomm_plain", kind)
 
 
-def mix_in(module: nn.Module, unit: Unit | None, added: type[UnitModule] = UnitModule) -> None:
-    """Adds the mixin to a module's class. The class keeps its name, because libraries look for it.
-
-    Args:
-        unit: None: the module has no parameters, and is called as before.
-    """
+def mix_in(module: nn.Module, unit: Unit, added: type[UnitModule] = UnitModule) -> None:
+    """Adds the mixin to a module's class. The class keeps its name, because libraries look for it."""
     kind = plain_class(type(module))
     with _lock:
         if (added, kind) not in _classes:
@@ -138,15 +134,14 @@ def mix_in(module: nn.Module, unit: Unit | None, added: type[UnitModule] = UnitM
             bases = (EqualsPlain,) if type(kind) is type else (EqualsPlain, type(kind))
             meta = type("EqualsPlain", bases, {})
             _classes[added, kind] = meta(kind.__name__, (added, kind), {**members, "_ringcomm_plain": kind})
-    if unit is not None:
-        notes_on(module).unit = unit
-        unit.undo.append(partial(restore_class, module))
+    notes_on(module).unit = unit
     # Python looks `__call__` up in the class alone, and the module that its parents and the program hold must stay.
     module.__class__ = _classes[added, kind]
+    unit.undo.append(partial(_restore_class, module))
 
 
-def restore_class(module: nn.Module) -> None:
+def _restore_class(module: nn.Module) -> None:
     """Gives a module its plain class again."""
     if notes_of(module).unit is not None:
         drop_unit(module)
-    module.__class__ = plain_class(type(module))  # the reverse of `mix_in`
+        module.__class__ = plain_class(type(module))  # the reverse of `mix_in`

@@ -21,6 +21,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import communicator_of
@@ -35,6 +36,8 @@ from ringcomm.validation import COMMUNICATOR, FLAG, Requirement, a, expects, sev
 State = dict[str, Any]
 _CALL = "ZeroRedundancyOptimizer"
 _instances: list[weakref.ref[ZeroRedundancyOptimizer]] = []  # those not garbage-collected
+# How many optimizers were made for a parameter; the same on all ranks, whatever was collected since.
+_made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @dataclass
@@ -245,7 +248,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             self, [_group_of(group) for group in self.optim.param_groups], self.optim.defaults
         )
         Joinable.__init__(self)
-        self.joining: Join | None = None  # inside `ringcomm.join` of a model
+        self.joining: tuple[Join, int] | None = None  # inside `ringcomm.join` of a model, and this optimizer's number
         device = self.param_groups[0]["params"][0].device
         self.ranks = DataParallelGroup(comm if comm is not None else communicator_of(process_group, _CALL, device))
         self._process_group = None if comm is not None else process_group or dist.group.WORLD
@@ -259,7 +262,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         initial = dict(self.optim.state)
         self.optim.state.clear()
         pieces = self._deal_out(range(len(self.param_groups)))
-        self.number = _free_number(self.ranks)
+        for p in self._in_order():
+            _made[p] = _made.get(p, 0) + 1
+        self._counts = [_made[p] for p in self._in_order()]
         _instances.append(weakref.ref(self, _instances.remove))
         for number, group in enumerate(self.optim.param_groups):
             group["params"] = [piece.param for piece in pieces[number]]
@@ -357,9 +362,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             with torch.enable_grad():
                 loss = closure()
         if self.joining is not None:
-            self.joining.announce("step", self.number, True, [_options(group) for group in self.param_groups])
-            if self.joining.some_have_joined:
-                self._share_grads(self.joining)
+            joining, number = self.joining
+            joining.announce("step", number, True, [_options(group) for group in self.param_groups])
+            if joining.some_have_joined:
+                self._share_grads(joining)
         self._unsharded_state, self._state_at = None, -1
         for mine, theirs in zip(self.param_groups, self.optim.param_groups, strict=True):
             theirs.update(_options(mine))
@@ -464,17 +470,13 @@ def _group_of(group: dict[str, Any]) -> dict[str, Any]:
     return {**_options(group), "params": params}
 
 
-def _live_instances() -> list[ZeroRedundancyOptimizer]:
-    return [each for each in (ref() for ref in list(_instances)) if each is not None]
-
-
-def _free_number(ranks: DataParallelGroup) -> int:
-    """Returns a number that no optimizer on any of these ranks has, the same on all of them; a collective. The ranks
-    cannot count: garbage collection may drop an optimizer at different times on the ranks."""
-    last = max((each.number for each in _live_instances()), default=0)
-    return 1 + max(int.from_bytes(theirs, "little") for theirs in ranks.comm.exchange(last.to_bytes(8, "little")))
-
-
 def optimizers_of(model: ShardedModel) -> dict[int, ZeroRedundancyOptimizer]:
-    """Returns the optimizers that step parameters of a model, by number."""
-    return {each.number: each for each in _live_instances() if model in each.models()}
+    """Returns the optimizers that step parameters of a model, by numbers that are the same on all ranks."""
+    live = [each for each in (ref() for ref in list(_instances)) if each is not None and model in each.models()]
+    position = {id(p): i for i, p in enumerate(model.module.parameters())}
+    found = {}
+    for each in live:
+        counted = zip(each._in_order(), each._counts, strict=False)
+        first, count = min((position[id(p)], count) for p, count in counted if id(p) in position)
+        found[first << 32 | count] = each
+    return found

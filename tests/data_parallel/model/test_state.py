@@ -115,6 +115,53 @@ def test_state_dicts_are_ordinary(
 
 
 @pytest.mark.parametrize("way", [0, 1, 2, 3, "fully_shard"])
+@pytest.mark.parametrize("names", ["prefixed", "none"])
+def test_a_rank_with_a_file_of_other_names_leaves_no_other_rank_waiting(way: int | str, names: str) -> None:
+    nets = [Net() for _ in range(WORLD)]
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = nets[comm.rank]
+        if isinstance(way, int):
+            ringcomm.shard(model, None, way, comm, units=list(model.blocks))
+        else:
+            for block in model.blocks:
+                ringcomm.fully_shard(block, comm=comm)
+            ringcomm.fully_shard(model, comm=comm)
+        twos = {name: torch.full_like(value, 2) for name, value in model.state_dict().items()}
+        if comm.rank == 1:
+            with pytest.raises(RuntimeError, match="Missing key"):
+                model.load_state_dict({f"module.{name}": x for name, x in twos.items()} if names == "prefixed" else {})
+        else:
+            model.load_state_dict(twos)
+        comm.barrier()
+
+    ringcomm.run_ranks(rank, WORLD, ranks="threads", timeout=10)
+
+
+@pytest.mark.parametrize("way", [0, 1, 2, 3, "fully_shard"])
+def test_a_hook_of_an_inner_module_mends_a_value(way: int | str) -> None:
+    def rank(comm: ringcomm.Communicator) -> list[torch.Tensor]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(3, 2))
+
+        def mend(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+            state[prefix + "weight"] = state[prefix + "weight"].view(2, 3)
+
+        model[1].register_load_state_dict_pre_hook(mend)
+        if isinstance(way, int):
+            ringcomm.shard(model, None, way, comm)
+        else:
+            for unit in (*model, model):
+                ringcomm.fully_shard(unit, comm=comm)
+        file = {name: torch.full_like(x, 2) for name, x in model.state_dict().items()} | {"1.weight": torch.arange(6.0)}
+        model.load_state_dict(file)
+        return [x.clone() for x in model.state_dict().values()]
+
+    for found in ringcomm.run_ranks(rank, 2, ranks="threads", timeout=10):
+        assert torch.equal(found[2], torch.arange(6.0).view(2, 3))
+        assert all((x == 2).all() for x in (found[0], found[1], found[3]))
+
+
+@pytest.mark.parametrize("way", [0, 1, 2, 3, "fully_shard"])
 def test_a_rank_with_a_file_that_does_not_fit_leaves_no_other_rank_waiting(way: int | str) -> None:
     nets = [Net() for _ in range(WORLD)]
 

@@ -385,20 +385,38 @@ def test_an_optimizer_that_was_made_before_its_model_was_wrapped_is_followed() -
 def test_join_steps_the_same_optimizer_on_ranks_that_have_dropped_others() -> None:
     """Garbage collection drops an optimizer at different times on the ranks."""
 
-    def rank(comm: Any, model: Any) -> tuple[list[torch.Tensor], int]:
+    def rank(comm: Any, model: Any) -> list[torch.Tensor]:
         ringcomm.shard(model, None, 0, comm)
         others = [ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, comm=comm) for _ in range(2)]
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, comm=comm, lr=0.1)
         del others[comm.rank :]
         with ringcomm.join(model):
             train(model, optimizer, steps=(2, 3, 0)[comm.rank])
-        another = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, comm=comm)
-        return [p.detach().clone() for p in model.parameters()], another.number
+        return [p.detach().clone() for p in model.parameters()]
 
-    (values, number), *theirs = on_ranks(rank)
-    for found, found_number in theirs:
+    values, *theirs = on_ranks(rank)
+    for found in theirs:
         assert all(map(torch.equal, found, values))
-        assert found_number == number
+
+
+def test_join_over_more_ranks_than_those_of_an_optimizer() -> None:
+    """Ranks that share an optimizer are a part of those that train the model, and one part has another model too."""
+
+    def rank(comm: Any, model: Any) -> list[torch.Tensor]:
+        part = comm.split(comm.rank // 2)
+        if comm.rank < 2:
+            other = nn.Linear(3, 3)
+            kept = ZeroRedundancyOptimizer(other.parameters(), torch.optim.SGD, comm=part)
+            assert kept.param_groups
+        ringcomm.shard(model, None, 0, comm)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, comm=part, lr=0.1)
+        with ringcomm.join(model):
+            train(model, optimizer, steps=2 + comm.rank // 2)
+        return [p.detach().clone() for p in model.parameters()]
+
+    values, *theirs = on_ranks(rank)
+    for found in theirs:
+        assert all(map(torch.equal, found, values))
 
 
 def test_other_numbers_of_batches_beside_torchs_ddp() -> None:
