@@ -103,22 +103,39 @@ class Window(NamedTuple):
 
 
 @dataclass
+class Writes:
+    """Counts the writes into a bucket's parameters at stage 3, for the copies of their values in which views are.
+
+    Attributes:
+        count: changes with every write that all ranks make: an operation's, a step's, one that forward may have made.
+        copied: the count when the ranks last gathered the bucket, and renewed all copies; None: the parameters are
+            unsharded for good, and the copies have old values.
+    """
+
+    count: int = 0
+    copied: int | None = 0
+
+    @property
+    def are_copied(self) -> bool:
+        """Whether the copies have the current values."""
+        return self.count == self.copied
+
+
+@dataclass(eq=False)
 class ViewData:
     """The memory that a stage 3 parameter and its views share, or shared until `p.data = other`.
 
     Attributes:
+        writes: those of the bucket.
         piece: this rank's part of the values, once they are no longer the parameter's.
         unsharded: a buffer with the bucket's layout that holds these values, once it was gathered.
-        writes: changes with every write that autograd does not count.
         copy: a copy of the values, in whose memory the views are, as long as there are views.
-        copied_at: `writes`, and autograd's count, when all ranks made or renewed the copy.
     """
 
+    writes: Writes
     piece: Any = None
     unsharded: torch.Tensor | None = None
-    writes: int = 0
     copy: weakref.ref[torch.Tensor] | None = None
-    copied_at: tuple[int, int] | None = None
 
 
 class ParamMemory:
@@ -262,6 +279,7 @@ class Bucket:
         self.number = 0
         self.gathered = UnshardedState()
         self.view_data: dict[int, ViewData] = {}
+        self.writes = Writes()
         self.loading: tuple[list[str], set[int]] = [], set()
         self.memory = ParamMemory(self.params, sharded_class)
         self._gradient: GradBuffer | None = None
@@ -401,8 +419,7 @@ class Bucket:
             p.grad = gradients.get(i)
         self.weight = self.master = self.memory.buffer = torch.empty(0)
         self.memory.views, self.memory.windows, self._gradient = [], {}, None
-        for data in self.view_data.values():
-            data.copied_at = None  # views have old values from now on
+        self.writes.copied = None
         self.gathered, self.view_data = UnshardedState(), {}  # the model's refers to this bucket too, a circle
 
     def thaw(self) -> None:
@@ -491,7 +508,7 @@ class Bucket:
         Args:
             changed: the parameters that a step has changed; autograd refuses a backward pass that needs the old values.
         """
-        self.invalidate_views()
+        self.writes.count += 1
         increment_version([self.params[i] for i in changed])
         if self.separate:
             self.weight.copy_(self.master, non_blocking=True)
@@ -526,10 +543,16 @@ class Bucket:
         self.replace_data(i)
         self._write(self.weight, i, values)
 
-    def invalidate_views(self) -> None:
-        """Stage 3: called when the parameters may have been written; their views copy the values again."""
-        for data in self.view_data.values():
-            data.writes += 1
+    @untransformed
+    def renew_copies(self) -> None:
+        """Stage 3: called once all ranks have gathered the parameters: copies the values for the views again."""
+        if not self.writes.are_copied:
+            self.writes.copied = self.writes.count
+            for i, data in self.view_data.items():
+                copy = None if data.copy is None else data.copy()
+                if copy is not None:
+                    with torch.no_grad():
+                        copy.copy_(self.layout.part(self.unsharded, i))
 
     def replace_data(self, i: int) -> None:
         """Called before a parameter's data is replaced: existing views keep the current values."""

@@ -26,6 +26,9 @@ parameter; the unit is gathered when a node asks for the value, wherever the gra
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import threading
 import time
 import warnings
@@ -150,7 +153,7 @@ class Unit:
         """Frees the other ranks' parameters, which the program may have written."""
         for bucket in self.buckets:
             bucket.release()
-            bucket.invalidate_views()
+            bucket.writes.count += 1
 
     def unwrap(self) -> None:
         """Makes the modules and parameters plain ones; a collective."""
@@ -298,7 +301,7 @@ class Place:
         """At stage 3, the memory that the views made since the last `p.data = other` share; None: the bucket no longer
         exists."""
         bucket = self._bucket()
-        return None if bucket is None else bucket.view_data.setdefault(self.index, ViewData())
+        return None if bucket is None else bucket.view_data.setdefault(self.index, ViewData(bucket.writes))
 
     @property
     def name(self) -> str:
@@ -440,7 +443,7 @@ class ForwardCalls:
         restore: inside `whole`, removes the records of the passes there.
         warned: whether the warning about a read outside of a unit's call was given.
         counters: while an operation reads views that have another version counter than their parameter, such as
-            `p.data[0]`: a tensor with that counter, by the place in the unsharded buffer.
+            `p.data[0]`: a tensor with that counter, by the memory of the unsharded buffer and the place in it.
     """
 
     count: int = 0
@@ -451,7 +454,7 @@ class ForwardCalls:
     last: list[Unit] = field(default_factory=list)
     restore: Callable[[], None] | None = None
     warned: bool = False
-    counters: dict[Window, torch.Tensor] = field(default_factory=dict)
+    counters: dict[tuple[int, Window], torch.Tensor] = field(default_factory=dict)
 
     @property
     def depth(self) -> int:
@@ -530,7 +533,7 @@ class GradArrivals:
         """Called after a step has written parameters, which have the same nodes as before."""
         versions = self._versions[bucket]
         for i in which:
-            versions[i] += 1
+            versions[i] = bucket.params[i]._version
 
     def renew_written(self, bucket: Bucket, arrived: Collection[int], prepare: Callable[[int], None]) -> None:
         """Installs the hooks of parameters that were written, except those whose gradients have arrived in this pass,
@@ -870,7 +873,7 @@ class ShardedModel:
         if not (self.gathered.graph_needs or self.gathered.holders):
             held.release()
             if isinstance(held, Bucket):
-                held.invalidate_views()
+                held.writes.count += 1
 
     def intercept(self) -> None:
         """Stage 3, outside of calls: gives parameters that stay gathered the class of sharded ones, so that autograd
@@ -945,7 +948,7 @@ class ShardedModel:
             warnings.warn(
                 f"forward: rank {self.ranks.rank} read {name} ({call}) outside of its unit's call, so the unit was "
                 "gathered for it; name units so that one holds both, to save the message",
-                stacklevel=9,
+                stacklevel=_level_of_user(),
             )
 
     def send_buffers(self) -> None:
@@ -1477,6 +1480,16 @@ class SavedParameter:
             return bucket.memory.window(self.window).clone()
 
 
+def _level_of_user() -> int:
+    """Returns the `stacklevel` of a caller's warning about the first line outside of torch and ringcomm."""
+    folders = [os.path.dirname(str(sys.modules[name].__file__)) + os.sep for name in ("torch", "ringcomm")]
+    ours = (*folders, contextlib.__file__)
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def _running_models() -> list[ShardedModel]:
     """Returns this thread's list of the stage 3 models that have calls running in it."""
     return vars(_thread).setdefault("flats", [])
@@ -1496,14 +1509,15 @@ def _packing(pack: Callable[[torch.Tensor], Any], flats: list[ShardedModel]) -> 
             if bucket is not None:
                 index = bucket.layout.index_of(x.storage_offset() * x.itemsize // bucket.types.compute.itemsize)
                 window = Window.of(x)
-                counter = flat.calls.counters.get(window)
+                counter = flat.calls.counters.get((memory, window))
                 version = (bucket.memory.params[index] if counter is None else counter)._version
                 return SavedParameter(weakref.ref(bucket), flat.calls.count, window, index, version, counter)
         place = getattr(x, "_ringcomm", None)
         if isinstance(place, Place) and place.alive and place.bucket.memory.is_placeholder(x):
             # A checkpoint saves its arguments, and a torch.autograd.Function what it wants, without reading values.
             bucket, index = place.bucket, place.index
-            if getattr(x, "_data", None) not in (None, place.data):
+            data = getattr(x, "_data", None)
+            if data is not None and data is not place.data:
                 raise InvalidArgumentError(
                     f"forward: rank {place.flat.ranks.rank} saved a tensor made of {place.name} before its `p.data` "
                     "was replaced, expected one made since; make it again"

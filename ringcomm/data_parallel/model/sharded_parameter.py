@@ -170,22 +170,15 @@ def _counter_of(x: Any) -> torch.Tensor:
 
 def _count_write(x: Any) -> None:
     """Counts a write that was made in the bucket's buffer."""
-    params, i = x._ringcomm.bucket.params, x._ringcomm.index
-    data = _data_of(x)
-    data.writes += 1
-    if x is params[i] or x.is_inference():
+    bucket = x._ringcomm.bucket
+    bucket.writes.count += 1
+    if x is bucket.params[x._ringcomm.index] or x.is_inference():
         return
     counter = _counter_of(x)
     before = counter._version
     increment_version(x)
     if counter._version == before:  # it is another one than that of ``x``
         increment_version(counter)
-
-
-def _writes_of(x: Any) -> tuple[int, int]:
-    """Returns the numbers of writes that a copy of the values depends on."""
-    data, p = _data_of(x), x._ringcomm.bucket.params[x._ringcomm.index]
-    return data.writes, 0 if p.is_inference() else p._version
 
 
 def _start(x: Any, itemsize: int) -> int:
@@ -273,8 +266,8 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
 
 @contextmanager
 def _gathered(places: Sequence[Place], name: str) -> Iterator[dict[Bucket, str]]:
-    """Gathers the places' buckets for the block. Yields, for each, "stays" if it stays gathered afterwards, else
-    "missing" if it was not gathered before, and "held" inside of `whole`."""
+    """Gathers the places' buckets for the block. Yields what each was before: "missing" if the ranks gather it now, and
+    free it afterwards; "held" if it was gathered already; "stays" if it stays gathered, inside of a call."""
     buckets: dict[ShardedModel, dict[int, Bucket]] = {}  # model by model, in an order that is the same on all ranks
     for place in places:
         buckets.setdefault(place.flat, {})[place.bucket.number] = place.bucket
@@ -286,6 +279,9 @@ def _gathered(places: Sequence[Place], name: str) -> Iterator[dict[Bucket, str]]
         }
         for flat, found in buckets.items():
             stays = borrowed.enter_context(flat.borrowing([found[k] for k in sorted(found)], places[0].name, name))
+            for bucket in found.values():
+                if before[bucket] == "missing":
+                    bucket.renew_copies()
             before |= {bucket: "stays" for bucket in found.values() if stays}
         yield before
 
@@ -306,16 +302,17 @@ def _on_gathered(
         values = {key: x.detach().clone() for key, x in values.items()}
     args, kwargs = tree_map(lambda x: values.get(id(x), x), (args, kwargs))
     others = [x for x in given if _counter_of(x) is not x._ringcomm.bucket.params[x._ringcomm.index]]
-    for x in others:
-        x._ringcomm.flat.calls.counters[Window.of(values[id(x)])] = _counter_of(x)
+    keys = [(x, (y.untyped_storage()._cdata, Window.of(y))) for x in others for y in [values[id(x)]] if _is_plain(y)]
+    for x, key in keys:
+        x._ringcomm.flat.calls.counters[key] = _counter_of(x)
     try:
         result = func(*args, **kwargs)
     finally:
-        for x in others:
-            x._ringcomm.flat.calls.counters.clear()
-    for x in written:
-        if id(x) in values:
-            _count_write(x)
+        for x, key in keys:
+            x._ringcomm.flat.calls.counters.pop(key, None)
+        for x in written:
+            if id(x) in values:
+                _count_write(x)
     if hasattr(result, "wait"):  # a Work of torch.distributed; the values are freed after this
         result.wait()
     if name in _ARRAYS:
@@ -350,17 +347,14 @@ def _on_gathered(
 
 @untransformed
 def _copy_of(x: Any, buffer: torch.Tensor, before: Mapping[Bucket, str]) -> torch.Tensor:
-    """Returns the copy of a parameter's values in which its views are, made or renewed from a gathered buffer."""
+    """Returns the copy of a parameter's values in which its views are; ``buffer``: the gathered values."""
     place, data = x._ringcomm, _data_of(x)
-    together = before[place.bucket] == "missing"  # else other ranks may do something else
     copy = None if data.copy is None else data.copy()
-    if copy is None or not together or data.copied_at != _writes_of(x):
+    if copy is None or before[place.bucket] != "missing" or _replaced(x) is not None:
         part = place.bucket.layout.part(buffer, place.index).detach()
         with torch.inference_mode(False), torch.no_grad():
             copy = part.clone() if copy is None else copy.copy_(part)
         data.copy = weakref.ref(copy)
-        if together:
-            data.copied_at = _writes_of(x)
     return copy
 
 
@@ -456,7 +450,7 @@ def _with_own_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         with torch.no_grad():
             func(*args_there, **kwargs_there)
         return kwargs["out"] if kwargs.get("out") is not None else args[0]
-    _renew([*views.values()])
+    _renew([*views.values()], name)
     if name == "as_strided":
         args, kwargs = _relative(*args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
@@ -486,23 +480,23 @@ def _relative(x: Any, size: Any, stride: Any, storage_offset: int | None = None)
     return (x, size, stride, offset), {}
 
 
-def _renew(views: Sequence[Any]) -> None:
+def _renew(views: Sequence[Any], name: str) -> None:
     """Copies the values again if they were written; then a collective."""
-    alive = [x for x in views if x._ringcomm.alive]  # once a model was dropped, nothing writes its parameters
-    if any(x._data.copied_at is None for x in views if not x._ringcomm.alive):
-        _refuse_dead("read")
-    stale = [x for x in alive if x._ringcomm.bucket.is_unsharded or _data_of(x).copied_at != _writes_of(x)]
+    if not all(x._data.writes.are_copied for x in views if not x._ringcomm.alive):
+        _refuse_dead(name)
+    alive = [x for x in views if x._ringcomm.alive]
+    stale = [x for x in alive if x._ringcomm.bucket.is_unsharded or not x._data.writes.are_copied or _replaced(x)]
     if stale:
-        with _gathered([x._ringcomm for x in stale], "a view") as before:
+        with _gathered([x._ringcomm for x in stale], name) as before:
             for x in {id(x._copy): x for x in stale}.values():
                 _copy_of(x, _buffer_of(x), before)
 
 
 def _shares(x: Any, memories: Collection[int]) -> bool:
     """Whether ``x`` is a plain tensor in one of the memories."""
-    if not isinstance(x, torch.Tensor) or _has_place(x) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if not isinstance(x, torch.Tensor) or _has_place(x) or not _is_plain(x):
         return False
-    return x.layout == torch.strided and x.untyped_storage()._cdata in memories
+    return x.untyped_storage()._cdata in memories
 
 
 def _writes(name: str, kwargs: Any) -> bool:
@@ -533,7 +527,8 @@ def _values(x: Any, before: Mapping[Bucket, str], copies: dict[int, tuple[Any, t
         copies[copy.untyped_storage()._cdata] = x, copy
         return values
     if x._versioned_by is p and _replaced(x) is None:
-        return p.detach()  # with the parameter's version counter, also for views that the program keeps
+        with torch._C.DisableTorchFunctionSubclass():  # with p's version counter, also for views that the program keeps
+            return p.detach().as_subclass(torch.Tensor)
     return place.bucket.layout.part(buffer, place.index).detach()
 
 
@@ -542,6 +537,10 @@ def _base_of(x: torch.Tensor, bucket: Bucket, given: Sequence[Any]) -> Any:
     index = bucket.layout.index_of(x.storage_offset() * x.itemsize // bucket.unsharded.itemsize)
     found = [y for y in given if y._ringcomm.bucket is bucket and _replaced(y) is None]
     return next((y for y in found if y._ringcomm.index == index), found[0])
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    return x.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def _is_separate_leaf(x: Any) -> bool:

@@ -320,6 +320,14 @@ def test_programs_read_leaves_and_views_while_autograd_runs() -> None:
     _at_stages_0_and_3(run)
 
 
+def _collect(place: Any) -> None:
+    for _ in range(50):
+        gc.collect()
+        if not place.alive:
+            break
+        time.sleep(0.05)  # another rank may collect at the moment
+
+
 def test_views_of_a_dropped_model_and_of_an_unsharded_one() -> None:
     def run(comm: ringcomm.Communicator) -> None:
         model = _net()
@@ -335,12 +343,18 @@ def test_views_of_a_dropped_model_and_of_an_unsharded_one() -> None:
         v = model[2].weight[1:]
         place = v._ringcomm
         del model, p
-        for _ in range(5):
-            gc.collect()
-            if not place.alive:
-                break
-            time.sleep(0.1)  # another rank may collect at the moment
+        _collect(place)
         assert torch.equal(v[1:] * 1, values[2:])
+        model = _net()
+        ringcomm.shard(model, None, 3, comm)
+        v = model[2].weight[1:]
+        with torch.no_grad():
+            model[2].weight.mul_(2)
+        place = v._ringcomm
+        del model
+        _collect(place)
+        with pytest.raises(InvalidArgumentError, match="dropped or unsharded"):
+            v.sum()
         assert v.detach().shape == (3, 4)
 
     ringcomm.run_ranks(run, 2, ranks="threads", timeout=30)
@@ -394,3 +408,79 @@ def test_the_gradient_of_a_leaf_is_summed_as_by_torch() -> None:
         return found
 
     _at_stages_0_and_3(run)
+
+
+ALIASES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "norm": lambda d: d.norm(),
+    "slice": lambda d: d[0] * 2,
+    "clone": lambda d: d.clone(),
+    "copy": lambda d: copy.deepcopy(d),
+    "add_": lambda d: d.add_(1),
+    "init": lambda d: nn.init.zeros_(d),
+}
+
+
+@pytest.mark.parametrize("use", ALIASES)
+@pytest.mark.parametrize("when", ["between", "hook", "forward"])
+def test_aliases_of_a_parameter_while_its_unit_is_gathered(use: str, when: str) -> None:
+    def run(comm: Any, model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+        p, found = model[2].weight, []
+        kept = p.detach(), p.data
+
+        def read() -> None:
+            with torch.no_grad():
+                for each in (*kept, p.detach(), p.data):
+                    found.append(torch.as_tensor(ALIASES[use](each)).detach().clone())
+
+        x = torch.linspace(-1, 1, 4, requires_grad=True)
+        if when == "forward":
+            model[0].register_forward_pre_hook(lambda *_: read())
+        loss = model(x).square().sum()
+        if when == "between":
+            read()
+        if when == "hook":
+            loss.register_hook(lambda _: read())
+        try:
+            loss.backward()
+            optimizer.step()
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            found.append(torch.tensor(-1.0))
+        return [*found, p.detach()]
+
+    _at_stages_0_and_3(run)
+
+
+@pytest.mark.parametrize("way", ["view and parameter", "views", "error"])
+def test_ranks_that_gather_a_unit_for_different_reasons_stay_together(way: str) -> None:
+    def run(comm: Any, model: nn.Module, _: Any) -> list[torch.Tensor]:
+        p = model[2].weight
+        v, u = p[0], model[2].bias[1:]
+        with torch.no_grad():
+            p.mul_(2)
+        if way == "view and parameter":
+            (v, p)[comm.rank].norm()
+        elif way == "views":
+            (v, u)[comm.rank].norm()
+        elif comm.rank:
+            p.norm()
+        else:
+            with pytest.raises(IndexError):
+                p[7]
+        return [v * 1, u * 1]
+
+    _at_stages_0_and_3(run, bucket_cap_mb=0.0001)
+
+
+def test_a_leaf_and_a_parameter_of_one_operation_have_their_own_versions() -> None:
+    def run(comm: Any, model: nn.Module, _: Any) -> list[torch.Tensor]:
+        first = model[0].weight
+        loss = (first @ nn.Parameter(model[2].weight.data)).sum()
+        with torch.no_grad():
+            first.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        return [first]
+
+    _at_stages_0_and_3(run, bucket_cap_mb=0.0001)
