@@ -152,7 +152,7 @@ def _alias(x: Any) -> ShardedView:
     """Returns the same parameter or view, detached from autograd, with the same version counter."""
     with torch._C.DisableTorchFunctionSubclass():
         alias = _describe(x.detach().as_subclass(ShardedView), x, _window(x))
-    alias._versioned_by = _counter_of(x)
+    alias._versioned_by = x._versioned_by if isinstance(x, ShardedView) and x._versioned_by is not None else x
     return alias
 
 
@@ -163,9 +163,12 @@ def _describe(view: Any, of: Any, window: Window | None, copy: torch.Tensor | No
     return view
 
 
-def _counter_of(x: Any) -> torch.Tensor:
-    other = x._versioned_by if isinstance(x, ShardedView) else None
-    return x if other is None else other
+def _counters_of(x: Any) -> list[torch.Tensor]:
+    """Returns the tensors whose versions count a write into ``x``: itself, what it is a view of, and so on."""
+    found = [x]
+    while isinstance(found[-1], ShardedView) and found[-1]._versioned_by is not None:
+        found.append(found[-1]._versioned_by)
+    return found
 
 
 def _count_write(x: Any) -> None:
@@ -174,11 +177,10 @@ def _count_write(x: Any) -> None:
     bucket.writes.count += 1
     if x is bucket.params[x._ringcomm.index] or x.is_inference():
         return
-    counter = _counter_of(x)
-    before = counter._version
-    increment_version(x)
-    if counter._version == before:  # it is another one than that of ``x``
-        increment_version(counter)
+    counters = [(each, each._version) for each in _counters_of(x)]
+    for each, before in counters:
+        if each._version == before:  # else it shares its counter with one before it
+            increment_version(each)
 
 
 def _start(x: Any, itemsize: int) -> int:
@@ -301,10 +303,10 @@ def _on_gathered(
     if name in _COPIES:
         values = {key: x.detach().clone() for key, x in values.items()}
     args, kwargs = tree_map(lambda x: values.get(id(x), x), (args, kwargs))
-    others = [x for x in given if _counter_of(x) is not x._ringcomm.bucket.params[x._ringcomm.index]]
+    others = [x for x in given if _counters_of(x)[-1] is not x._ringcomm.bucket.params[x._ringcomm.index]]
     keys = [(x, (y.untyped_storage()._cdata, Window.of(y))) for x in others for y in [values[id(x)]] if _is_plain(y)]
     for x, key in keys:
-        x._ringcomm.flat.calls.counters[key] = _counter_of(x)
+        x._ringcomm.flat.calls.counters[key] = _counters_of(x)[-1]
     try:
         result = func(*args, **kwargs)
     finally:
@@ -335,7 +337,7 @@ def _on_gathered(
         memory = window._replace(offset=window.offset - _start(base, x.itemsize)).on(copy)
         if not (torch.is_grad_enabled() and x.requires_grad):
             view = _describe(memory.as_subclass(ShardedView), base, window, copy)
-            view._versioned_by = _counter_of(base)
+            view._versioned_by = base
             return view
         x = _twin(x)
         x.data = memory

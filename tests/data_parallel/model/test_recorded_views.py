@@ -405,6 +405,11 @@ def test_the_gradient_of_a_leaf_is_summed_as_by_torch() -> None:
         kept.detach()[0].mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+        rows = model[2].weight.detach()[1:].requires_grad_()
+        loss = rows.sin().sum()
+        rows.detach()[0].neg_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
         return found
 
     _at_stages_0_and_3(run)
