@@ -489,3 +489,39 @@ def test_a_leaf_and_a_parameter_of_one_operation_have_their_own_versions() -> No
         return [first]
 
     _at_stages_0_and_3(run, bucket_cap_mb=0.0001)
+
+
+def test_training_with_views_leaves_and_averages_that_are_kept() -> None:
+    """A slice of the head in a penalty of every step, a leaf that trains the embedding's values with its own optimizer,
+    rows that are normalised in place, and averages of the parameters."""
+    plain = seeded(nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Linear(8, 20)))
+
+    def run(comm: ringcomm.Communicator, stage: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(plain)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        ringcomm.shard(model, optimizer, stage, comm, bucket_cap_mb=0.0005)
+        averages = [p.detach().clone() for p in model.parameters()]
+        leaf, head = nn.Parameter(model[0].weight.data[:8]), model[4].weight[:6]
+        leaf_optimizer = torch.optim.SGD([leaf], 0.1, momentum=0.9)
+        generator = torch.Generator().manual_seed(comm.rank)
+        for step in range(9):
+            x = torch.randint(20, (4, 5), generator=generator)
+            loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
+            (loss + (head @ head.t() - torch.eye(6)).square().mean() + model[1].weight[:4].square().sum()).backward()
+            ringcomm.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 3 == 2:
+                leaf.square().mean().backward()
+                leaf_optimizer.step()
+                leaf_optimizer.zero_grad()
+                with torch.no_grad():
+                    rows = model[3].weight[:4]
+                    rows.div_(rows.norm(dim=1, keepdim=True) / 0.5)
+                    for average, p in zip(averages, model.parameters(), strict=True):
+                        average.lerp_(p.detach(), 0.1)
+        return [*averages, leaf.detach().clone(), *(x.clone() for x in model.state_dict().values())]
+
+    wanted, *others = (ringcomm.run_ranks(run, 2, stage, ranks="threads", timeout=30)[1] for stage in range(4))
+    for found in others:
+        assert [*map(torch.equal, wanted, found)] == [True] * len(wanted)
