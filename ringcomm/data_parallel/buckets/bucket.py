@@ -94,6 +94,10 @@ class Window(NamedTuple):
     def of(x: torch.Tensor) -> Window:
         return Window(x.dtype, x.shape, x.stride(), x.storage_offset(), x.is_conj(), x.is_neg())
 
+    def moved(self, elements: int) -> Window:
+        """Returns the place with another offset."""
+        return self._replace(offset=self.offset + elements)
+
     def on(self, unsharded: torch.Tensor) -> torch.Tensor:
         """Returns the view in an unsharded buffer."""
         found = torch.empty(0, dtype=self.dtype, device=unsharded.device)

@@ -770,6 +770,8 @@ def copy_exchanged_grads(gradients: Collection[GradBuffer]) -> None:
         return
     with torch._C.DisableTorchFunctionSubclass():
         changed = [each for each in gradients if not each._unchanged([*map(_grad_of, each.params)])]
+        if not changed:
+            return
         buffers = [buffer for each in gradients for buffer in (each.buffer, *each.local.levels) if buffer is not None]
         homes = {buffer.untyped_storage()._cdata for buffer in buffers}
         found = [

@@ -181,7 +181,7 @@ class DataParallelGroup:
                 largest = max(small, key=torch.Tensor.numel)
                 self._free = [each for each in self._free if each is not largest]
                 self.pool_nbytes -= largest.numel()
-                del self._lent[id(largest)]
+                self._lent.pop(id(largest), None)  # new memory in place of memory that users see has no entry yet
             raw = self.empty(nbytes, torch.uint8, device)
             self.pool_nbytes += nbytes
         known = self._lent.setdefault(id(raw), {})

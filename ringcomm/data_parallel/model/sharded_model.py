@@ -999,7 +999,7 @@ class ShardedModel:
         nodes = self.arrivals.nodes
         if any(map(will_run, chain.from_iterable(nodes.values()))):
             return True
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # no node can be looked up inside of torch.func
+        if in_transform():  # where no node can be looked up
             return False
         for bucket in nodes:  # torch.autograd.grad, or all parameters have other nodes since `p.set_`
             self.arrivals.renew_written(bucket, (), self._preparation(bucket))
@@ -1455,7 +1455,13 @@ class SavedParameter:
     window: Window
     index: int  # the parameter's index in the bucket
     version: int  # the version when it was saved
-    counter: torch.Tensor | None = None  # a tensor that has the version counter; None: the parameter
+    counter: torch.Tensor | None  # a tensor that has the version counter; None: the parameter
+
+    @staticmethod
+    def of(bucket: Bucket, number: int, window: Window, index: int, counter: torch.Tensor | None) -> SavedParameter:
+        """Returns the object for what has that version counter now."""
+        version = (bucket.memory.params[index] if counter is None else counter)._version
+        return SavedParameter(weakref.ref(bucket), number, window, index, version, counter)
 
     def values(self) -> torch.Tensor:
         """Returns the parameter's values; a collective if its bucket is not gathered."""
@@ -1510,8 +1516,7 @@ def _packing(pack: Callable[[torch.Tensor], Any], flats: list[ShardedModel]) -> 
                 index = bucket.layout.index_of(x.storage_offset() * x.itemsize // bucket.types.compute.itemsize)
                 window = Window.of(x)
                 counter = flat.calls.counters.get((memory, window))
-                version = (bucket.memory.params[index] if counter is None else counter)._version
-                return SavedParameter(weakref.ref(bucket), flat.calls.count, window, index, version, counter)
+                return SavedParameter.of(bucket, flat.calls.count, window, index, counter)
         place = getattr(x, "_ringcomm", None)
         if isinstance(place, Place) and place.alive and place.bucket.memory.is_placeholder(x):
             # A checkpoint saves its arguments, and a torch.autograd.Function what it wants, without reading values.
@@ -1525,7 +1530,7 @@ def _packing(pack: Callable[[torch.Tensor], Any], flats: list[ShardedModel]) -> 
             with torch._C.DisableTorchFunctionSubclass():
                 counter = x.detach().as_subclass(torch.Tensor)
             window = Window.of(bucket.memory.views[index])
-            return SavedParameter(weakref.ref(bucket), place.flat.calls.count, window, index, counter._version, counter)
+            return SavedParameter.of(bucket, place.flat.calls.count, window, index, counter)
         return pack(x)
 
     return packed

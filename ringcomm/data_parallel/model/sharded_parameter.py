@@ -158,7 +158,7 @@ def _alias(x: Any) -> ShardedView:
 
 def _describe(view: Any, of: Any, window: Window | None, copy: torch.Tensor | None = None) -> ShardedView:
     """Makes ``view`` a view of what ``of`` is a view of; ``copy``: in whose memory it is, if not in that of ``of``."""
-    view._ringcomm, view._window, view._data = of._ringcomm, window, _data_of(of) or getattr(of, "_data", None)
+    view._ringcomm, view._window, view._data = of._ringcomm, window, _data_of(of)
     view._copy = copy if copy is not None or not isinstance(of, ShardedView) else of._copy
     return view
 
@@ -304,7 +304,7 @@ def _on_gathered(
         values = {key: x.detach().clone() for key, x in values.items()}
     args, kwargs = tree_map(lambda x: values.get(id(x), x), (args, kwargs))
     others = [x for x in given if _counters_of(x)[-1] is not x._ringcomm.bucket.params[x._ringcomm.index]]
-    keys = [(x, (y.untyped_storage()._cdata, Window.of(y))) for x in others for y in [values[id(x)]] if _is_plain(y)]
+    keys = [(x, (y.untyped_storage()._cdata, Window.of(y))) for x in others for y in [values[id(x)]] if _has_storage(y)]
     for x, key in keys:
         x._ringcomm.flat.calls.counters[key] = _counters_of(x)[-1]
     try:
@@ -327,14 +327,14 @@ def _on_gathered(
             return originals[id(x)]
         if _shares(x, copies):
             leaf, copy = copies[x.untyped_storage()._cdata]
-            window = Window.of(x)
+            window = Window.of(x).moved(_start(leaf, x.itemsize))
             x.__class__ = ShardedView  # `as_subclass` would put another node before it
-            return _describe(x, leaf, window._replace(offset=window.offset + _start(leaf, x.itemsize)), copy)
+            return _describe(x, leaf, window, copy)
         if not _shares(x, homes):
             return x
         base, window = _base_of(x, homes[x.untyped_storage()._cdata], given), Window.of(x)
         copy = _copy_of(base, base._ringcomm.bucket.unsharded, before)
-        memory = window._replace(offset=window.offset - _start(base, x.itemsize)).on(copy)
+        memory = window.moved(-_start(base, x.itemsize)).on(copy)
         if not (torch.is_grad_enabled() and x.requires_grad):
             view = _describe(memory.as_subclass(ShardedView), base, window, copy)
             view._versioned_by = base
@@ -449,8 +449,7 @@ def _with_own_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
                 "without; make the view, and write, inside of torch.no_grad()"
             )
         args_there, kwargs_there = tree_map(lambda x: _alias(x) if id(x) in views else x, (args, kwargs))
-        with torch.no_grad():
-            func(*args_there, **kwargs_there)
+        func(*args_there, **kwargs_there)
         return kwargs["out"] if kwargs.get("out") is not None else args[0]
     _renew([*views.values()], name)
     if name == "as_strided":
@@ -467,9 +466,8 @@ def _with_own_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     def shown(x: Any) -> Any:
         if not _shares(x, memories):
             return x
-        view, window = memories[x.untyped_storage()._cdata], Window.of(x)
-        window = window._replace(offset=window.offset + _start(view, x.itemsize))
-        part = _describe(x.as_subclass(ShardedView), view, window)
+        view = memories[x.untyped_storage()._cdata]
+        part = _describe(x.as_subclass(ShardedView), view, Window.of(x).moved(_start(view, x.itemsize)))
         part._versioned_by = view._versioned_by
         return part
 
@@ -496,7 +494,7 @@ def _renew(views: Sequence[Any], name: str) -> None:
 
 def _shares(x: Any, memories: Collection[int]) -> bool:
     """Whether ``x`` is a plain tensor in one of the memories."""
-    if not isinstance(x, torch.Tensor) or _has_place(x) or not _is_plain(x):
+    if not isinstance(x, torch.Tensor) or _has_place(x) or not _has_storage(x):
         return False
     return x.untyped_storage()._cdata in memories
 
@@ -541,7 +539,8 @@ def _base_of(x: torch.Tensor, bucket: Bucket, given: Sequence[Any]) -> Any:
     return next((y for y in found if y._ringcomm.index == index), found[0])
 
 
-def _is_plain(x: torch.Tensor) -> bool:
+def _has_storage(x: torch.Tensor) -> bool:
+    """Whether a tensor can be asked for its storage."""
     return x.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
@@ -590,7 +589,7 @@ def _window(x: Any) -> Window | None:
 
 def _data_of(x: Any) -> Any:
     """Returns the ViewData of a parameter or view."""
-    return _replaced(x) or x._ringcomm.data
+    return getattr(x, "_data", None) or x._ringcomm.data
 
 
 def _replaced(x: Any) -> ViewData | None:

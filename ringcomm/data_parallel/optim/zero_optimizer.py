@@ -147,6 +147,7 @@ class _Buffer:
         for i, (p, segment) in enumerate(zip(self.params, self.layout.segments, strict=True)):
             if segment.offset < self.start or segment.end > self.end:
                 p.data.copy_(self.layout.part(unsharded, i))
+        del own  # else the pool would leave the memory to it
         self.ranks.give(unsharded)
 
     # ---- state ----------------------------------------------------------------------------------------------------
@@ -261,10 +262,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._ready = True
         initial = dict(self.optim.state)
         self.optim.state.clear()
+        self._counts: list[int] = []  # by parameter: the number of this optimizer among those made for it
         pieces = self._deal_out(range(len(self.param_groups)))
-        for p in self._in_order():
-            _made[p] = _made.get(p, 0) + 1
-        self._counts = [_made[p] for p in self._in_order()]
         _instances.append(weakref.ref(self, _instances.remove))
         for number, group in enumerate(self.optim.param_groups):
             group["params"] = [piece.param for piece in pieces[number]]
@@ -278,6 +277,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         params = [p for i in numbers for p in self.param_groups[i]["params"]]
         for p in params:
             self._refuse_unusable(p)
+        for p in params:
+            _made[p] = _made.get(p, 0) + 1
+            self._counts.append(_made[p])
         facts = [f"a parameter of shape {tuple(p.shape)} and {p.dtype} in group {number[id(p)]}" for p in params]
         self.ranks.agree(_CALL, facts)
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -476,7 +478,7 @@ def optimizers_of(model: ShardedModel) -> dict[int, ZeroRedundancyOptimizer]:
     position = {id(p): i for i, p in enumerate(model.module.parameters())}
     found = {}
     for each in live:
-        counted = zip(each._in_order(), each._counts, strict=False)
+        counted = zip(each._in_order(), each._counts, strict=True)
         first, count = min((position[id(p)], count) for p, count in counted if id(p) in position)
         found[first << 32 | count] = each
     return found

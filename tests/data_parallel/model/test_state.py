@@ -114,19 +114,24 @@ def test_state_dicts_are_ordinary(
     on_ranks(check, stage, mixed_precision=precision)
 
 
+def wrapped(model: Net, way: int | str, comm: ringcomm.Communicator) -> Net:
+    """The model, wrapped at a stage or by `fully_shard`, with its blocks as units."""
+    if isinstance(way, int):
+        ringcomm.shard(model, None, way, comm, units=list(model.blocks))
+    else:
+        for block in model.blocks:
+            ringcomm.fully_shard(block, comm=comm)
+        ringcomm.fully_shard(model, comm=comm)
+    return model
+
+
 @pytest.mark.parametrize("way", [0, 1, 2, 3, "fully_shard"])
 @pytest.mark.parametrize("names", ["prefixed", "none"])
 def test_a_rank_with_a_file_of_other_names_leaves_no_other_rank_waiting(way: int | str, names: str) -> None:
     nets = [Net() for _ in range(WORLD)]
 
     def rank(comm: ringcomm.Communicator) -> None:
-        model = nets[comm.rank]
-        if isinstance(way, int):
-            ringcomm.shard(model, None, way, comm, units=list(model.blocks))
-        else:
-            for block in model.blocks:
-                ringcomm.fully_shard(block, comm=comm)
-            ringcomm.fully_shard(model, comm=comm)
+        model = wrapped(nets[comm.rank], way, comm)
         twos = {name: torch.full_like(value, 2) for name, value in model.state_dict().items()}
         if comm.rank == 1:
             with pytest.raises(RuntimeError, match="Missing key"):
@@ -166,13 +171,7 @@ def test_a_rank_with_a_file_that_does_not_fit_leaves_no_other_rank_waiting(way: 
     nets = [Net() for _ in range(WORLD)]
 
     def rank(comm: ringcomm.Communicator) -> None:
-        model = nets[comm.rank]
-        if isinstance(way, int):
-            ringcomm.shard(model, None, way, comm, units=list(model.blocks))
-        else:
-            for block in model.blocks:
-                ringcomm.fully_shard(block, comm=comm)
-            ringcomm.fully_shard(model, comm=comm)
+        model = wrapped(nets[comm.rank], way, comm)
         twos = {name: torch.full_like(value, 2) for name, value in model.state_dict().items()}
         for part, prefix in ((model, ""), (model.blocks[1], "blocks.1.")):
             file = {name.removeprefix(prefix): value for name, value in twos.items() if name.startswith(prefix)}

@@ -409,7 +409,9 @@ def test_join_over_more_ranks_than_those_of_an_optimizer() -> None:
             kept = ZeroRedundancyOptimizer(other.parameters(), torch.optim.SGD, comm=part)
             assert kept.param_groups
         ringcomm.shard(model, None, 0, comm)
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, comm=part, lr=0.1)
+        first = nn.Parameter(torch.ones(2))
+        optimizer = ZeroRedundancyOptimizer([first], torch.optim.SGD, comm=part, lr=0.1)
+        optimizer.add_param_group({"params": [*model.parameters()]})
         with ringcomm.join(model):
             train(model, optimizer, steps=2 + comm.rank // 2)
         return [p.detach().clone() for p in model.parameters()]
