@@ -22,7 +22,7 @@ def read_record(
     bytes: bytes, with_calls: bool = True
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]], list[int]]: ...
 def set_step(step: int) -> None: ...
-def crc32c(data: Buffer, by_instruction: bool = True) -> int:
+def crc32c(data: Buffer, before: int = 0, by_instruction: bool = True) -> int:
     """Returns the CRC-32C (Castagnoli) of contiguous bytes, without holding Python's lock."""
 
 def addresses(dicts: list[dict[str, Any]]) -> bytes:

@@ -97,10 +97,10 @@ __attribute__((target("sse4.2"))) std::uint32_t add_words_by_instruction(std::ui
 
 }  // namespace
 
-std::uint32_t crc32c(const void* data, std::size_t nbytes, bool by_instruction) {
+std::uint32_t crc32c(const void* data, std::size_t nbytes, std::uint32_t before, bool by_instruction) {
   const auto* at = static_cast<const unsigned char*>(data);
   const std::size_t words = nbytes / kBytes;
-  std::uint32_t crc = ~0u;
+  std::uint32_t crc = ~before;
 #if defined(__x86_64__)
   crc = by_instruction && __builtin_cpu_supports("sse4.2") ? add_words_by_instruction(crc, at, words)
                                                            : add_words(crc, at, words);

@@ -20,7 +20,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -420,7 +420,7 @@ class Source:
     def value(self, path: Names) -> Any:
         """Returns a value that is not a tensor."""
         name = ".".join(path)
-        return self._read_stored(name, MetadataIndex(name), unpack_value)
+        return self._read_stored(name, MetadataIndex(name), _load_value)
 
     def check(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Raises if a tensor is missing, or has another shape or kind of type."""
@@ -445,10 +445,11 @@ class Source:
             raise self._damaged(name, f"{missing} elements are missing")
         stored: tuple[MetadataIndex | None, Any] = (None, None)
         for item in sorted(items, key=lambda item: tuple(item.storage_index.offset)):
+            target = _narrow(here[item.dest_index], item.dest_offsets, item.lengths)
             if stored[0] != item.storage_index:
-                stored = item.storage_index, self._read_stored(name, item.storage_index, _unpack_box)
-            source = _narrow(stored[1], item.storage_offsets, item.lengths)
-            _narrow(here[item.dest_index], item.dest_offsets, item.lengths).copy_(source)
+                stored = item.storage_index, self._read_stored(name, item.storage_index, partial(_load_box, target))
+            if stored[1] is not target:
+                target.copy_(_narrow(stored[1], item.storage_offsets, item.lengths))
 
     def place(self, name: str) -> Any:
         """Returns the place of a tensor's boxes; it is equal for names of the same tensor."""
@@ -467,26 +468,86 @@ class Source:
         self.read(boxes_of(name, unsharded.shape, unsharded))
         return unsharded
 
-    def _read_stored(self, name: str, index: MetadataIndex, unpack: Callable[[bytes], Any]) -> Any:
+    def _read_stored(self, name: str, index: MetadataIndex, load: Callable[[_FilePart], tuple[Any, int]]) -> Any:
+        """Returns a stored box or value; ``load`` returns it with the checksum of the bytes that it was made of."""
         try:
             info = self.metadata.storage_data[index]
-            with (self.path / info.relative_path).open("rb") as stream:
-                stream.seek(info.offset)
-                raw = stream.read(info.length)
             expected = self.checksums.get(info.relative_path, {}).get(str(info.offset))
-            if expected != (_C.crc32c(raw) if self.has_checksums else None):
+            with (self.path / info.relative_path).open("rb", buffering=0) as stream:
+                part = _FilePart(stream.fileno(), info.offset, info.length)
+                try:
+                    found, checksum = load(part)
+                except Exception:
+                    checksum = part.checksum(0, info.length)
+                    if not self.has_checksums or checksum == expected:
+                        raise
+            if self.has_checksums and checksum != expected:
                 raise self._damaged(name, f"{info.relative_path} has another checksum")
-            return unpack(raw)
+            return found
         except InvalidArgumentError:
             raise
         except Exception as error:
             raise self._damaged(name, f"{type(error).__name__}") from error
 
 
-def _unpack_box(raw: bytes) -> torch.Tensor:
-    """Returns a box as torch has written it; without the lock of `unpack_value`, because ranks may be threads."""
-    values: torch.Tensor = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
-    return values
+class _FilePart(io.RawIOBase):
+    """A part of a file, which torch.load reads as if it were a file."""
+
+    def __init__(self, fd: int, start: int, length: int) -> None:
+        super().__init__()
+        self.fd, self.start, self.length = fd, start, length
+        self.at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.length}[whence]
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        with memoryview(buffer) as view, view[: max(0, self.length - self.at)] as target:
+            count = os.preadv(self.fd, [target], self.start + self.at)
+        self.at += count
+        return count
+
+    def checksum(self, start: int, end: int, before: int = 0, into: Any = None) -> int:
+        """Returns the checksum of bytes ``start`` to ``end``, continued from ``before``; ``into`` gets the bytes."""
+        step = 1 << 20  # read and summed in steps, so that the bytes are in the cache when they are summed
+        buffer = memoryview(bytearray(min(step, end - start)) if into is None else into)
+        self.seek(start)
+        while self.at < end:
+            first = 0 if into is None else self.at - start
+            with buffer[first : first + min(step, end - self.at)] as target:
+                count = self.readinto(target)
+                if not count:
+                    raise EOFError
+                before = _C.crc32c(target[:count], before)
+        return before
+
+
+def _load_value(part: _FilePart) -> tuple[Any, int]:
+    raw = part.readall()
+    return unpack_value(raw), _C.crc32c(raw)
+
+
+def _load_box(target: torch.Tensor, part: _FilePart) -> tuple[torch.Tensor, int]:
+    """Returns a box as torch has written it: ``target`` if the box has its shape, type and layout."""
+    box = torch.load(part, map_location="meta", weights_only=True)
+    storage = box.untyped_storage()
+    is_alike = box.dtype == target.dtype and box.shape == target.shape and storage.nbytes() == target.nbytes
+    if is_alike and box.is_contiguous() and target.is_contiguous():
+        raw, values = target.view(-1).view(torch.uint8), target
+    else:
+        raw = torch.empty(storage.nbytes(), dtype=torch.uint8)
+        values = raw.view(box.dtype).as_strided(box.shape, box.stride(), box.storage_offset())
+    start = storage._checkpoint_offset  # where torch.load would read the values
+    end = start + storage.nbytes()
+    checksum = part.checksum(start, end, part.checksum(0, start), raw.numpy())
+    return values, part.checksum(end, part.length, checksum)
 
 
 def _narrow(tensor: torch.Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> torch.Tensor:

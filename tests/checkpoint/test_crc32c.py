@@ -34,7 +34,7 @@ def bit_by_bit(data: bytes) -> int:
     ],
 )
 def test_published_values(data: bytes, expected: int, by_instruction: bool) -> None:
-    assert crc32c(data, by_instruction) == expected
+    assert crc32c(data, by_instruction=by_instruction) == expected
 
 
 @BY_INSTRUCTION
@@ -42,7 +42,7 @@ def test_every_length_and_alignment(by_instruction: bool) -> None:
     data = random.Random(1).randbytes(64)
     for start in range(9):
         for end in range(start, 50):
-            assert crc32c(memoryview(data)[start:end], by_instruction) == bit_by_bit(data[start:end])
+            assert crc32c(memoryview(data)[start:end], by_instruction=by_instruction) == bit_by_bit(data[start:end])
 
 
 def test_long_data_is_added_in_runs() -> None:
@@ -52,6 +52,14 @@ def test_long_data_is_added_in_runs() -> None:
         for length in lengths:
             part = memoryview(data)[start : start + length]
             assert crc32c(part) == crc32c(part, by_instruction=False)
+
+
+@BY_INSTRUCTION
+def test_data_in_parts(by_instruction: bool) -> None:
+    data = random.Random(3).randbytes(20_000)
+    for cut in (0, 1, 7, 8, 12_288, 20_000):
+        first = crc32c(data[:cut], by_instruction=by_instruction)
+        assert crc32c(data[cut:], first, by_instruction) == crc32c(data)
 
 
 def test_any_contiguous_buffer() -> None:

@@ -105,18 +105,18 @@ void end(Arrivals& arrivals) {
   arrivals.is_last = false;
 }
 
-std::uint32_t crc32c_of(const py::buffer& data, bool by_instruction) {
+std::uint32_t crc32c_of(const py::buffer& data, std::uint32_t before, bool by_instruction) {
   Py_buffer view;
   if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE) != 0) throw py::error_already_set();
   const ScopeExit release([&view] { PyBuffer_Release(&view); });
   const py::gil_scoped_release unlocked;
-  return crc32c(view.buf, static_cast<std::size_t>(view.len), by_instruction);
+  return crc32c(view.buf, static_cast<std::size_t>(view.len), before, by_instruction);
 }
 
 }  // namespace
 
 void define_training(py::module_& m) {
-  m.def("crc32c", &crc32c_of, py::arg("data"), py::arg("by_instruction") = true);
+  m.def("crc32c", &crc32c_of, py::arg("data"), py::arg("before") = 0, py::arg("by_instruction") = true);
   m.def("addresses", &addresses, py::arg("dicts"));
   py::class_<Arrivals, std::shared_ptr<Arrivals>>(m, "Arrivals")
       .def(py::init([](py::object current_task) { return std::make_shared<Arrivals>(Arrivals{current_task}); }),
