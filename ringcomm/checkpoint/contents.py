@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from ringcomm.data_parallel.buckets.bucket import Bucket
+from ringcomm.data_parallel.buckets.layout import up
 from ringcomm.data_parallel.model.sharded_model import ShardedModel, wrapped_model
 from ringcomm.data_parallel.optim.optimizer import ShardedOptimizer, sharded_optimizer_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
@@ -44,6 +46,25 @@ def name_of(bucket: Bucket, i: int) -> str:
 def unsharded_shape(bucket: Bucket, i: int) -> tuple[int, ...]:
     """Returns the shape of the tensor that a parameter is, or is a part of."""
     return part_of(bucket.params[i]).unsharded_shape(bucket.layout.segments[i].shape)
+
+
+def saved_range(bucket: Bucket) -> tuple[int, int]:
+    """Returns the range of a bucket's elements that this rank saves: its shard.
+
+    At stage 0, where each rank has all elements, the range starts and ends with a row of a parameter. Such a range is
+    fewer boxes, and each box costs a third of a millisecond when it is loaded.
+    """
+    start, end = bucket.layout.shard_range(bucket.ranks.rank)
+    has_all = bucket.end - bucket.start == bucket.layout.numel
+    return (_next_row(bucket, start), _next_row(bucket, end)) if has_all else (start, end)
+
+
+def _next_row(bucket: Bucket, element: int) -> int:
+    """Returns the first element of the first row that starts at or after an element."""
+    segment = bucket.layout.segments[bucket.layout.index_of(element)]
+    if not segment.offset < element < segment.end:
+        return element
+    return min(segment.end, segment.offset + up(element - segment.offset, math.prod(segment.shape[1:])))
 
 
 def is_writer(bucket: Bucket, i: int) -> bool:

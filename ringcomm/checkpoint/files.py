@@ -536,7 +536,7 @@ def _load_value(part: _FilePart) -> tuple[Any, int]:
 
 def _load_box(target: torch.Tensor, part: _FilePart) -> tuple[torch.Tensor, int]:
     """Returns a box as torch has written it: ``target`` if the box has its shape, type and layout."""
-    box = torch.load(part, map_location="meta", weights_only=True)
+    box = torch.load(io.BufferedReader(part), map_location="meta", weights_only=True)  # type and layout alone
     storage = box.untyped_storage()
     is_alike = box.dtype == target.dtype and box.shape == target.shape and storage.nbytes() == target.nbytes
     if is_alike and box.is_contiguous() and target.is_contiguous():

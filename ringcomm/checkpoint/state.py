@@ -17,6 +17,7 @@ from ringcomm.checkpoint.contents import (
     name_of,
     names_of_params,
     replicated_of,
+    saved_range,
     unsharded_shape,
     with_extra_state,
 )
@@ -165,8 +166,7 @@ class Saver:
 
     def _add_parameters(self, out: ShardSavePlanner) -> None:
         for bucket in self.flat.buckets:
-            start, end = bucket.layout.shard_range(self.flat.ranks.rank)
-            for i, first, last in spans_of(bucket, start, end):
+            for i, first, last in spans_of(bucket, *saved_range(bucket)):
                 if not bucket.is_primary_copy(i):
                     continue
                 segment = bucket.layout.segments[i]
@@ -177,7 +177,7 @@ class Saver:
 
     def _add_optimizer_state(self, out: ShardSavePlanner) -> None:
         for bucket, first_here, end_here, param in self.held.ranges:
-            start, end = bucket.layout.shard_range(self.flat.ranks.rank)
+            start, end = saved_range(bucket)
             spans = spans_of(bucket, max(start, first_here), min(end, end_here))
             spans = [each for each in spans if self.held.has_state(bucket, each[0]) and bucket.is_primary_copy(each[0])]
             for key, value in self._state(param).items():
