@@ -683,6 +683,25 @@ def test_a_plain_checkpoint_is_read(tmp_path: Path) -> None:
         assert differing(state, here) == []
 
 
+def test_strided_and_shared_storages_of_a_plain_checkpoint_are_read(tmp_path: Path) -> None:
+    """torch writes a tensor with its strides, and writes it in its own type."""
+    state = plain(5)[0].state_dict()
+    laid_out = {
+        name: value.double() if number % 3 == 0 else value.t().contiguous().t() if value.dim() == 2 else value
+        for number, (name, value) in enumerate(state.items())
+    }
+    assert any(not value.is_contiguous() for value in laid_out.values())
+    dcp.save(laid_out, checkpoint_id=tmp_path / "c")
+
+    def body(model: nn.Module, optimizer: Any, comm: Any) -> dict[str, Any]:
+        checkpoint.load(tmp_path / "c", model)
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    for stage in (0, 3):
+        for here in ranks(2, stage, body):
+            assert differing(state, here) == []
+
+
 def test_a_path_that_python_3_13_pickled_is_read() -> None:
     with pytest.raises(ValueError, match="it is PosixPath"):  # and no metadata
         read_metadata(b"cpathlib._local\nPosixPath\n(Vfolder\ntR.")
@@ -844,6 +863,27 @@ def test_damage_is_noticed_before_anything_changes(tmp_path: Path) -> None:
     saved(path)
     (path / "checksums.json").unlink()
     refused(path, InvalidArgumentError, "without its checksums")
+
+
+def test_damage_anywhere_in_a_box_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    saved(path, world_size=1)
+    file, middle = values_of(path, "blocks.0.weight")
+    storage = dcp.FileSystemReader(path).read_metadata().storage_data
+    info = next(info for index, info in storage.items() if index.fqn == "blocks.0.weight")
+    for at in (info.offset, info.offset + 40, middle, info.offset + info.length - 30, info.offset + info.length - 1):
+        flip(file, at)
+        refused(path, InvalidArgumentError, r"got blocks\.0\.weight damaged in .*another checksum", world_size=1)
+        flip(file, at)
+
+
+def test_at_stage_0_ranks_save_complete_rows(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    saved(path, world_size=3, stage=0)
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    for facts in metadata.values():
+        for chunk in getattr(facts, "chunks", ()):
+            assert tuple(chunk.sizes[1:]) == tuple(facts.size[1:])
 
 
 def test_a_missing_box_is_noticed(tmp_path: Path) -> None:
