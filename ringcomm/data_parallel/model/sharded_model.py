@@ -37,7 +37,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from enum import Enum
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -318,16 +317,6 @@ def place_of(p: Any) -> Place | None:
     return place if place and place.alive and place.bucket.params[place.index] is p else None
 
 
-class BucketState(Enum):
-    """How far a bucket is in a backward pass. Each state can only be followed by those below it."""
-
-    IDLE = 0  # no gradient has arrived
-    FILLING = 1  # gradients arrive; a bucket stays so if the pass only accumulates on this rank
-    FILLED = 2  # stages 2, 3: backward has passed its unit, so no more will come; it waits for the buckets before it
-    REDUCING = 3  # the gradients are packed, and the reduction is in flight
-    REDUCED = 4  # the mean over the ranks is there
-
-
 @dataclass
 class BackwardPass:
     """The state of the current pass of autograd. At its end a new one replaces it.
@@ -341,11 +330,11 @@ class BackwardPass:
         gathers: whether it gathers each unit that it reaches, so that all ranks reach the same ones, in one order.
         reached: the units that it has reached and not passed, in this order.
         used_outside: the units with reentrant checkpoints that have a parameter which it also reaches outside of them.
-        states: by bucket, how far it is; the others are idle.
         arrived: by bucket, the parameters whose gradients have arrived on this rank. The last one is added when the
             next event comes in the same thread, which costs less than a second hook.
-        next: the index, in the order of buckets, of the first bucket whose reduction has not begun.
-        in_flight: the buckets whose reductions were not waited for yet, in their order.
+        filled: at stages 2 and 3, the buckets to which no more gradients come, because backward has passed their unit.
+        launched: the buckets whose reductions have begun.
+        in_flight: those whose reductions were not waited for yet, in their order.
     """
 
     scheduled: bool = False
@@ -356,24 +345,15 @@ class BackwardPass:
     gathers: bool = False
     reached: dict[Unit, None] = field(default_factory=dict)
     used_outside: set[Unit] = field(default_factory=set)
-    states: dict[Bucket, BucketState] = field(default_factory=dict)
     arrived: dict[Bucket, set[int]] = field(default_factory=dict)
-    next: int = 0
+    filled: set[Bucket] = field(default_factory=set)
+    launched: set[Bucket] = field(default_factory=set)
     in_flight: deque[Bucket] = field(default_factory=deque)
 
     @property
     def is_dead(self) -> bool:
         """Whether the pass has raised without being cleaned up."""
         return self.scheduled and self.end() is None
-
-    def state_of(self, bucket: Bucket) -> BucketState:
-        """Returns how far a bucket is."""
-        return self.states.get(bucket, BucketState.IDLE)
-
-    def is_launched(self, bucket: Bucket) -> bool:
-        """Whether the bucket's reduction has begun."""
-        state = self.states.get(bucket)
-        return state is BucketState.REDUCING or state is BucketState.REDUCED
 
 
 @dataclass
@@ -1060,7 +1040,7 @@ class ShardedModel:
             self._accumulate()
             backward = self.backward
         self._handle_complete_bucket()
-        if backward.is_launched(bucket):
+        if bucket in backward.launched:
             # From the next pass on the bucket waits until the end.
             self.arrivals.nested = self.unit_of[bucket].came_twice = True
             raise InvalidArgumentError(
@@ -1074,7 +1054,6 @@ class ShardedModel:
             except RuntimeError:
                 bucket.find_replaced_data("backward")  # raises if forward has cast a parameter
                 raise
-            backward.states.setdefault(bucket, BucketState.FILLING)
         task = torch._C._current_graph_task_id()
         if task != backward.task:
             self.arrivals.nested = True  # a reentrant checkpoint
@@ -1098,11 +1077,11 @@ class ShardedModel:
 
     def _launch_ready(self) -> None:
         """Starts the reductions of complete buckets, in the order that is the same on all ranks."""
-        while self.backward.next < len(self.order):
-            bucket = self.order[self.backward.next]
+        for bucket in self.order:
+            if bucket in self.backward.launched:
+                continue
             arrived = len(self.backward.arrived.get(bucket, ()))
-            is_filled = self.backward.state_of(bucket) is BucketState.FILLED or arrived == len(bucket.params)
-            if not is_filled or self._waits(bucket):
+            if not (bucket in self.backward.filled or arrived == len(bucket.params)) or self._waits(bucket):
                 return
             self.start_reduce(bucket)
 
@@ -1115,9 +1094,7 @@ class ShardedModel:
             gradient.pack()
         else:
             gradient.adopt_user_grads("backward", own=True)  # no gradient has arrived
-        self.backward.states[bucket] = BucketState.REDUCING
-        while self.backward.next < len(self.order) and self.backward.is_launched(self.order[self.backward.next]):
-            self.backward.next += 1
+        self.backward.launched.add(bucket)
         self.ranks.announce("reduce", bucket.number)
         sync_grads_from_root([gradient])
         hook = self.sync.hook
@@ -1133,7 +1110,6 @@ class ShardedModel:
     def _finish_first_reduce(self) -> None:
         bucket = self.backward.in_flight.popleft()
         self.timed(bucket.gradient.finish_reduce)
-        self.backward.states[bucket] = BucketState.REDUCED
         for host in self.optimizers.hosts if bucket.master_device is not None else ():
             host.start_copy(bucket)
 
@@ -1142,7 +1118,7 @@ class ShardedModel:
         if not self.backward.accumulates:
             return
         for bucket in reversed(unit.buckets):
-            if not bucket.trainable or self.backward.is_launched(bucket) or self._waits(bucket):
+            if not bucket.trainable or bucket in self.backward.launched or self._waits(bucket):
                 continue
             if not self.sync.reduces:
                 if bucket.gradient.is_open:
@@ -1150,7 +1126,7 @@ class ShardedModel:
             elif self.backward.gathers:  # every rank has gathered the same units
                 self.start_reduce(bucket)
             else:  # another rank may not have run this unit
-                self.backward.states[bucket] = BucketState.FILLED
+                self.backward.filled.add(bucket)
                 self._launch_ready()
 
     @eager
@@ -1162,7 +1138,7 @@ class ShardedModel:
         try:
             if self.sync.reduces:
                 for bucket in self.order:
-                    if not self.backward.is_launched(bucket):
+                    if bucket not in self.backward.launched:
                         self.start_reduce(bucket)
                 self.ranks.announce("used")
             self.finish_reductions()
@@ -1180,7 +1156,7 @@ class ShardedModel:
         for bucket in self.order:
             if bucket.gradient.is_open:
                 self._pack(bucket)
-            elif self.backward.state_of(bucket) is BucketState.IDLE:
+            elif bucket not in self.backward.launched and bucket not in self.backward.arrived:
                 bucket.gradient.reconcile()  # the pass did not reach it, so gradients that were set to None stay None
             try:
                 bucket.gradient.expose_grads()
