@@ -465,6 +465,9 @@ class ForwardCalls:
 class GradArrivals:
     """Notices gradients as they arrive, by hooks on the autograd nodes that accumulate them.
 
+    Args:
+        flat: the model. Nodes' hooks refer to it weakly, because Python's garbage collector does not see them.
+
     Attributes:
         native: tells which bucket's last gradient a thread has added.
         nodes: the nodes of each bucket that is trained. Autograd does not keep them alive, so we do: they hold our
@@ -472,7 +475,8 @@ class GradArrivals:
         nested: whether backward passes contain other backward passes, as reentrant checkpoints do; None: unknown.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, flat: ShardedModel) -> None:
+        self._flat = weakref.ref(flat)
         self.native = _C.Arrivals(torch._C._current_graph_task_id)
         self.nodes: dict[Bucket, list[Any]] = {}
         self.nested: bool | None = None
@@ -481,16 +485,17 @@ class GradArrivals:
         self._versions: dict[Bucket, list[int]] = {}  # of the parameters
         self._written: dict[Bucket, set[int]] = {}  # since their nodes were looked up
 
-    def watch(self, bucket: Bucket, prepare: Callable[[int], None]) -> None:
-        """Installs the hooks of a bucket; ``prepare`` is called before an unexpected gradient is added."""
+    def watch(self, bucket: Bucket) -> None:
+        """Installs the hooks of a bucket."""
         self.nodes[bucket] = [None] * len(bucket.params)
         self._versions[bucket], self._written[bucket] = [*map(_version_of, bucket.params)], set()
-        self.renew(bucket, range(len(bucket.params)), prepare)
+        self.renew(bucket, range(len(bucket.params)))
 
-    def renew(self, bucket: Bucket, which: Iterable[int], prepare: Callable[[int], None]) -> None:
+    def renew(self, bucket: Bucket, which: Iterable[int]) -> None:
         """Installs the hooks of those parameters that have other nodes now: `p.set_` gives a parameter a new one. The
         hook of the old one stays, for graphs that hold it."""
         nodes, noted = self.nodes[bucket], bucket.gradient.local.noted
+        prepare = partial(_prepare, self._flat, weakref.ref(bucket))  # called before an unexpected gradient is added
         for i in which:
             node = _accumulator_of(bucket.params[i])
             if node is not nodes[i]:
@@ -515,27 +520,31 @@ class GradArrivals:
         for i in which:
             versions[i] = bucket.params[i]._version
 
-    def renew_written(self, bucket: Bucket, arrived: Collection[int], prepare: Callable[[int], None]) -> None:
+    def renew_written(self, bucket: Bucket, arrived: Collection[int] = ()) -> None:
         """Installs the hooks of parameters that were written, except those whose gradients have arrived in this pass,
         at the nodes that we know."""
         which = self._written[bucket].difference(arrived)
         if which:
-            self.renew(bucket, which, prepare)
+            self.renew(bucket, which)
 
-    def renew_before_forward(self, bucket: Bucket, prepare: Callable[[int], None]) -> None:
-        """Installs the hooks of parameters that were written, if the bucket has gradients: what a node without a hook
-        leaves in `p.grad` would be taken for a mean. Else they are installed after the pass, but only where a gradient
-        was missed, because optimizers write all parameters."""
-        if self.note_writes(bucket) and not bucket.gradient.is_empty:
+    def renew_before_forward(self, bucket: Bucket) -> None:
+        """Installs the hooks of parameters whose `p.data` was replaced and, if the bucket has gradients, of those that
+        were written: what a node without a hook leaves in `p.grad` would be taken for a mean. Without gradients this is
+        done after the pass, and only where a gradient was missed, because optimizers write all parameters."""
+        replaced = bucket.memory.replaced
+        if replaced:
+            self.renew(bucket, replaced)
+            replaced.clear()
+        if bucket.stage < LAST_STAGE and self.note_writes(bucket) and not bucket.gradient.is_empty:
             bucket.gradient.reconcile()
             if not bucket.gradient.is_empty:
-                self.renew_written(bucket, (), prepare)
+                self.renew_written(bucket)
 
-    def renew_after_backward(self, bucket: Bucket, arrived: Collection[int], prepare: Callable[[int], None]) -> None:
+    def renew_after_backward(self, bucket: Bucket, arrived: Collection[int]) -> None:
         """Installs the hooks of parameters that were written between forward and backward, and of those whose gradients
         have not been noticed."""
         written = self.note_writes(bucket)
-        self.renew_written(bucket, set(arrived) - written, prepare)
+        self.renew_written(bucket, set(arrived) - written)
         self._written[bucket].clear()
 
     def stop(self) -> None:
@@ -622,7 +631,7 @@ class ShardedModel:
         self.sync = Synchronisation(config.broadcast_buffers)
         self.calls = ForwardCalls()
         self.backward = BackwardPass()
-        self.arrivals = GradArrivals()
+        self.arrivals = GradArrivals(self)
         self.gathered = UnshardedState()
         for number, bucket in enumerate(self.unit_of):
             bucket.number = number
@@ -633,7 +642,7 @@ class ShardedModel:
                 for i, p in enumerate(bucket.params):
                     p._ringcomm = Place(self, bucket, i)
         for bucket in self.order:
-            self._watch(bucket)
+            self.arrivals.watch(bucket)
         self.map_memory()
 
     @property
@@ -665,14 +674,6 @@ class ShardedModel:
         """Maps the memory of each bucket's unsharded buffer to the bucket. At stage 3 a bucket updates the map whenever
         it takes other memory."""
         self.gathered.by_memory = {bucket.unsharded.untyped_storage()._cdata: bucket for bucket in self.buckets}
-
-    def _watch(self, bucket: Bucket) -> None:
-        """Installs the hooks that notice the arrival of gradients."""
-        self.arrivals.watch(bucket, self._preparation(bucket))
-
-    def _preparation(self, bucket: Bucket) -> Callable[[int], None]:
-        """Returns what is called before an unexpected gradient of the bucket is added."""
-        return partial(_prepare, weakref.ref(self), weakref.ref(bucket))
 
     def timed(self, call: Callable[..., _T], *args: Any) -> _T:
         """Calls ``call(*args)`` and counts its time as communication."""
@@ -982,7 +983,7 @@ class ShardedModel:
         if in_transform():  # where no node can be looked up
             return False
         for bucket in nodes:  # torch.autograd.grad, or all parameters have other nodes since `p.set_`
-            self.arrivals.renew_written(bucket, (), self._preparation(bucket))
+            self.arrivals.renew_written(bucket)
         return any(map(will_run, chain.from_iterable(nodes.values())))
 
     def reach(self, unit: Unit, number: int) -> None:
@@ -1023,7 +1024,7 @@ class ShardedModel:
         if len(arrived) == len(nodes):
             return True
         if nodes:
-            self.arrivals.renew_written(bucket, arrived, self._preparation(bucket))
+            self.arrivals.renew_written(bucket, arrived)
         return not any(will_run(node) for i, node in enumerate(nodes) if i not in arrived)
 
     def _waits(self, bucket: Bucket) -> bool:
@@ -1165,7 +1166,7 @@ class ShardedModel:
                 raise
             if bucket.stage < LAST_STAGE:
                 arrived = self.backward.arrived.get(bucket, ())
-                self.arrivals.renew_after_backward(bucket, arrived, self._preparation(bucket))
+                self.arrivals.renew_after_backward(bucket, arrived)
         self._reset()
 
     def _start_used_params(self) -> tuple[bytes, bytearray, torch.Tensor, Any]:
@@ -1358,12 +1359,8 @@ class ShardedModel:
         for bucket in self.buckets:
             if bucket.stage < LAST_STAGE:
                 bucket.find_replaced_data("forward")
-            replaced = bucket.memory.replaced
-            if replaced and bucket in self.arrivals.nodes:
-                self.arrivals.renew(bucket, replaced, self._preparation(bucket))
-                replaced.clear()
-            if bucket.stage < LAST_STAGE and bucket in self.arrivals.nodes:
-                self.arrivals.renew_before_forward(bucket, self._preparation(bucket))
+            if bucket in self.arrivals.nodes:
+                self.arrivals.renew_before_forward(bucket)
         self.contents.check_made("forward", self.buckets, self.ranks)
         self._unfreeze()
         self.arrivals.recheck_nesting(self.order)
@@ -1376,7 +1373,7 @@ class ShardedModel:
         self.ranks.agree("forward", [f"trains {name}" for bucket in thawed for name in bucket.names])
         for bucket in thawed:
             bucket.thaw()
-            self._watch(bucket)
+            self.arrivals.watch(bucket)
         self.order = reduction_order(self.units)
         self.optimizers.after_thaw(self)
 
@@ -1535,10 +1532,6 @@ def _check_version(x: torch.Tensor, version: int) -> None:
             f"one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"a tensor of shape {tuple(x.shape)} is at version {x._version}, expected version {version}"
         )
-
-
-# These hooks do not reference the model, because Python's garbage collector does not see the references of nodes'
-# hooks.
 
 
 @eager
