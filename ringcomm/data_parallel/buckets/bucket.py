@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -106,40 +105,33 @@ class Window(NamedTuple):
         return torch._neg_view(found) if self.is_neg else found
 
 
-@dataclass
-class Writes:
-    """Counts the writes into a bucket's parameters at stage 3, for the copies of their values in which views are.
-
-    Attributes:
-        count: changes with every write that all ranks make: an operation's, a step's, one that forward may have made.
-        copied: the count when the ranks last gathered the bucket, and renewed all copies; None: the parameters are
-            unsharded for good, and the copies have old values.
-    """
-
-    count: int = 0
-    copied: int | None = 0
-
-    @property
-    def are_copied(self) -> bool:
-        """Whether the copies have the current values."""
-        return self.count == self.copied
-
-
 @dataclass(eq=False)
 class ViewData:
     """The memory that a stage 3 parameter and its views share, or shared until `p.data = other`.
 
     Attributes:
-        writes: those of the bucket.
         piece: this rank's part of the values, once they are no longer the parameter's.
         unsharded: a buffer with the bucket's layout that holds these values, once it was gathered.
-        copy: a copy of the values, in whose memory the views are, as long as there are views.
+        copy: returns a copy of the values, in whose memory the views are, as long as there are views; or None.
     """
 
-    writes: Writes
     piece: Any = None
     unsharded: torch.Tensor | None = None
-    copy: weakref.ref[torch.Tensor] | None = None
+    copy: Callable[[], torch.Tensor | None] = lambda: None
+
+
+@dataclass
+class BucketViews:
+    """The views of a bucket's parameters at stage 3. They may live longer than the bucket and the model.
+
+    Attributes:
+        data: by parameter, the memory that its views made since the last `p.data = other` share.
+        are_stale: whether the parameters may have been written since the ranks last gathered the bucket and renewed all
+            copies: by an operation, a step or a forward pass; the same on all ranks.
+    """
+
+    data: dict[int, ViewData] = field(default_factory=dict)
+    are_stale: bool = False
 
 
 class ParamMemory:
@@ -259,7 +251,6 @@ class Bucket:
     Attributes:
         number: index among the model's buckets.
         gathered: the state that all of the model's buckets share.
-        view_data: at stage 3, by parameter, the memory that its views made since the last `p.data = other` share.
         loading: the list of errors of the last call of load_state_dict, which tells calls apart, and the parameters
             that it has reached.
     """
@@ -282,8 +273,7 @@ class Bucket:
         self.tree, self.master_device = tree, master_device
         self.number = 0
         self.gathered = UnshardedState()
-        self.view_data: dict[int, ViewData] = {}
-        self.writes = Writes()
+        self.views = BucketViews()
         self.loading: tuple[list[str], set[int]] = [], set()
         self.memory = ParamMemory(self.params, sharded_class)
         self._gradient: GradBuffer | None = None
@@ -423,8 +413,8 @@ class Bucket:
             p.grad = gradients.get(i)
         self.weight = self.master = self.memory.buffer = torch.empty(0)
         self.memory.views, self.memory.windows, self._gradient = [], {}, None
-        self.writes.copied = None
-        self.gathered, self.view_data = UnshardedState(), {}  # the model's refers to this bucket too, a circle
+        self.views.are_stale = True  # for good
+        self.gathered = UnshardedState()  # the model's refers to this bucket too, a circle
 
     def thaw(self) -> None:
         """Makes frozen parameters trainable."""
@@ -512,7 +502,7 @@ class Bucket:
         Args:
             changed: the parameters that a step has changed; autograd refuses a backward pass that needs the old values.
         """
-        self.writes.count += 1
+        self.views.are_stale = True
         increment_version([self.params[i] for i in changed])
         if self.separate:
             self.weight.copy_(self.master, non_blocking=True)
@@ -550,17 +540,17 @@ class Bucket:
     @untransformed
     def renew_copies(self) -> None:
         """Stage 3: called once all ranks have gathered the parameters: copies the values for the views again."""
-        if not self.writes.are_copied:
-            self.writes.copied = self.writes.count
-            for i, data in self.view_data.items():
-                copy = None if data.copy is None else data.copy()
+        if self.views.are_stale:
+            self.views.are_stale = False
+            for i, data in self.views.data.items():
+                copy = data.copy()
                 if copy is not None:
                     with torch.no_grad():
                         copy.copy_(self.layout.part(self.unsharded, i))
 
     def replace_data(self, i: int) -> None:
         """Called before a parameter's data is replaced: existing views keep the current values."""
-        data = self.view_data.pop(i, None)
+        data = self.views.data.pop(i, None)
         if data is not None:
             data.piece = self.piece(self.weight, i).clone()
 

@@ -152,7 +152,7 @@ class Unit:
         """Frees the other ranks' parameters, which the program may have written."""
         for bucket in self.buckets:
             bucket.release()
-            bucket.writes.count += 1
+            bucket.views.are_stale = True
 
     def unwrap(self) -> None:
         """Makes the modules and parameters plain ones; a collective."""
@@ -270,10 +270,10 @@ class Place:
     no place.
     """
 
-    __slots__ = ("_bucket", "_flat", "index")
+    __slots__ = ("_bucket", "_flat", "index", "views")
 
     def __init__(self, flat: ShardedModel, bucket: Bucket, index: int) -> None:
-        self._flat, self._bucket, self.index = weakref.ref(flat), weakref.ref(bucket), index
+        self._flat, self._bucket, self.index, self.views = weakref.ref(flat), weakref.ref(bucket), index, bucket.views
 
     @property
     def flat(self) -> ShardedModel:
@@ -296,11 +296,9 @@ class Place:
         return flat is not None and not flat.unwrapped
 
     @property
-    def data(self) -> ViewData | None:
-        """At stage 3, the memory that the views made since the last `p.data = other` share; None: the bucket no longer
-        exists."""
-        bucket = self._bucket()
-        return None if bucket is None else bucket.view_data.setdefault(self.index, ViewData(bucket.writes))
+    def data(self) -> ViewData:
+        """At stage 3, the memory that the views made since the last `p.data = other` share."""
+        return self.views.data.setdefault(self.index, ViewData())
 
     @property
     def name(self) -> str:
@@ -854,7 +852,7 @@ class ShardedModel:
         if not (self.gathered.graph_needs or self.gathered.holders):
             held.release()
             if isinstance(held, Bucket):
-                held.writes.count += 1
+                held.views.are_stale = True
 
     def intercept(self) -> None:
         """Stage 3, outside of calls: gives parameters that stay gathered the class of sharded ones, so that autograd

@@ -11,7 +11,7 @@ p[0] while autograd records  reads use the copy, which is renewed after a write;
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
@@ -173,9 +173,9 @@ def _counters_of(x: Any) -> list[torch.Tensor]:
 
 def _count_write(x: Any) -> None:
     """Counts a write that was made in the bucket's buffer."""
-    bucket = x._ringcomm.bucket
-    bucket.writes.count += 1
-    if x is bucket.params[x._ringcomm.index] or x.is_inference():
+    place: Place = x._ringcomm
+    place.views.are_stale = True
+    if x is place.bucket.params[place.index] or x.is_inference():
         return
     counters = [(each, each._version) for each in _counters_of(x)]
     for each, before in counters:
@@ -230,7 +230,7 @@ def _put_back(place: Place, data: ViewData) -> None:
     bucket.release()
     bucket.replace_data(i)
     bucket.piece(bucket.weight, i).copy_(data.piece)
-    bucket.view_data[i], data.piece, data.unsharded = data, None, None
+    bucket.views.data[i], data.piece, data.unsharded = data, None, None
 
 
 def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
@@ -262,30 +262,26 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
             f"{places[0].name}, expected one that is not written while autograd records; write inside of "
             "torch.no_grad()"
         )
-    with _gathered(places, name) as before, _own_classes(given):
-        return _on_gathered(name, func, args, kwargs, given, written, before)
+    with _gathered(places, name) as (renewed, staying), _own_classes(given):
+        return _on_gathered(name, func, args, kwargs, given, written, renewed, staying)
 
 
 @contextmanager
-def _gathered(places: Sequence[Place], name: str) -> Iterator[dict[Bucket, str]]:
-    """Gathers the places' buckets for the block. Yields what each was before: "missing" if the ranks gather it now, and
-    free it afterwards; "held" if it was gathered already; "stays" if it stays gathered, inside of a call."""
+def _gathered(places: Sequence[Place], name: str) -> Iterator[tuple[set[Bucket], set[Bucket]]]:
+    """Gathers the places' buckets for the block. Yields those that the ranks gather now, so that the copies of their
+    values are renewed, and those that stay gathered, inside of a call."""
     buckets: dict[ShardedModel, dict[int, Bucket]] = {}  # model by model, in an order that is the same on all ranks
     for place in places:
         buckets.setdefault(place.flat, {})[place.bucket.number] = place.bucket
+    renewed = {place.bucket for place in places if not place.bucket.is_unsharded}
+    staying: set[Bucket] = set()
     with ExitStack() as borrowed:
-        before = {
-            bucket: "held" if bucket.is_unsharded else "missing"
-            for each in buckets.values()
-            for bucket in each.values()
-        }
         for flat, found in buckets.items():
-            stays = borrowed.enter_context(flat.borrowing([found[k] for k in sorted(found)], places[0].name, name))
-            for bucket in found.values():
-                if before[bucket] == "missing":
-                    bucket.renew_copies()
-            before |= {bucket: "stays" for bucket in found.values() if stays}
-        yield before
+            if borrowed.enter_context(flat.borrowing([found[k] for k in sorted(found)], places[0].name, name)):
+                staying.update(found.values())
+        for bucket in renewed:
+            bucket.renew_copies()
+        yield renewed, staying
 
 
 def _on_gathered(
@@ -295,11 +291,12 @@ def _on_gathered(
     kwargs: Any,
     given: Sequence[Any],
     written: Sequence[Any],
-    before: Mapping[Bucket, str],
+    renewed: set[Bucket],
+    staying: set[Bucket],
 ) -> Any:
     """Calls ``func`` on the gathered values, and makes views of what it returns."""
     copies: dict[int, tuple[Any, torch.Tensor]] = {}  # leaves and the copies that stand for them, by memory
-    values = {id(x): _values(x, before, copies) for x in given}
+    values = {id(x): _values(x, renewed, copies) for x in given}
     if name in _COPIES:
         values = {key: x.detach().clone() for key, x in values.items()}
     args, kwargs = tree_map(lambda x: values.get(id(x), x), (args, kwargs))
@@ -320,7 +317,8 @@ def _on_gathered(
     if name in _ARRAYS:
         result.flags.writeable = False  # writes into the copy would be lost
     originals = {id(values[id(x)]): x for x in given}
-    homes = {b.unsharded.untyped_storage()._cdata: b for b, state in before.items() if state != "stays"}
+    freed = {x._ringcomm.bucket for x in given} - staying
+    homes = {bucket.unsharded.untyped_storage()._cdata: bucket for bucket in freed}
 
     def shown(x: Any) -> Any:
         if id(x) in originals:
@@ -333,7 +331,7 @@ def _on_gathered(
         if not _shares(x, homes):
             return x
         base, window = _base_of(x, homes[x.untyped_storage()._cdata], given), Window.of(x)
-        copy = _copy_of(base, base._ringcomm.bucket.unsharded, before)
+        copy = _copy_of(base, base._ringcomm.bucket.unsharded, renewed)
         memory = window.moved(-_start(base, x.itemsize)).on(copy)
         if not (torch.is_grad_enabled() and x.requires_grad):
             view = _describe(memory.as_subclass(ShardedView), base, window, copy)
@@ -348,11 +346,11 @@ def _on_gathered(
 
 
 @untransformed
-def _copy_of(x: Any, buffer: torch.Tensor, before: Mapping[Bucket, str]) -> torch.Tensor:
+def _copy_of(x: Any, buffer: torch.Tensor, renewed: Collection[Bucket]) -> torch.Tensor:
     """Returns the copy of a parameter's values in which its views are; ``buffer``: the gathered values."""
     place, data = x._ringcomm, _data_of(x)
-    copy = None if data.copy is None else data.copy()
-    if copy is None or before[place.bucket] != "missing" or _replaced(x) is not None:
+    copy = data.copy()
+    if copy is None or place.bucket not in renewed or _replaced(x) is not None:
         part = place.bucket.layout.part(buffer, place.index).detach()
         with torch.inference_mode(False), torch.no_grad():
             copy = part.clone() if copy is None else copy.copy_(part)
@@ -482,14 +480,14 @@ def _relative(x: Any, size: Any, stride: Any, storage_offset: int | None = None)
 
 def _renew(views: Sequence[Any], name: str) -> None:
     """Copies the values again if they were written; then a collective."""
-    if not all(x._data.writes.are_copied for x in views if not x._ringcomm.alive):
-        _refuse_dead(name)
     alive = [x for x in views if x._ringcomm.alive]
-    stale = [x for x in alive if x._ringcomm.bucket.is_unsharded or not x._data.writes.are_copied or _replaced(x)]
+    if any(x._ringcomm.views.are_stale for x in views if not x._ringcomm.alive):
+        _refuse_dead(name)
+    stale = [x for x in alive if x._ringcomm.bucket.is_unsharded or x._ringcomm.views.are_stale or _replaced(x)]
     if stale:
-        with _gathered([x._ringcomm for x in stale], name) as before:
+        with _gathered([x._ringcomm for x in stale], name) as (renewed, _):
             for x in {id(x._copy): x for x in stale}.values():
-                _copy_of(x, _buffer_of(x), before)
+                _copy_of(x, _buffer_of(x), renewed)
 
 
 def _shares(x: Any, memories: Collection[int]) -> bool:
@@ -510,7 +508,7 @@ def _buffer_of(x: Any) -> torch.Tensor:
     return bucket.unsharded if replaced is None else _unsharded_of(bucket, x._ringcomm.index, replaced)
 
 
-def _values(x: Any, before: Mapping[Bucket, str], copies: dict[int, tuple[Any, torch.Tensor]]) -> torch.Tensor:
+def _values(x: Any, renewed: Collection[Bucket], copies: dict[int, tuple[Any, torch.Tensor]]) -> torch.Tensor:
     """Returns the values of a gathered parameter, as the parameter itself if it can be computed with, or of a view. For
     a leaf with a gradient of its own it returns, and notes in ``copies``, the copy in which its views are."""
     window, place, buffer = _window(x), x._ringcomm, _buffer_of(x)
@@ -520,7 +518,7 @@ def _values(x: Any, before: Mapping[Bucket, str], copies: dict[int, tuple[Any, t
     if x is p:
         return x
     if torch.is_grad_enabled() and _is_separate_leaf(x) and not in_transform():
-        copy = _copy_of(x, buffer, before)
+        copy = _copy_of(x, buffer, renewed)
         with torch._C.DisableTorchFunctionSubclass():
             values = _twin(x)
         values.data = copy
@@ -595,5 +593,4 @@ def _data_of(x: Any) -> Any:
 def _replaced(x: Any) -> ViewData | None:
     """Returns the memory of a view made before `p.data` was replaced; None: it shares the parameter's memory."""
     data = x._data if isinstance(x, ShardedView) else None
-    now = None if data is None else x._ringcomm.data
-    return None if now is None or data is now else data
+    return None if data is None or data is x._ringcomm.data else data
