@@ -251,8 +251,6 @@ class Bucket:
     Attributes:
         number: index among the model's buckets.
         gathered: the state that all of the model's buckets share.
-        loading: the list of errors of the last call of load_state_dict, which tells calls apart, and the parameters
-            that it has reached.
     """
 
     def __init__(
@@ -274,7 +272,6 @@ class Bucket:
         self.number = 0
         self.gathered = UnshardedState()
         self.views = BucketViews()
-        self.loading: tuple[list[str], set[int]] = [], set()
         self.memory = ParamMemory(self.params, sharded_class)
         self._gradient: GradBuffer | None = None
         if device is not None:

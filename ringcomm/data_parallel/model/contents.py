@@ -25,12 +25,15 @@ class ModuleContents:
     Attributes:
         missing_params, missing_buffers: those from the meta device whose values must be loaded before the first forward
             pass; parameters by id.
+        loading: the list of errors of the last call of load_state_dict, which tells calls apart, and the ids of the
+            parameters that it has reached.
     """
 
     def __init__(self, module: nn.Module, ignored_buffers: Collection[str]) -> None:
         self.module = module
         self.missing_params: set[int] = set()
         self.missing_buffers: list[NewBuffer] = []
+        self.loading: tuple[list[str], set[int]] = [], set()
         self._ignored_buffers = frozenset(ignored_buffers)
         self._record()
 

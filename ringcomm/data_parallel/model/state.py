@@ -28,8 +28,7 @@ def keep_state_of(module: nn.Module, unit: Unit, buckets: Sequence[Bucket]) -> N
 
 
 class _BucketHook:
-    """A hook that calls a function with its buckets and with torch's arguments. In a copy of the module it does
-    nothing.
+    """A hook that calls a function with itself and with torch's arguments. In a copy of the module it does nothing.
 
     Args:
         unit: keeps the model's state as long as the module, even if its wrapper is dropped; None: a copy's.
@@ -40,7 +39,7 @@ class _BucketHook:
 
     def __call__(self, *args: Any) -> None:
         """Calls the function."""
-        self.function(self.buckets, *args)
+        self.function(self, *args)
 
     def __reduce__(self) -> Any:
         return _BucketHook, (_nothing, ())
@@ -57,14 +56,12 @@ def _names(module: nn.Module, buckets: Sequence[Bucket], prefix: str) -> dict[st
     return {prefix + name: places[id(p)] for name, p in named if id(p) in places}
 
 
-def _after_state_dict(
-    buckets: Sequence[Bucket], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
-) -> None:
+def _after_state_dict(hook: _BucketHook, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Puts unsharded parameters into the state dict. If they are sharded, this is a collective, and the results are
     copies in inference mode, so that torch refuses to write into them: such writes would not reach the model."""
     del metadata
     gathered: dict[Bucket, torch.Tensor] = {}
-    for name, (bucket, i) in _names(module, buckets, prefix).items():
+    for name, (bucket, i) in _names(module, hook.buckets, prefix).items():
         # With keep_vars, or done by the hook of an inner module.
         if name not in state or state[name].requires_grad or state[name] in _done:
             continue
@@ -81,7 +78,7 @@ def _after_state_dict(
 
 
 def _before_load(
-    buckets: Sequence[Bucket],
+    hook: _BucketHook,
     module: nn.Module,
     state: dict[str, Any],
     prefix: str,
@@ -93,6 +90,8 @@ def _before_load(
     them if no hook of an inner module mends them. A rank with such values loads the others, as in torch, and so takes
     part in the ranks' messages."""
     del strict
+    buckets = hook.buckets
+    assert hook.unit is not None
     if metadata.get("assign_to_params_buffers", False):
         raise InvalidArgumentError(
             f"load_state_dict: rank {buckets[0].ranks.rank} got assign=True, expected parameters to stay where they "
@@ -100,14 +99,15 @@ def _before_load(
         )
     errors = lists[-1]  # one list for the whole call
     named = _names(module, buckets, prefix)
-    for bucket in buckets:
-        if bucket.loading[0] is not errors:
-            bucket.loading = errors, set()
-    if all(i in bucket.loading[1] for bucket, i in named.values()):  # done by an outer module, whatever the file has
+    contents = hook.unit.flat.contents
+    if contents.loading[0] is not errors:
+        contents.loading = errors, set()
+    reached = contents.loading[1]
+    if reached.issuperset(id(bucket.params[i]) for bucket, i in named.values()):  # by an outer module's hook
         return
     adopt_writes(buckets, "load_state_dict")
     for name, (bucket, i) in named.items():
-        bucket.loading[1].add(i)
+        reached.add(id(bucket.params[i]))
         if name in state and _fits(state[name], bucket, i) and state[name] is not bucket.params[i]:
             errors += _load(bucket, i, name, state[name])
             state[name] = bucket.params[i]
