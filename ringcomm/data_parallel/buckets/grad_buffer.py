@@ -930,16 +930,15 @@ class ShardedGradient(torch.Tensor):
         base = torch.empty(numel, dtype=self.dtype, device="meta")
         found = func(base.as_strided(self.shape, self.stride(), self.storage_offset()), *args, **kwargs)
         if name == "as_strided":  # its offset counts from the start of the memory, which is another one at every read
-            shift = found.storage_offset() - self.storage_offset()
-            return self._as(found, (partial(_strided, found.shape, found.stride(), shift),))
+            shape, stride, shift = found.shape, found.stride(), found.storage_offset() - self.storage_offset()
+            return self._as(found, (lambda x: x.as_strided(shape, stride, x.storage_offset() + shift),))
         if isinstance(found, torch.Tensor):
             steps = () if name in ("detach", "alias") else (lambda unsharded: func(unsharded, *args, **kwargs),)
             return self._as(found, steps)
         return [self._as(one, (partial(_one_of, func, args, kwargs, k),)) for k, one in enumerate(found)]
 
     def _as(self, like: torch.Tensor, steps: tuple[Any, ...]) -> ShardedGradient:
-        owner = partial(_owner_of, self)  # a view keeps its gradient alive
-        what = (self._name, owner, self._index, (*self._views, *steps))
+        what = (self._name, lambda: self._owner(), self._index, (*self._views, *steps))  # keeps its gradient alive
         return ShardedGradient._made(like, self.device, what)
 
     # ---- changes --------------------------------------------------------------------------------------------------
@@ -1028,16 +1027,8 @@ def _read_only(array: Any) -> Any:
     return array
 
 
-def _strided(shape: Any, stride: Any, shift: int, unsharded: torch.Tensor) -> torch.Tensor:
-    return unsharded.as_strided(shape, stride, unsharded.storage_offset() + shift)
-
-
 def _one_of(func: Any, args: Any, kwargs: Any, k: int, unsharded: torch.Tensor) -> torch.Tensor:
     return func(unsharded, *args, **kwargs)[k]
-
-
-def _owner_of(grad: ShardedGradient) -> GradBuffer | None:
-    return grad._owner()
 
 
 def _read(values: Any) -> Any:

@@ -1431,21 +1431,18 @@ class SavedParameter:
     @staticmethod
     def of(bucket: Bucket, number: int, window: Window, index: int, counter: torch.Tensor | None) -> SavedParameter:
         """Returns the object for what has that version counter now."""
-        version = (bucket.memory.params[index] if counter is None else counter)._version
+        version = (bucket.params[index] if counter is None else counter)._version
         return SavedParameter(weakref.ref(bucket), number, window, index, version, counter)
 
     def values(self) -> torch.Tensor:
         """Returns the parameter's values; a collective if its bucket is not gathered."""
         bucket = self.home()
-        if bucket is not None:
-            _check_version(bucket.memory.params[self.index] if self.counter is None else self.counter, self.version)
-        if bucket is not None and bucket.stage == LAST_STAGE and bucket.is_unsharded:
-            return bucket.memory.window(self.window)
-        place = None if bucket is None else place_of(bucket.params[0])
+        place = None if bucket is None else place_of(bucket.params[self.index])
         if bucket is None or place is None:
             raise RuntimeError(
                 "backward: got a graph of a model that was dropped or unsharded, expected one that is kept"
             )
+        _check_version(bucket.params[self.index] if self.counter is None else self.counter, self.version)
         if bucket.is_unsharded:
             return bucket.memory.window(self.window)
         flat, unit = place.flat, place.flat.unit_of[bucket]

@@ -21,7 +21,6 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ringcomm.data_parallel.buckets.bucket import Bucket, ViewData, Window, in_transform, untransformed
-from ringcomm.data_parallel.buckets.group import unversioned
 from ringcomm.data_parallel.model.sharded_model import Place, ShardedModel
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.modules.dynamo import eager
@@ -198,13 +197,9 @@ def _like(x: Any) -> torch.Tensor:
     return torch.empty_strided(x.shape, x._window.stride, dtype=x.dtype, device="meta")
 
 
-def _set_data(p: torch.Tensor, values: torch.Tensor) -> None:
+def _set_data(p: ShardedView, values: torch.Tensor) -> None:
     """Implements `p.data = values`: this rank keeps its part of them."""
     place: Place = p._ringcomm
-    if not isinstance(p, ShardedView):  # it is unsharded
-        with torch._C.DisableTorchFunctionSubclass():
-            p.data = values.clone()
-        return
     if getattr(values, "_ringcomm", None) is place and _window(values) == _window(p):
         replaced = _replaced(values)
         if replaced is not None:
@@ -555,10 +550,9 @@ def _unsharded_of(bucket: Bucket, i: int, data: ViewData) -> torch.Tensor:
     if data.unsharded is None:
         layout, ranks = bucket.layout, bucket.ranks
         start, end = layout.shard_range(ranks.rank)
-        owned, data.unsharded = data.piece.new_zeros(layout.shard_numel), data.piece.new_empty(layout.numel)
+        owned = data.piece.new_zeros(layout.shard_numel)
         layout.piece(owned, start, i)[0].copy_(data.piece)
-        with unversioned(data.unsharded):
-            ranks.comm.all_gather(owned, out=data.unsharded)
+        data.unsharded = ranks.gather_apart(owned, owned.device, bucket.stage)
         data.piece = layout.piece(data.unsharded[start:end], start, i)[0]
     return data.unsharded
 
