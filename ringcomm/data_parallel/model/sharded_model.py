@@ -420,8 +420,8 @@ class ForwardCalls:
         last: the units of the previous forward pass.
         restore: inside `whole`, removes the records of the passes there.
         warned: whether the warning about a read outside of a unit's call was given.
-        counters: while an operation reads views that have another version counter than their parameter, such as
-            `p.data[0]`: a tensor with that counter, by the memory of the unsharded buffer and the place in it.
+        counters: while an operation reads parameters and views, which may have another version counter, such as
+            `p.data[0]`: a tensor with that counter, by the parameter's bucket and index, and by the place of the view.
     """
 
     count: int = 0
@@ -432,7 +432,7 @@ class ForwardCalls:
     last: list[Unit] = field(default_factory=list)
     restore: Callable[[], None] | None = None
     warned: bool = False
-    counters: dict[tuple[int, Window], torch.Tensor] = field(default_factory=dict)
+    counters: dict[tuple[Bucket, int], dict[Window, torch.Tensor]] = field(default_factory=dict)
 
     @property
     def depth(self) -> int:
@@ -1431,8 +1431,11 @@ class SavedParameter:
     @staticmethod
     def of(bucket: Bucket, number: int, window: Window, index: int, counter: torch.Tensor | None) -> SavedParameter:
         """Returns the object for what has that version counter now."""
-        version = (bucket.params[index] if counter is None else counter)._version
-        return SavedParameter(weakref.ref(bucket), number, window, index, version, counter)
+        p = bucket.params[index]
+        counter = None if counter is p else counter
+        return SavedParameter(
+            weakref.ref(bucket), number, window, index, (p if counter is None else counter)._version, counter
+        )
 
     def values(self) -> torch.Tensor:
         """Returns the parameter's values; a collective if its bucket is not gathered."""
@@ -1482,9 +1485,10 @@ def _packing(pack: Callable[[torch.Tensor], Any], flats: list[ShardedModel]) -> 
             bucket = flat.gathered.by_memory.get(memory)
             if bucket is not None:
                 index = bucket.layout.index_of(x.storage_offset() * x.itemsize // bucket.types.compute.itemsize)
-                window = Window.of(x)
-                counter = flat.calls.counters.get((memory, window))
-                return SavedParameter.of(bucket, flat.calls.count, window, index, counter)
+                window, counters = Window.of(x), flat.calls.counters.get((bucket, index), {})
+                # The operation may save a view of what it was given, as linear does.
+                only = next(iter(counters.values())) if len(counters) == 1 else None
+                return SavedParameter.of(bucket, flat.calls.count, window, index, counters.get(window, only))
         place = getattr(x, "_ringcomm", None)
         if isinstance(place, Place) and place.alive and place.bucket.memory.is_placeholder(x):
             # A checkpoint saves its arguments, and a torch.autograd.Function what it wants, without reading values.

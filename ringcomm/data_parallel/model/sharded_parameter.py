@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -131,7 +131,7 @@ class ShardedView(torch.Tensor):
         values = self.detach().clone()
         if isinstance(self, nn.Parameter):
             return nn.Parameter(values, self.requires_grad)
-        return values.requires_grad_(_is_separate_leaf(self))
+        return values.requires_grad_(self.requires_grad)
 
     def __format__(self, spec: str) -> str:
         is_number = type(self) is ShardedView and not self.dim()  # of torch's classes, a parameter takes no spec
@@ -295,15 +295,16 @@ def _on_gathered(
     if name in _COPIES:
         values = {key: x.detach().clone() for key, x in values.items()}
     args, kwargs = tree_map(lambda x: values.get(id(x), x), (args, kwargs))
-    others = [x for x in given if _counters_of(x)[-1] is not x._ringcomm.bucket.params[x._ringcomm.index]]
-    keys = [(x, (y.untyped_storage()._cdata, Window.of(y))) for x in others for y in [values[id(x)]] if _has_storage(y)]
-    for x, key in keys:
-        x._ringcomm.flat.calls.counters[key] = _counters_of(x)[-1]
+    read = [(x._ringcomm, x, values[id(x)]) for x in given if not _is_separate_leaf(x) and _replaced(x) is None]
+    for place, x, value in read:
+        if _has_storage(value):
+            counters = place.flat.calls.counters.setdefault((place.bucket, place.index), {})
+            counters[Window.of(value)] = _counters_of(x)[-1]
     try:
         result = func(*args, **kwargs)
     finally:
-        for x, key in keys:
-            x._ringcomm.flat.calls.counters.pop(key, None)
+        for place, _, _ in read:
+            place.flat.calls.counters.pop((place.bucket, place.index), None)
         for x in written:
             if id(x) in values:
                 _count_write(x)
@@ -449,11 +450,12 @@ def _with_own_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = _relative(*args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         own = {key: x.as_subclass(torch.Tensor) for key, x in views.items()}
-    if any(_has_place(x) and id(x) not in own for x in leaves):
+    beside = any(_has_place(x) and id(x) not in own for x in leaves)  # parameters and views without a gradient
+    if beside:
         args, kwargs = tree_map(lambda x: own.get(id(x), x), (args, kwargs))
-        return func(*args, **kwargs)
-    with torch._C.DisableTorchFunctionSubclass():
+    with nullcontext() if beside else torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
         memories = {x._copy.untyped_storage()._cdata: x for x in views.values()}
 
     def shown(x: Any) -> Any:

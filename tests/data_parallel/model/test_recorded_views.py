@@ -491,6 +491,44 @@ def test_a_leaf_and_a_parameter_of_one_operation_have_their_own_versions() -> No
     _at_stages_0_and_3(run, bucket_cap_mb=0.0001)
 
 
+@pytest.mark.parametrize("way", ["linear", "row", "parameter", "power"])
+def test_an_operation_that_saves_a_view_of_its_input_has_the_input_s_version(way: str) -> None:
+    def run(comm: Any, model: nn.Module, _: Any) -> list[torch.Tensor]:
+        p = model[0].weight
+        data, x = p.data, torch.ones(2, 4, requires_grad=True)
+        if way == "row":
+            loss = nn.functional.linear(x, data[1:3]).sum()
+        elif way == "power":  # saves both
+            loss = p.pow(data.t()).sum()
+        else:
+            loss = nn.functional.linear(x, data).sum()
+        if way == "parameter":  # is not counted by `p.data`
+            with torch.no_grad():
+                p.mul_(2)
+            loss.backward()
+            return [x.grad]
+        with torch.no_grad():
+            (p if way == "power" else data).mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        return [p]
+
+    _at_stages_0_and_3(run)
+
+
+def test_views_of_views_that_an_operation_makes_beside_a_parameter() -> None:
+    def run(comm: Any, model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+        p = model[0].weight
+        found = [*torch.broadcast_tensors(p[0], model[2].weight), *torch.atleast_2d(p[1], model[0].bias)]
+        sum(x.sin().sum() for x in found).backward()
+        optimizer.step()
+        with torch.no_grad():
+            p.mul_(2)
+        return [x * 1 for x in found]
+
+    _at_stages_0_and_3(run, bucket_cap_mb=0.0001)
+
+
 def test_training_with_views_leaves_and_averages_that_are_kept() -> None:
     """A slice of the head in a penalty of every step, a leaf that trains the embedding's values with its own optimizer,
     rows that are normalised in place, and averages of the parameters."""

@@ -179,6 +179,7 @@ def test_copies_are_plain_tensors() -> None:
             assert made.requires_grad
             assert torch.equal(made, plain)
         assert torch.equal(copy.deepcopy(w.detach()[1]), plain[1])
+        assert copy.deepcopy(w.detach()[1].requires_grad_()).requires_grad
 
     _on_a_parameter(test)
 
