@@ -216,9 +216,8 @@ class Plan:
 
     def _bucket_again(self, bucket: Bucket) -> Bucket:
         """Returns a bucket for these ranks: the same parameters, laid out anew."""
-        layout = FlatLayout.build(
-            bucket.layout.segments, bucket.layout.dtype, self.ranks.world_size, _atom_of(bucket.layout)
-        )
+        laid = bucket.layout
+        layout = FlatLayout.build(laid.segments, laid.dtype, self.ranks.world_size, laid.atom)
         master = None if bucket.master_device is None else _META
         kind = bucket.types.compute
         params = [
@@ -409,17 +408,6 @@ class Plan:
 
 def _group_numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     return {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
-
-
-def _atom_of(layout: FlatLayout) -> Atom:
-    """Returns the unit that the layout's shard boundaries do not split."""
-    segments = layout.segments
-    if all(segment.atom == 1 for segment in segments):
-        return "element"
-    if all(segment.atom == max(1, segment.numel) for segment in segments):
-        return "tensor"
-    atoms = {segment.atom for segment in segments}
-    return atoms.pop() if len(atoms) == 1 else "row"
 
 
 # ---- the size of an optimizer's state ------------------------------------------------------------------------------

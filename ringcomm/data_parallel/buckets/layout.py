@@ -73,13 +73,15 @@ class Segment:
 class FlatLayout:
     """Segments of one element type, in order, and the shards of ``shard_numel`` elements, one for each rank.
 
-    Lengths and offsets are in elements. Gaps between segments and the end of the last shard are padding.
+    Lengths and offsets are in elements. Gaps between segments and the end of the last shard are padding. ``atom``: what
+    the shard boundaries do not split.
     """
 
     segments: tuple[Segment, ...]
     dtype: torch.dtype
     world_size: int
     shard_numel: int
+    atom: Atom
 
     @staticmethod
     def build(specs: Sequence[Segment], dtype: torch.dtype, world_size: int, atom: Atom = "element") -> FlatLayout:
@@ -99,7 +101,7 @@ class FlatLayout:
             Segment(spec.name, spec.shape, spec.group, offset, each)
             for spec, offset, each in zip(ordered, offsets, atoms, strict=True)
         )
-        return FlatLayout(segments, dtype, world_size, shard)
+        return FlatLayout(segments, dtype, world_size, shard, atom)
 
     @property
     def numel(self) -> int:
