@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -128,3 +130,14 @@ def carry_notes(source: BaseException, target: BaseException) -> None:
     """Copies an error's notes to the error that replaces it."""
     for note in getattr(source, "__notes__", ()):
         target.add_note(note)  # type: ignore[attr-defined]  # Python 3.11
+
+
+def user_stacklevel() -> int:
+    """Returns the `stacklevel` of the caller's warning about the first line outside of torch and ringcomm."""
+    packages = [sys.modules[name] for name in ("torch", "ringcomm") if name in sys.modules]
+    folders = [os.path.dirname(str(package.__file__)) + os.sep for package in packages]
+    ours = (*folders, contextlib.__file__)
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Literal
@@ -22,6 +23,7 @@ from ringcomm.data_parallel.model.sharded_model import Config, ShardedModel, Uni
 from ringcomm.data_parallel.model.state import keep_state_of
 from ringcomm.data_parallel.model.unit_module import UnitModule, mix_in
 from ringcomm.data_parallel.optim.optimizer import watch_optimizers
+from ringcomm.errors import user_stacklevel
 from ringcomm.modules.meta import device_of
 
 
@@ -82,6 +84,8 @@ def build(
             if mixin is not None:
                 mix_in(m, unit, mixin)
     watch_optimizers()
+    if flat.stage > 0 and ranks.world_size > 1:
+        _advise_against_max_norm(module, ranks)
     return flat
 
 
@@ -98,3 +102,14 @@ def _detach_units(module: nn.Module, below: Sequence[Unit], inner: Sequence[Shar
         each.name = paths[id(each.modules[0])]
         for bucket in each.buckets:
             bucket.rename(names)
+
+
+def _advise_against_max_norm(module: nn.Module, ranks: DataParallelGroup) -> None:
+    for name, each in module.named_modules():
+        if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.max_norm is not None:
+            warnings.warn(
+                f"shard: rank {ranks.rank} got {name or 'the model'}, of class {type(each).__name__} with max_norm, "
+                "whose forward rescales the rows that this rank looks up, expected weights that are alike on all "
+                "ranks: the result depends on the stage; rescale the weight after step(), on every rank",
+                stacklevel=user_stacklevel(),
+            )

@@ -26,9 +26,6 @@ parameter; the unit is gathered when a node asks for the value, wherever the gra
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
 import threading
 import time
 import warnings
@@ -53,7 +50,7 @@ from ringcomm.data_parallel.buckets.group import DataParallelGroup
 from ringcomm.data_parallel.buckets.layout import Atom
 from ringcomm.data_parallel.model.contents import ModuleContents
 from ringcomm.data_parallel.model.options import CHECKSUM_NBYTES, AttachedOptimizers, differ, with_complement
-from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
+from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError, user_stacklevel
 from ringcomm.modules.arguments import LAST_STAGE, Units
 from ringcomm.modules.dynamo import eager, skipped
 from ringcomm.modules.precision import Cast, MixedPrecision
@@ -621,8 +618,6 @@ class ShardedModel:
         self.units = list(units)
         self.unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
         self.stage = next(iter(self.unit_of)).stage
-        if self.stage > 0 and ranks.world_size > 1:
-            _advise_against_max_norm(module, ranks)
         self.order = reduction_order(self.units)
         self.communication_seconds = 0.0
         self.optimizers = AttachedOptimizers(ranks, self.device)
@@ -927,7 +922,7 @@ class ShardedModel:
             warnings.warn(
                 f"forward: rank {self.ranks.rank} read {name} ({call}) outside of its unit's call, so the unit was "
                 "gathered for it; name units so that one holds both, to save the message",
-                stacklevel=_level_of_user(),
+                stacklevel=user_stacklevel(),
             )
 
     def send_buffers(self) -> None:
@@ -1405,17 +1400,6 @@ def _first_call(unit: Unit) -> int:
     return unit.calls.first or 0
 
 
-def _advise_against_max_norm(module: nn.Module, ranks: DataParallelGroup) -> None:
-    for name, each in module.named_modules():
-        if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.max_norm is not None:
-            warnings.warn(
-                f"shard: rank {ranks.rank} got {name or 'the model'}, of class {type(each).__name__} with max_norm, "
-                "whose forward rescales the rows that this rank looks up, expected weights that are alike on all "
-                "ranks: the result depends on the stage; rescale the weight after step(), on every rank",
-                stacklevel=4,
-            )
-
-
 @dataclass(frozen=True)
 class SavedParameter:
     """The object that autograd saves in place of a stage 3 parameter. It must not reference the model, because the
@@ -1455,16 +1439,6 @@ class SavedParameter:
         # Accessed by a program that inspects the graph.
         with flat.borrowing([bucket], unit.name, "a saved tensor"):
             return bucket.memory.window(self.window).clone()
-
-
-def _level_of_user() -> int:
-    """Returns the `stacklevel` of a caller's warning about the first line outside of torch and ringcomm."""
-    folders = [os.path.dirname(str(sys.modules[name].__file__)) + os.sep for name in ("torch", "ringcomm")]
-    ours = (*folders, contextlib.__file__)
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def _running_models() -> list[ShardedModel]:

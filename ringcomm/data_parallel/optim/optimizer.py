@@ -40,7 +40,7 @@ from ringcomm.data_parallel.model.options import SAME_OPTIONS, Options
 from ringcomm.data_parallel.model.sharded_model import Place, ShardedModel, place_of
 from ringcomm.data_parallel.optim import cache_blocks
 from ringcomm.data_parallel.optim.state import OptimizerState, State, StepParameter
-from ringcomm.errors import InvalidArgumentError, UnsupportedError
+from ringcomm.errors import InvalidArgumentError, UnsupportedError, user_stacklevel
 from ringcomm.modules.dynamo import eager
 
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
@@ -153,7 +153,7 @@ def _warn_once(optimizer: torch.optim.Optimizer) -> None:
     warnings.warn(
         f"ringcomm.shard: step() of {kind.__name__} sees only the parameters that lie on this rank from stage 1 on; "
         "if it adds up over all parameters, such as for a global norm, use stage 0",
-        stacklevel=2,
+        stacklevel=user_stacklevel(),
     )
 
 
@@ -320,7 +320,7 @@ class UnattachedOptions(Options):
             warnings.warn(
                 f"step: rank {flats[0].ranks.rank} has an optimizer with other options than another rank, such as the "
                 f"learning rate, expected the same; {SAME_OPTIONS}",
-                stacklevel=4,
+                stacklevel=user_stacklevel(),
             )
         for flat in flats:
             flat.optimizers.stepped.add(self)
@@ -713,7 +713,7 @@ class ShardedOptimizer:
                     f"{bucket.types.compute}, expected {bucket.types.master}: torch's load_state_dict rounds state to "
                     "the parameter's type while ringcomm does not know the optimizer; pass it to ringcomm.shard before "
                     "it loads its state",
-                    stacklevel=4,
+                    stacklevel=user_stacklevel(),
                 )
             for part in self.parts.values():
                 part.unsharded = part.unsharded if part.unsharded or part.stepped else None
