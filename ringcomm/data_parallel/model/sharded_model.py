@@ -329,6 +329,7 @@ class BackwardPass:
             next event comes in the same thread, which costs less than a second hook.
         filled: at stages 2 and 3, the buckets to which no more gradients come, because backward has passed their unit.
         launched: the buckets whose reductions have begun.
+        next: the index, in the order of buckets, of the first one that may not be launched yet.
         in_flight: those whose reductions were not waited for yet, in their order.
     """
 
@@ -343,6 +344,7 @@ class BackwardPass:
     arrived: dict[Bucket, set[int]] = field(default_factory=dict)
     filled: set[Bucket] = field(default_factory=set)
     launched: set[Bucket] = field(default_factory=set)
+    next: int = 0
     in_flight: deque[Bucket] = field(default_factory=deque)
 
     @property
@@ -1071,13 +1073,15 @@ class ShardedModel:
 
     def _launch_ready(self) -> None:
         """Starts the reductions of complete buckets, in the order that is the same on all ranks."""
-        for bucket in self.order:
-            if bucket in self.backward.launched:
-                continue
-            arrived = len(self.backward.arrived.get(bucket, ()))
-            if not (bucket in self.backward.filled or arrived == len(bucket.params)) or self._waits(bucket):
-                return
-            self.start_reduce(bucket)
+        backward = self.backward
+        while backward.next < len(self.order):
+            bucket = self.order[backward.next]
+            if bucket not in backward.launched:
+                arrived = len(backward.arrived.get(bucket, ()))
+                if not (bucket in backward.filled or arrived == len(bucket.params)) or self._waits(bucket):
+                    return
+                self.start_reduce(bucket)
+            backward.next += 1
 
     def start_reduce(self, bucket: Bucket) -> None:
         """Starts a bucket's reduction."""
