@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +88,7 @@ def measure(comm: Communicator, op: str, options: Options) -> tuple[Times, str]:
 
     place, largest = clock.place_of(comm), max(options.sizes)
     source, target = (torch.zeros(largest // 4, device=place) for _ in range(2))
-    timer, times = clock.clock_of(comm), {}
+    timer, times = clock.Clock(comm), {}
     for nbytes in options.sizes:
         call = _call(comm, op, source, target, nbytes // 4)
         seconds = _slowest(comm, timer.total([call] * 3) / 3)
@@ -154,7 +154,7 @@ def measure_all(op: str, world_size: int, options: Options, progress: Progress) 
         sizes = tuple(nbytes for nbytes in options.sizes if fits(candidate, nbytes))
         if not sizes:
             continue
-        chosen = Options(**{**options.__dict__, "sizes": sizes})
+        chosen = replace(options, sizes=sizes)
         with _file_for(op, world_size, candidate):
             try:
                 results[candidate], measured_on = ringcomm.run_ranks(

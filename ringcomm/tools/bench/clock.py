@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,64 +17,48 @@ if TYPE_CHECKING:
     from ringcomm.tools.bench.cases import Call
 
 
-class HostClock:
-    """Runs and times calls that have ended when they return."""
+class Clock:
+    """Runs and times a communicator's calls: with the host's clock, or with events on torch's current stream of its
+    device."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.device = place_of(comm)
+        self._mark: Callable[[], Any] = time.perf_counter if self.device == "cpu" else self._event
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     def total(self, calls: Iterable[Call]) -> float:
         """Returns the seconds from the first call's begin to the last one's end."""
-        start = time.perf_counter()
-        for call in calls:
-            call()
-        return time.perf_counter() - start
-
-    def each(self, calls: Iterable[Call]) -> torch.Tensor:
-        """Returns the seconds of every call."""
-        clock = time.perf_counter
-        stamps = [clock()]
-        append = stamps.append
-        for call in calls:
-            call()
-            append(clock())
-        return torch.tensor(stamps, dtype=torch.float64).diff()
-
-
-class DeviceClock(HostClock):
-    """Runs and times calls that are enqueued on torch's current stream of a device."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-
-    def _mark(self) -> Any:
-        mark = torch.cuda.Event(enable_timing=True)
-        mark.record(torch.cuda.current_stream(self.device))
-        return mark
-
-    def total(self, calls: Iterable[Call]) -> float:
         start = self._mark()
         for call in calls:
             call()
-        end = self._mark()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e-3
+        return float(self._seconds([start, self._mark()]))
 
     def each(self, calls: Iterable[Call]) -> torch.Tensor:
-        marks = [self._mark()]
+        """Returns the seconds of every call."""
+        mark = self._mark
+        marks = [mark()]
+        append = marks.append
         for call in calls:
             call()
-            marks.append(self._mark())
+            append(mark())
+        return self._seconds(marks)
+
+    def _seconds(self, marks: Sequence[Any]) -> torch.Tensor:
+        """Returns the seconds between consecutive marks."""
+        if self.device == "cpu":
+            return torch.tensor(marks, dtype=torch.float64).diff()
         marks[-1].synchronize()
         times = [before.elapsed_time(after) * 1e-3 for before, after in itertools.pairwise(marks)]
         return torch.tensor(times, dtype=torch.float64)
 
 
-def clock_of(comm: Communicator) -> HostClock:
-    """Returns the clock for calls of a communicator. Calls on emulated devices wait for their end, so they use the
-    host's."""
-    return HostClock() if place_of(comm) == "cpu" else DeviceClock(comm.device)
-
-
 def place_of(comm: Communicator) -> str:
-    """Returns the torch device for tensors that a communicator serves."""
+    """Returns the torch device for tensors that a communicator serves; the cpu for emulated devices, whose calls have
+    ended when they return."""
     return "cpu" if EMULATED else comm.device
 
 

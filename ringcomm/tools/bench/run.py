@@ -29,7 +29,7 @@ from ringcomm.tools.bench.options import DTYPES, REDUCTIONS, Options
 
 if TYPE_CHECKING:
     from ringcomm.comm.communicator import Communicator
-    from ringcomm.tools.bench.clock import HostClock
+    from ringcomm.tools.bench.clock import Clock
 
 HALVES = ("out_of_place", "in_place")
 MAX_ITERS = 10_000
@@ -44,7 +44,7 @@ class Runner:
     target: Any
     half: str
     calls: list[Call]
-    clock: HostClock
+    clock: Clock
     iters: int = 0
     rounds: list[torch.Tensor] = field(default_factory=list)  # seconds per call on this rank
 
@@ -62,7 +62,7 @@ class Bench:
     def __init__(self, comm: Communicator, options: Options) -> None:
         self.comm, self.options = comm, options
         self.rank, self.world_size = comm.rank, comm.world_size
-        self.clock = clock.clock_of(comm)
+        self.clock = clock.Clock(comm)
         self.groups = _process_groups(comm, options)
         if options.level == "dist":
             self.main: Any = DistTarget("ringcomm", self.groups["ringcomm"])
