@@ -112,84 +112,69 @@ class Case:
         return whole[self.rank * self.count : (self.rank + 1) * self.count]
 
 
-class Arena:
-    """One send and one receive buffer, large enough for the largest size; a case uses views at shifting positions."""
-
-    def __init__(self, nbytes: int, unalign: int, allocate: Callable[[int], torch.Tensor]) -> None:
-        self.nbytes, self.unalign = nbytes, unalign
-        self.send, self.recv = (allocate(nbytes + unalign * 8 + 64) for _ in range(2))
-
-    def views(self, case: Case, in_place: bool, limit: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns (input, output) at up to `limit` different positions."""
-        shifts = max(1, min(limit, self.nbytes // case.nbytes)) if case.nbytes else 1
-        return [self._pair(case, in_place, k * case.nbytes // case.dtype.itemsize) for k in range(shifts)]
-
-    def _pair(self, case: Case, in_place: bool, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-        start += self.unalign
-        if not in_place:
-            x = _typed(self.send, case.dtype, start, case.input_count)
-            return x, _typed(self.recv, case.dtype, start, case.output_count)
-        c = case.collective
-        whole = _typed(self.recv, case.dtype, start, max(case.input_count, case.output_count))
-        return case.part(whole) if c.output_parts else whole, case.part(whole) if c.input_parts else whole
+def view(
+    case: Case, send: torch.Tensor, recv: torch.Tensor, start: int, in_place: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (input, output) of a case in two buffers, from element ``start`` on; in place, both are in ``recv``."""
+    if not in_place:
+        return _typed(send, case.dtype, start, case.input_count), _typed(recv, case.dtype, start, case.output_count)
+    c = case.collective
+    whole = _typed(recv, case.dtype, start, max(case.input_count, case.output_count))
+    return case.part(whole) if c.output_parts else whole, case.part(whole) if c.input_parts else whole
 
 
-def _typed(arena: torch.Tensor, dtype: torch.dtype, start: int, count: int) -> torch.Tensor:
+def _typed(buffer: torch.Tensor, dtype: torch.dtype, start: int, count: int) -> torch.Tensor:
     item = dtype.itemsize
-    return arena[start * item : (start + count) * item].view(dtype)
+    return buffer[start * item : (start + count) * item].view(dtype)
 
 
-class CommTarget:
-    """ringcomm's own Communicator."""
+# ---- calls -------------------------------------------------------------------------------------------------------
 
-    name = "ringcomm"
+Target = Callable[[Case, Any, Any, bool], Call | None]
+"""Returns the call of a case with its input and its output, in place or not; None: there is no such call."""
 
-    def __init__(self, comm: Communicator, algorithm: str = "auto", agg: int = 1) -> None:
-        self.comm, self.agg = comm, agg
-        self.algorithm: dict[str, Any] = {} if algorithm == "auto" else {"algorithm": algorithm}
 
-    def call(self, case: Case, x: torch.Tensor, y: torch.Tensor, in_place: bool) -> Call | None:
-        one = self._one(case, x, y, in_place)
-        return one if self.agg == 1 or one is None else partial(self._grouped, one)
+def comm_call(
+    comm: Communicator, algorithm: str, agg: int, case: Case, x: torch.Tensor, y: torch.Tensor, in_place: bool
+) -> Call | None:
+    """Returns a call of ringcomm's own Communicator, or ``agg`` of them in a group."""
+    one = _one_comm_call(comm, algorithm, agg == 1, case, x, y, in_place)
+    return one if agg == 1 or one is None else partial(_grouped, comm, one, agg)
 
-    def _grouped(self, one: Call) -> None:
-        with self.comm.coalesce():
-            for _ in range(self.agg):
-                one()
 
-    def _one(self, case: Case, x: torch.Tensor, y: torch.Tensor, in_place: bool) -> Call | None:
-        comm, name, op = self.comm, case.collective.name, case.op
-        extra = dict(self.algorithm)
-        if case.collective.reduces and op == "premul_sum":
-            extra["factor"] = case.factor
-        if name == "all_reduce":
-            if in_place:
-                return partial(comm.all_reduce, x, **extra) if op == "sum" else partial(comm.all_reduce, x, op, **extra)
-            return partial(comm.all_reduce, x, op, out=y, **extra)
-        if name == "reduce_scatter":
-            return partial(comm.reduce_scatter, x, op, out=y, **extra)
-        if name == "all_gather":
-            return partial(comm.all_gather, x, out=y, **extra)
-        if name == "broadcast":  # it has only one buffer
-            return partial(comm.broadcast, x, case.root, **extra) if in_place else None
-        if name == "reduce":
-            extra.pop("algorithm", None)
-            return partial(
-                comm.reduce, x, case.root, op, **({} if in_place or not case.has_output else {"out": y}), **extra
-            )
-        return self._moving(case, x, y)
+def _grouped(comm: Communicator, one: Call, agg: int) -> None:
+    with comm.coalesce():
+        for _ in range(agg):
+            one()
 
-    def _moving(self, case: Case, x: torch.Tensor, y: torch.Tensor) -> Call | None:
-        comm, name = self.comm, case.collective.name
-        if name == "alltoall":
-            return partial(comm.all_to_all, x, out=y, **self.algorithm)
-        if name == "gather":
-            return partial(comm.gather, x, case.root, out=y if case.has_output else None)
-        if name == "scatter":
-            return partial(comm.scatter, x if case.has_input else None, case.root, out=y)
-        if name == "sendrecv":
-            return partial(_exchange, comm, x, y, self.agg == 1)
-        return comm.barrier
+
+def _one_comm_call(
+    comm: Communicator, algorithm: str, waits: bool, case: Case, x: torch.Tensor, y: torch.Tensor, in_place: bool
+) -> Call | None:
+    name, op = case.collective.name, case.op
+    chosen: dict[str, Any] = {} if algorithm == "auto" else {"algorithm": algorithm}
+    factor: dict[str, Any] = {"factor": case.factor} if case.collective.reduces and op == "premul_sum" else {}
+    if name == "all_reduce" and in_place and op == "sum":
+        return partial(comm.all_reduce, x, **chosen)
+    if name == "all_reduce":
+        out: dict[str, Any] = {} if in_place else {"out": y}
+        return partial(comm.all_reduce, x, op, **out, **chosen, **factor)
+    if name == "reduce_scatter":
+        return partial(comm.reduce_scatter, x, op, out=y, **chosen, **factor)
+    if name == "all_gather":
+        return partial(comm.all_gather, x, out=y, **chosen)
+    if name == "broadcast":  # it has only one buffer
+        return partial(comm.broadcast, x, case.root, **chosen) if in_place else None
+    if name == "reduce":
+        out = {} if in_place or not case.has_output else {"out": y}
+        return partial(comm.reduce, x, case.root, op, **out, **factor)
+    if name == "alltoall":
+        return partial(comm.all_to_all, x, out=y, **chosen)
+    if name == "gather":
+        return partial(comm.gather, x, case.root, out=y if case.has_output else None)
+    if name == "scatter":
+        return partial(comm.scatter, x if case.has_input else None, case.root, out=y)
+    return partial(_exchange, comm, x, y, waits) if name == "sendrecv" else comm.barrier
 
 
 def _exchange(comm: Communicator, x: torch.Tensor, y: torch.Tensor, wait: bool) -> None:
@@ -200,67 +185,59 @@ def _exchange(comm: Communicator, x: torch.Tensor, y: torch.Tensor, wait: bool) 
         sent.wait()
 
 
-class DistTarget:
-    """A torch.distributed backend, called through torch: all_reduce, broadcast and reduce exist only in place."""
+def dist_call(group: Any, case: Case, x: torch.Tensor, y: torch.Tensor, in_place: bool) -> Call | None:
+    """Returns a call of a torch.distributed backend, made through torch: all_reduce, broadcast and reduce exist only in
+    place."""
+    import torch.distributed as dist
 
-    def __init__(self, backend: str, group: Any) -> None:
-        import torch.distributed as dist
-
-        self.name, self.group, self.dist = backend, group, dist
-        newer: Any = dist  # torch 2.13 and later warn about the old names
-        self.all_gather = getattr(newer, "all_gather_single", None) or dist.all_gather_into_tensor
-        self.reduce_scatter = getattr(newer, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-    def call(self, case: Case, x: torch.Tensor, y: torch.Tensor, in_place: bool) -> Call | None:
-        dist, name, group = self.dist, case.collective.name, {"group": self.group}
-        only_in_place = name in ("all_reduce", "broadcast", "reduce")
-        op = None if case.op == "premul_sum" else torch_reduction(case.op)  # its factor is in the operator
-        if case.collective.reduces and op is None:
-            return None
-        if only_in_place != in_place and name not in ("reduce_scatter", "all_gather"):
-            return None
-        if name == "all_reduce":
-            return partial(dist.all_reduce, x, op, **group)
-        if name == "reduce_scatter":
-            return partial(self.reduce_scatter, y, x, op, **group)
-        if name == "all_gather":
-            return partial(self.all_gather, y, x, **group)
-        if name == "broadcast":
-            return partial(dist.broadcast, x, case.root, **group)
-        if name == "reduce":
-            return partial(dist.reduce, x, case.root, op, **group)
-        return self._moving(case, x, y)
-
-    def _moving(self, case: Case, x: torch.Tensor, y: torch.Tensor) -> Call | None:
-        dist, name, group = self.dist, case.collective.name, {"group": self.group}
-        if name == "alltoall":
-            return partial(dist.all_to_all_single, y, x, **group)
-        if name == "gather":
-            parts = list(y.chunk(case.world_size)) if case.has_output and case.count else None
-            return partial(dist.gather, x, parts, dst=case.root, **group) if case.count else None
-        if name == "scatter":
-            parts = list(x.chunk(case.world_size)) if case.has_input and case.count else None
-            return partial(dist.scatter, y, parts, src=case.root, **group) if case.count else None
-        if name == "sendrecv":
-            return partial(self._exchange, x, y)
-        return partial(dist.barrier, **group)
-
-    def _exchange(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        rank, world_size = self.dist.get_rank(self.group), self.dist.get_world_size(self.group)
-        sent = self.dist.isend(x, (rank + 1) % world_size, group=self.group)
-        self.dist.recv(y, (rank - 1) % world_size, group=self.group)
-        sent.wait()
+    newer: Any = dist  # torch 2.13 and later warn about the old names
+    name, own = case.collective.name, {"group": group}
+    op = None if case.op == "premul_sum" else torch_reduction(case.op)  # its factor is in the operator
+    if case.collective.reduces and op is None:
+        return None
+    only_in_place = name in ("all_reduce", "broadcast", "reduce")
+    if only_in_place != in_place and name not in ("reduce_scatter", "all_gather"):
+        return None
+    if name in ("gather", "scatter") and not case.count:
+        return None
+    if name == "all_reduce":
+        return partial(dist.all_reduce, x, op, **own)
+    if name == "reduce_scatter":
+        return partial(getattr(newer, "reduce_scatter_single", None) or dist.reduce_scatter_tensor, y, x, op, **own)
+    if name == "all_gather":
+        return partial(getattr(newer, "all_gather_single", None) or dist.all_gather_into_tensor, y, x, **own)
+    if name == "broadcast":
+        return partial(dist.broadcast, x, case.root, **own)
+    if name == "reduce":
+        return partial(dist.reduce, x, case.root, op, **own)
+    if name == "alltoall":
+        return partial(dist.all_to_all_single, y, x, **own)
+    if name == "gather":
+        parts = list(y.chunk(case.world_size)) if case.has_output else None
+        return partial(dist.gather, x, parts, dst=case.root, **own)
+    if name == "scatter":
+        parts = list(x.chunk(case.world_size)) if case.has_input else None
+        return partial(dist.scatter, y, parts, src=case.root, **own)
+    return partial(_dist_exchange, group, x, y) if name == "sendrecv" else partial(dist.barrier, **own)
 
 
-class CopyTarget:
-    """No communication: every rank copies as many bytes as its message has, all ranks at the same time."""
+def _dist_exchange(group: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    import torch.distributed as dist
 
-    name = "copy"
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    sent = dist.isend(x, (rank + 1) % world_size, group=group)
+    dist.recv(y, (rank - 1) % world_size, group=group)
+    sent.wait()
 
-    def case(self, case: Case) -> Case:
-        import torch
 
-        return replace(case, collective=COPY, dtype=torch.uint8, count=case.nbytes)
+def copy_of(case: Case) -> Case:
+    """Returns the case whose input and output `copy_call` copies."""
+    import torch
 
-    def call(self, case: Case, x: torch.Tensor, y: torch.Tensor, in_place: bool) -> Call | None:
-        return None if in_place or not case.count else partial(y.copy_, x)
+    return replace(case, collective=COPY, dtype=torch.uint8, count=case.nbytes)
+
+
+def copy_call(case: Case, x: torch.Tensor, y: torch.Tensor, in_place: bool) -> Call | None:
+    """Returns a call without communication: every rank copies as many bytes as its message has, all ranks at the same
+    time."""
+    return None if in_place or not case.count else partial(y.copy_, x)

@@ -29,26 +29,16 @@ class Device:
     ranks: int = 1  # that share this device
 
 
-@dataclass(frozen=True)
-class Stats:
-    """Statistics of single calls; a call lasts until its slowest rank has ended."""
-
-    min_us: float
-    max_us: float
-    avg_us: float
-    p50_us: float
-    p95_us: float
-    p99_us: float
-    stdev_us: float
-    cv_pct: float
-
-    @staticmethod
-    def of(times_us: Sequence[float]) -> Stats:
-        ordered = sorted(times_us) or [0.0]
-        n, mean = len(ordered), statistics.fmean(ordered)
-        p50, p95, p99 = (ordered[max(0, -(-n * percent // 100) - 1)] for percent in (50, 95, 99))
-        stdev = statistics.pstdev(ordered)
-        return Stats(ordered[0], ordered[-1], mean, p50, p95, p99, stdev, 100 * stdev / mean if mean else 0.0)
+def stats_of(times_us: Sequence[float]) -> dict[str, float]:
+    """Returns statistics of single calls, by their names in the JSON; a call lasts until its slowest rank has ended."""
+    ordered = sorted(times_us) or [0.0]
+    mean, stdev = statistics.fmean(ordered), statistics.pstdev(ordered)
+    ranks = {percent: ordered[max(0, -(-len(ordered) * percent // 100) - 1)] for percent in (50, 95, 99)}
+    return {
+        "min_us": ordered[0], "max_us": ordered[-1], "avg_us": mean,
+        "p50_us": ranks[50], "p95_us": ranks[95], "p99_us": ranks[99],
+        "stdev_us": stdev, "cv_pct": 100 * stdev / mean if mean else 0.0,
+    }  # fmt: skip
 
 
 @dataclass
@@ -61,7 +51,7 @@ class Half:
         mean_us: the median over the rounds of nccl-tests' mean over the calls.
         iterations: number of calls in all rounds.
         round_us: the median call of every round.
-        stats: statistics of single calls, if each call has its own time stamp.
+        stats: `stats_of` the calls, if each call has its own time stamp.
         algbw, busbw: bandwidths in GB/s, by mean_us.
         wrong: number of wrong elements; None: not checked.
     """
@@ -71,7 +61,7 @@ class Half:
     mean_us: float
     iterations: int
     round_us: list[float]
-    stats: Stats | None
+    stats: dict[str, float] | None
     algbw: float
     busbw: float
     wrong: int | None = None
@@ -248,7 +238,7 @@ def _half_text(half: Half | None, options: Options) -> str:
     text = f"  {number(half.mean_us, 7)}  {number(half.algbw, 6)}  {number(half.busbw, 6)}  {wrong}"
     stats = half.stats
     if options.per_iter and stats:
-        text += "".join("  " + number(v, 7) for v in (stats.min_us, stats.max_us, stats.p99_us, stats.cv_pct))
+        text += "".join("  " + number(stats[key], 7) for key in ("min_us", "max_us", "p99_us", "cv_pct"))
     return text
 
 
@@ -310,7 +300,7 @@ def _row_json(row: Row) -> dict[str, Any]:
     }  # fmt: skip
     for name, half in row.halves.items():
         if half.stats:
-            found[f"{name}_per_iter"] = {**asdict(half.stats), "round_us": half.round_us}
+            found[f"{name}_per_iter"] = {**half.stats, "round_us": half.round_us}
     if row.peer:
         theirs = asdict(row.peer)
         found["peer"] = {
@@ -359,14 +349,8 @@ def write_json(path: str, document: dict[str, Any]) -> None:
         file.write("\n")
 
 
-@dataclass
-class _Curve:
-    """One curve of a plot: x in bytes, y in us (`time`) or GB/s (`busbw`), and its bounds over the rounds."""
-
-    xs: list[int] = field(default_factory=list)
-    ys: list[float] = field(default_factory=list)
-    low: list[float] = field(default_factory=list)
-    high: list[float] = field(default_factory=list)
+_Point = tuple[int, float, float, float]
+"""A point of a curve: x in bytes, y in us (`time`) or GB/s (`busbw`), and the bounds of y over the rounds."""
 
 
 def _kind(row: Row) -> tuple[str, str, str]:
@@ -385,21 +369,17 @@ def _common(rows: Sequence[Row]) -> list[str]:
     return [column[0] for column in zip(*map(_kind, rows), strict=True) if column[0] and len({*column}) == 1]
 
 
-def _series(rows: Sequence[Row], value: str) -> dict[str, _Curve]:
+def _curves(rows: Sequence[Row], value: str) -> dict[str, list[_Point]]:
     """Returns curves by label."""
-    curves: dict[str, _Curve] = {}
+    curves: dict[str, list[_Point]] = {}
 
     def add(label: str, row: Row, us: float, gbps: float, rounds: Sequence[float]) -> None:
         y = us if value == "time" else gbps
         if row.nbytes and y:
-            curve = curves.setdefault(label, _Curve())
             # Both are proportional to 1 over the other; the rounds' spread is relative to their median.
             spread = [each / statistics.median(rounds) for each in rounds] or [1.0]
             around = [y * each if value == "time" else y / each for each in spread if each > 0]
-            curve.xs.append(row.nbytes)
-            curve.ys.append(y)
-            curve.low.append(min(around))
-            curve.high.append(max(around))
+            curves.setdefault(label, []).append((row.nbytes, y, min(around), max(around)))
 
     for row in rows:
         kind = "".join(f" {each}" for each in _differing(rows, row))
@@ -422,17 +402,18 @@ def _bytes_label(nbytes: float, _: int) -> str:
 def _draw(axis: Any, rows: Sequence[Row], value: str) -> None:
     from matplotlib import colormaps
 
-    curves = _series(rows, value)
+    curves = _curves(rows, value)
     ours = [label for label in curves if label.startswith("ringcomm")]
     shades = [colormaps["tab10"](i) for i in range(10) if i != 7]  # without its grey, which is the copy's
     if len(curves) > len(shades):
         shades = [colormaps["turbo"](i / (len(curves) - 1)) for i in range(len(curves))]
     colors = dict(zip([*ours, *(label for label in curves if label not in ours)], shades, strict=False))
-    for label, curve in curves.items():
+    for label, points in curves.items():
+        xs, ys, low, high = zip(*points, strict=True)
         style = {"color": "grey", "linestyle": "--"} if label == "plain copy" else {"color": colors[label]}
-        axis.plot(curve.xs, curve.ys, marker="o", markersize=3, linewidth=1.4, label=label, **style)
-        if curve.low != curve.high:
-            axis.fill_between(curve.xs, curve.low, curve.high, color=style["color"], alpha=0.15, linewidth=0)
+        axis.plot(xs, ys, marker="o", markersize=3, linewidth=1.4, label=label, **style)
+        if low != high:
+            axis.fill_between(xs, low, high, color=style["color"], alpha=0.15, linewidth=0)
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter(_bytes_label)
     axis.set_xlabel("message, bytes")

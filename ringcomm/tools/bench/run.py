@@ -17,6 +17,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,18 @@ import torch
 
 from ringcomm import _C
 from ringcomm.tools.bench import check, clock, report
-from ringcomm.tools.bench.cases import COLLECTIVE, MAX_VIEWS, Arena, Call, Case, CommTarget, CopyTarget, DistTarget
+from ringcomm.tools.bench.cases import (
+    COLLECTIVE,
+    MAX_VIEWS,
+    Call,
+    Case,
+    Target,
+    comm_call,
+    copy_call,
+    copy_of,
+    dist_call,
+    view,
+)
 from ringcomm.tools.bench.options import DTYPES, REDUCTIONS, Options
 
 if TYPE_CHECKING:
@@ -41,7 +53,8 @@ PEER_PATIENCE = 10  # a peer's turn may last this many times --round-ms; after t
 class Runner:
     """One target on one half of one line: its calls at shifting positions, and their times."""
 
-    target: Any
+    target: str
+    is_ours: bool
     half: str
     calls: list[Call]
     clock: Clock
@@ -65,17 +78,19 @@ class Bench:
         self.clock = clock.Clock(comm)
         self.groups = _process_groups(comm, options)
         if options.level == "dist":
-            self.main: Any = DistTarget("ringcomm", self.groups["ringcomm"])
-            self.checked: Any = self.main
+            self.main: Target = partial(dist_call, self.groups["ringcomm"])
+            self.checked = self.main
         else:
-            self.main = CommTarget(comm, options.algorithm, options.agg)
+            self.main = partial(comm_call, comm, options.algorithm, options.agg)
             # One call each, because in place a group would reduce twice.
-            self.checked = CommTarget(comm, options.algorithm)
-        self.others: list[Any] = [CopyTarget()] if options.limit else []
+            self.checked = partial(comm_call, comm, options.algorithm, 1)
+        self.others: list[tuple[str, Target]] = []
         if options.peer:
-            self.others.insert(0, DistTarget(options.peer, self.groups[options.peer]))
+            self.others.append((options.peer, partial(dist_call, self.groups[options.peer])))
+        if options.limit:
+            self.others.append(("copy", copy_call))
         self.devices: list[report.Device] = []
-        self.arena = Arena(max(options.sizes), options.unalign, self._allocate)
+        self.send, self.recv = (self._allocate(max(options.sizes) + options.unalign * 8 + 64) for _ in range(2))
         self.is_warm = False
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
@@ -94,27 +109,31 @@ class Bench:
     def most(self, value: float) -> float:
         return float(self.everyone(torch.tensor([value], dtype=torch.float64)).max())
 
-    def views(self, target: Any, case: Case, in_place: bool, limit: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return self.arena.views(target.case(case) if hasattr(target, "case") else case, in_place, limit)
+    def views(self, case: Case, in_place: bool, limit: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns (input, output) at up to ``limit`` different positions of the buffers."""
+        shifts = max(1, min(limit, max(self.options.sizes) // case.nbytes)) if case.nbytes else 1
+        starts = [self.options.unalign + k * case.nbytes // case.dtype.itemsize for k in range(shifts)]
+        return [view(case, self.send, self.recv, start, in_place) for start in starts]
 
     def runners(self, case: Case) -> Iterator[Runner]:
         """Yields every (target, half) that exists; leaves out a peer that fails to run a case."""
         in_place_alone = case.collective.name in ("all_reduce", "broadcast", "reduce")
-        for target in [self.main, *self.others]:
+        for name, target in [("ringcomm", self.main), *self.others]:
             for half in HALVES:
                 in_place = half == "in_place"
                 if in_place and not case.collective.in_place:
                     continue
-                if target.name == self.options.peer and in_place != in_place_alone:
+                if name == self.options.peer and in_place != in_place_alone:
                     continue
-                views = self.views(target, case, in_place, 1 if self.options.same_buffer else MAX_VIEWS)
-                calls = [target.call(case, x, y, in_place) for x, y in views]
-                if calls[0] is not None:
-                    runner = Runner(target, half, calls, self.clock)
-                    if self._warm_up(runner, peer=target is not self.main):
+                placed = copy_of(case) if target is copy_call else case
+                views = self.views(placed, in_place, 1 if self.options.same_buffer else MAX_VIEWS)
+                calls = [call for x, y in views if (call := target(case, x, y, in_place)) is not None]
+                if calls:
+                    runner = Runner(name, target is self.main, half, calls, self.clock)
+                    if self._warm_up(runner):
                         yield runner
 
-    def _warm_up(self, runner: Runner, peer: bool) -> bool:
+    def _warm_up(self, runner: Runner) -> bool:
         """Runs the untimed calls, and from the fastest batch of them sets the number of timed ones. Returns False if a
         peer refuses the case."""
         options = self.options
@@ -122,14 +141,14 @@ class Bench:
             runner.calls[0]()
             clock.synchronize(self.comm)
         except (RuntimeError, ValueError, NotImplementedError) as error:
-            if not peer:
+            if runner.is_ours:
                 raise
             if self.rank == 0:
-                print(f"# {runner.target.name}: {str(error).splitlines()[0]}", flush=True)
+                print(f"# {runner.target}: {str(error).splitlines()[0]}", flush=True)
             return False
         fitting = options.round_ms * 1e-3 / self._seconds_when_warm(runner)
         iters = options.iters or max(20, min(MAX_ITERS, math.ceil(fitting)))
-        runner.iters = max(1, min(iters, int(fitting * PEER_PATIENCE))) if peer else iters
+        runner.iters = iters if runner.is_ours else max(1, min(iters, int(fitting * PEER_PATIENCE)))
         return True
 
     def _seconds_when_warm(self, runner: Runner) -> float:
@@ -159,18 +178,16 @@ class Bench:
         """Returns #wrong of all ranks, or None if it is not checked."""
         if not self.options.check or case.collective.name == "barrier":
             return None
-        x, y = self.arena.views(case, in_place, 1)[0]
-        call = self.checked.call(case, x, y, in_place)
+        x, y = self.views(case, in_place)[0]
+        call = self.checked(case, x, y, in_place)
+        assert call is not None  # as it was measured
         total = 0
         for seed in range(99, 99 + self.options.check):
             check.prepare(case, x, y, check.integers(case, self.rank, seed))
             self.comm.barrier()
             call()
-            total += check.wrong_elements(case, x if in_place and self._result_is_input(case) else y, seed)
+            total += check.wrong_elements(case, x if in_place and not case.collective.in_parts else y, seed)
         return int(self.everyone(torch.tensor([float(total)])).sum())
-
-    def _result_is_input(self, case: Case) -> bool:
-        return not case.collective.in_parts
 
     def canonical(self, case: Case) -> tuple[int, int] | None:
         """Returns (elements, wrong ones) of all ranks for sums of random floats against the canonical tree; None:
@@ -179,10 +196,12 @@ class Bench:
         if not self.options.check or not ordered or not case.count or self.options.algorithm == "ring":
             return None
         in_place = self.options.level == "dist" and case.collective.name != "reduce_scatter"
-        x, y = self.arena.views(case, in_place, 1)[0]
+        x, y = self.views(case, in_place)[0]
+        call = self.checked(case, x, y, in_place)
+        assert call is not None  # as it was measured
         check.prepare(case, x, y, check.floats(case, self.rank, 1))
         self.comm.barrier()
-        self.checked.call(case, x, y, in_place)()
+        call()
         first = self.rank * case.count if case.collective.name == "reduce_scatter" else 0
         wrong = check.count_wrong(y, check.canonical_sum(case, 1), first) if case.has_output else 0
         sums = self.everyone(torch.tensor([float(len(y) if case.has_output else 0), float(wrong)])).sum(0)
@@ -194,10 +213,10 @@ class Bench:
         row = report.Row(case.collective.name, case.nbytes, case.count, case.type_name, case.reduction, case.root)
         for runner in runners:
             half = self._figures(case, runner)
-            if runner.target is self.main:
+            if runner.is_ours:
                 half.wrong = self.wrong(case, runner.half == "in_place")
                 row.halves[runner.half] = half
-            elif runner.target.name == "copy":
+            elif runner.target == "copy":
                 row.copy_gbps = half.algbw
             else:
                 row.peer = half
@@ -205,18 +224,18 @@ class Bench:
         return row
 
     def _figures(self, case: Case, runner: Runner) -> report.Half:
-        agg = self.options.agg if runner.target is self.main else 1
+        agg = self.options.agg if runner.is_ours else 1
         local = torch.stack(runner.rounds) / agg * 1e6
         ranks = self.everyone(local.flatten()).view(self.world_size, *local.shape)
         means = ranks.mean(2)  # by rank and turn
         turns = (means[0], means.mean(0), means.amin(0), means.amax(0))[self.options.average]
         slowest = ranks.max(0).values  # a call has ended when its slowest rank has
-        stats = report.Stats.of(slowest.flatten()[self.options.skip :].tolist()) if self.options.stamped else None
+        stats = report.stats_of(slowest.flatten()[self.options.skip :].tolist()) if self.options.stamped else None
         mean_us, calls = statistics.median(turns.tolist()), runner.iters * len(runner.rounds)
         algbw = case.nbytes / mean_us / 1e3
         busbw = algbw * case.collective.factor(self.world_size)
         rounds = slowest.median(1).values.tolist()
-        return report.Half(runner.target.name, runner.half, mean_us, calls, rounds, stats, algbw, busbw)
+        return report.Half(runner.target, runner.half, mean_us, calls, rounds, stats, algbw, busbw)
 
     def cases(self, name: str) -> Iterator[Case]:
         """Yields the cases in nccl-tests' order: type, operator, root, size."""
