@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.context.blocks import FLOATS, Kernel, ScoreParams, kernel_for, merge, wide_type, with_dense_rows
-from ringcomm.context.ring import GRADS, Ring, RingBuffer
+from ringcomm.context.ring import GRADS, RingBuffer, travel
 from ringcomm.context.sequence import Block, blocks_of, check_layout
 from ringcomm.errors import DeviceError, DtypeError, ShapeError, UnsupportedError
 from ringcomm.modules.arguments import TENSOR
@@ -116,7 +117,7 @@ def ring_attention(
     if window is not None and window >= k.shape[2] * comm.world_size:
         window = None  # it hides nothing
     kernel = kernel_for(q, k, v, softcap, masked=window is not None or key_mask is not None)
-    call = _AttentionCall(Ring(comm, overlap), kernel, params, layout, window, key_mask)
+    call = _AttentionCall(comm, overlap, kernel, params, layout, window, key_mask)
     _THREAD.num_calls = num_calls() + 1
     return _RingAttention.apply(q, k, v, call)
 
@@ -220,26 +221,23 @@ def _check_key_mask(mask: torch.Tensor | None, k: torch.Tensor, comm: Communicat
         )
 
 
+@dataclass(eq=False)
 class _AttentionCall:
     """One call of `ring_attention`, for its forward and its backward pass.
 
-    Args:
+    Attributes:
         seen: the key_mask of this rank's keys (B, S/W); None: all keys are seen.
+        masks: the key_mask of each rank of which not all keys are seen.
     """
 
-    def __init__(
-        self,
-        ring: Ring,
-        kernel: Kernel,
-        params: ScoreParams,
-        layout: str,
-        window: int | None,
-        seen: torch.Tensor | None,
-    ) -> None:
-        self.ring, self.kernel, self.params = ring, kernel, params
-        self.layout, self.window = layout, window
-        self.seen = seen
-        self.masks: list[torch.Tensor | None] = [None] * ring.world_size  # by rank; None: all of its keys are seen
+    comm: Communicator
+    overlap: bool
+    kernel: Kernel
+    params: ScoreParams
+    layout: str
+    window: int | None
+    seen: torch.Tensor | None
+    masks: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def facts(self, which: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
         """Returns the facts that must be equal on all ranks, as text."""
@@ -249,23 +247,23 @@ class _AttentionCall:
 
     def blocks(self, which: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[_Visit]:
         """Yields every rank's keys, this rank's own first; the next ones arrive while the caller computes."""
-        ring = self.ring
-        for source, keys, values in ring.travel(self.facts(which, q, k, v), k, v):
-            args = (q.shape[2], self.params.causal, self.layout, ring.world_size, self.window)
-            yield source, keys, values, blocks_of(ring.rank, source, *args)
+        comm = self.comm
+        for source, keys, values in travel(comm, self.overlap, self.facts(which, q, k, v), k, v):
+            args = (q.shape[2], self.params.causal, self.layout, comm.world_size, self.window)
+            yield source, keys, values, blocks_of(comm.rank, source, *args)
 
     def collect_masks(self) -> None:
         """Gathers every rank's key_mask; a collective."""
         if self.seen is None:
             return
-        every = self.seen.new_empty((self.ring.world_size, *self.seen.shape))
-        self.ring.comm.all_gather(self.seen.contiguous().view(torch.uint8), out=every.view(torch.uint8))
+        every = self.seen.new_empty((self.comm.world_size, *self.seen.shape))
+        self.comm.all_gather(self.seen.contiguous().view(torch.uint8), out=every.view(torch.uint8))
         unmasked = every.flatten(1).all(1).tolist()
-        self.masks = [None if done else mask for done, mask in zip(unmasked, every, strict=True)]
+        self.masks = {rank: mask for rank, mask in enumerate(every) if not unmasked[rank]}
 
     def scores(self, source: int, block: Block, device: torch.device) -> ScoreParams:
         """Returns the parameters of the block's scores."""
-        mask = self.masks[source]
+        mask = self.masks.get(source)
         if mask is None and block.distance is None:
             return self.params._replace(causal=block.causal)
         visible = block.visible(self.window, device)
@@ -279,7 +277,7 @@ class _AttentionCall:
         wide = wide_type(q.dtype)
         out = lse = None
         for source, keys, values, blocks in self.blocks("forward", q, k, v):
-            if source == self.ring.rank:
+            if source == self.comm.rank:
                 self.collect_masks()
             for block in blocks:
                 parts = (q[:, :, block.rows], keys[:, :, block.keys], values[:, :, block.keys])
@@ -314,14 +312,14 @@ class _AttentionCall:
         for source, keys, values, blocks in self.blocks("backward", q, k, v):
             found = []
             for block in blocks:  # computed while the sums are travelling
-                upper, queries, output, total = (x[:, :, block.rows] for x in (grad, q, out, lse))
-                parts = (upper, queries, keys[:, :, block.keys], values[:, :, block.keys], output, total)
+                grad_out, queries, output, total = (x[:, :, block.rows] for x in (grad, q, out, lse))
+                parts = (grad_out, queries, keys[:, :, block.keys], values[:, :, block.keys], output, total)
                 found.append(self.kernel.backward(*parts, self.scores(source, block, q.device)))
-            if source == self.ring.rank:
+            if source == self.comm.rank:
                 of_k, of_v = own_keys, own_values
             else:
                 if sums is None:
-                    sums = RingBuffer(self.ring, GRADS, k, v, wide)
+                    sums = RingBuffer(self.comm, self.overlap, GRADS, k, v, wide)
                     sums.flat.zero_()
                 else:
                     sums.receive()

@@ -52,7 +52,6 @@ For a query that sees no key in any block, the log-sum-exp must be given as +inf
 class Kernel(NamedTuple):
     """One implementation of a block's forward and backward."""
 
-    name: str
     forward: Forward
     backward: Backward
 
@@ -206,21 +205,21 @@ def _plain_backward(
     params: ScoreParams,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     heads, wide = k.shape[1], wide_type(q.dtype)
-    rows, upper, out = _grouped(q, heads), _grouped(grad, heads), _grouped(out, heads)
+    rows, grad_out, out = _grouped(q, heads), _grouped(grad, heads), _grouped(out, heads)
     keys, values = k.to(wide), v.to(wide)
     scores, slope = _scores(rows, keys, params)
     weights = scores.sub_(_grouped(lse, heads).unsqueeze(-1)).exp_()
-    inner = (upper @ values.transpose(-1, -2)).sub_((upper * out).sum(-1, keepdim=True))
-    of_scores = inner.mul_(weights).mul_(params.scale)
+    grad_weights = (grad_out @ values.transpose(-1, -2)).sub_((grad_out * out).sum(-1, keepdim=True))
+    grad_scores = grad_weights.mul_(weights).mul_(params.scale)
     if slope is not None:
-        of_scores = of_scores.mul_(slope)
-    grad_k, grad_v = of_scores.transpose(-1, -2) @ rows, weights.transpose(-1, -2) @ upper
-    return (of_scores @ keys).view(q.shape), grad_k, grad_v
+        grad_scores = grad_scores.mul_(slope)
+    grad_k, grad_v = grad_scores.transpose(-1, -2) @ rows, weights.transpose(-1, -2) @ grad_out
+    return (grad_scores @ keys).view(q.shape), grad_k, grad_v
 
 
-FLASH_CPU = Kernel("fused, CPU", _flash_cpu, _flash_cpu_backward)
-FLASH_CUDA = Kernel("fused, CUDA", _flash_cuda, _flash_cuda_backward)
-PLAIN = Kernel("plain", _plain, _plain_backward)
+FLASH_CPU = Kernel(_flash_cpu, _flash_cpu_backward)
+FLASH_CUDA = Kernel(_flash_cuda, _flash_cuda_backward)
+PLAIN = Kernel(_plain, _plain_backward)
 
 
 def with_dense_rows(*tensors: Any) -> list[torch.Tensor]:

@@ -120,7 +120,7 @@ def test_a_rank_computes_the_blocks_and_no_more(layout: str, monkeypatch: pytest
             pairs["backward", threading.get_ident()] += q.shape[2] * k.shape[2]
             return found.backward(grad, q, k, *rest)
 
-        return Kernel("counting", forward, backward)
+        return Kernel(forward, backward)
 
     monkeypatch.setattr(attention_module, "kernel_for", counting)
     ring(inputs((1, 1, 1, part, 4, 4), world_size), world_size, layout, True)
