@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ringcomm import errors
-from ringcomm.arrays.devices import CPU, Device
+from ringcomm.arrays.devices import CPU, EMULATED, Device
 from ringcomm.comm.hosts import Hosts, Network, Span, ask_for_queues, extension, identity
 from ringcomm.comm.store import exchange
 from ringcomm.errors import DeviceError as DeviceError
@@ -126,6 +126,7 @@ class DeviceEngineFactory:
     """Makes the engine of one rank of a group on its device, when the first call on the device needs it."""
 
     kind = "cuda"
+    serves_cpu = EMULATED  # a test build, in which every tensor lies on an emulated GPU
 
     def __init__(
         self, on_cpu: Span, hosts: Hosts, network: Network, prefix: str, options: _c10d.Backend.Options
@@ -135,13 +136,6 @@ class DeviceEngineFactory:
         self._prefix, self._options = prefix, options
         self._span: Span | None = None
         self._error: RingcommError | None = None
-
-    @property
-    def serves_cpu(self) -> bool:
-        """Whether this is a test build, in which every tensor lies on an emulated GPU."""
-        from ringcomm import _C
-
-        return _C.build_info().get("cuda") == "emulated"
 
     def make(self, call: str, index: int) -> object:
         """Returns the engine, as a capsule. Does not wait for other ranks.

@@ -18,7 +18,6 @@ _P2P_RANK, _P2P_ACCESS, _P2P_ATOMICS = 1, 2, 3  # CUdevice_P2PAttribute
 class DriverDevice:
     """Properties of one device."""
 
-    index: int
     name: str
     memory_bytes: int
     multiprocessors: int
@@ -79,7 +78,6 @@ def device(index: int) -> DriverDevice:
         return _number(library.cuDeviceGetAttribute, which, handle)
 
     return DriverDevice(
-        index,
         name.value.decode(errors="replace"),
         memory.value,
         attribute(_MULTIPROCESSORS),

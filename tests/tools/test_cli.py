@@ -284,7 +284,7 @@ class TwoDevices:
         return 2
 
     def device(self, index: int) -> driver.DriverDevice:
-        return driver.DriverDevice(index, "Tesla V100", 16 << 30, 80, (7 + index, 0), 6 << 20, f"0000:0{index}:00.0")
+        return driver.DriverDevice("Tesla V100", 16 << 30, 80, (7 + index, 0), 6 << 20, f"0000:0{index}:00.0")
 
     def peer_access(self, device: int, peer: int) -> tuple[bool, bool, int]:
         return False, False, 0
