@@ -10,20 +10,8 @@ from typing import Any
 
 from ringcomm import _C
 from ringcomm.arrays.devices import CPU, EMULATED, Device
-from ringcomm.arrays.libraries import (
-    Array,
-    Cupy,
-    Dtype,
-    Numpy,
-    Torch,
-    dtype_in,
-    library_of,
-    torch_device,
-    torch_with_cuda,
-)
+from ringcomm.arrays.libraries import Array, Cupy, Dtype, Numpy, Torch, torch_device, torch_with_cuda
 from ringcomm.errors import DeviceError, DtypeError, InvalidArgumentError, RingcommError, ShapeError, one_line
-
-__all__ = ["DTYPE_NAMES", "Array", "Dtype", "as_array", "dtype_in", "identity", "library_of", "wire_type"]
 
 _DLPACK_CPU, _DLPACK_CUDA = (1, 3), (2, 13)  # kDLCPU and kDLCUDAHost; kDLCUDA and kDLCUDAManaged
 _FIRST_PAGE = 4096  # bytes, to which no program has access

@@ -109,13 +109,13 @@ class Array:
     def extent(self) -> tuple[int, int]:
         """The first address of an array with elements, and the one after its last byte."""
         reach = [stride * (length - 1) for stride, length in zip(self._byte_strides, self.shape, strict=True)]
-        behind = self.address + sum(max(each, 0) for each in reach) + self.dtype.nbytes
-        return self.address + sum(min(each, 0) for each in reach), behind
+        end = self.address + sum(max(each, 0) for each in reach) + self.dtype.nbytes
+        return self.address + sum(min(each, 0) for each in reach), end
 
     def reaches_into(self, other: Array) -> bool:
         """Whether the extents of two arrays overlap."""
-        (first, behind), (others_first, others_behind) = self.extent, other.extent
-        return bool(self.count and other.count) and first < others_behind and others_first < behind
+        (begin, end), (other_begin, other_end) = self.extent, other.extent
+        return bool(self.count and other.count) and begin < other_end and other_begin < end
 
     @property
     def _byte_strides(self) -> tuple[int, ...]:

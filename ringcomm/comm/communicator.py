@@ -31,7 +31,8 @@ from types import TracebackType
 from typing import Any
 
 from ringcomm import _C
-from ringcomm.arrays.interop import DTYPE_NAMES, Array, dtype_in, identity
+from ringcomm.arrays.interop import DTYPE_NAMES, identity
+from ringcomm.arrays.libraries import Array, dtype_in
 from ringcomm.comm import profiling
 from ringcomm.comm.engine import (
     MOST_BYTES,
@@ -369,9 +370,7 @@ class Communicator:
         call.reduces(op, factor)
         call.algorithm = call.one_of("algorithm", algorithm, _C.ALGORITHMS)
         source = call.read(x)
-        part = call.divisible(source)
-        shapes = [part] if source.shape[0] != self.world_size else [part, source.shape[1:]]
-        call.output = call.output_like(source, out, *shapes)
+        call.output = call.output_like(source, out, *call.scattered(source))
         call.input = call.separate(source, call.output, self.rank * call.output.count)
         result = call.output.data if out is None else out
         return self._launch(call.validate(call.output.count, source.dtype), result, async_op)
@@ -586,9 +585,7 @@ class Communicator:
         call.root = call.peer("root", root)
         if self.rank == call.root:
             source = call.read(x)
-            part = call.divisible(source)
-            shapes = [part] if source.shape[0] != self.world_size else [part, source.shape[1:]]
-            call.output = call.output_like(source, out, *shapes)
+            call.output = call.output_like(source, out, *call.scattered(source))
             call.input = call.separate(source, call.output, None)
         elif out is None:
             raise InvalidArgumentError(

@@ -18,8 +18,8 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 from ringcomm import _C
 from ringcomm.arrays.devices import CPU, EMULATED, Device
-from ringcomm.arrays.interop import Array, Dtype, as_array, library_of, wire_type
-from ringcomm.arrays.libraries import stream_number, usual_stream
+from ringcomm.arrays.interop import as_array, wire_type
+from ringcomm.arrays.libraries import Array, Dtype, library_of, stream_number, usual_stream
 from ringcomm.comm.hosts import Hosts
 from ringcomm.errors import DtypeError, InvalidArgumentError, RingcommError, ShapeError, UnsupportedError, shown
 from ringcomm.validation import as_int, as_number
@@ -372,6 +372,12 @@ class CollectiveArgs:
                 f"size {self.world_size}; pad it, or use the list form for uneven parts"
             )
         return (x.shape[0] // self.world_size, *x.shape[1:])
+
+    def scattered(self, x: Array) -> list[tuple[int, ...]]:
+        """Returns the shapes that can hold one rank's part of ``x``, split along dimension 0: also without that
+        dimension, if a part has one row."""
+        part = self.divisible(x)
+        return [part] if x.shape[0] != self.world_size else [part, x.shape[1:]]
 
     def gathered(self, x: Array) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the two shapes that can hold every rank's ``x``: concatenated along dimension 0, and stacked."""

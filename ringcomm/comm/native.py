@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from ringcomm import _C, errors
 from ringcomm.arrays import libraries
 from ringcomm.arrays.devices import CPU, EMULATED, Device
-from ringcomm.arrays.interop import Array, library_of, wire_type
+from ringcomm.arrays.interop import wire_type
+from ringcomm.arrays.libraries import Array, library_of
 from ringcomm.comm import profiling
 from ringcomm.comm.engine import MOST_BYTES, CollectiveArgs, Engine, Pairs, Request, no_probe
 from ringcomm.comm.hosts import Hosts, Network, Span

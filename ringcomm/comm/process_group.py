@@ -9,8 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from ringcomm.arrays.devices import CPU
-from ringcomm.arrays.interop import Array
-from ringcomm.arrays.libraries import usual_stream
+from ringcomm.arrays.libraries import Array, usual_stream
 from ringcomm.comm.engine import CollectiveArgs, Engine, Pairs, Piece
 from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, RingcommError, UnsupportedError
 
@@ -118,6 +117,7 @@ class ProcessGroupEngine(Engine):
             raise InvalidArgumentError(
                 "from_process_group: expected an initialised torch.distributed, got none; call init_process_group first"
             )
+        self._dist = dist  # imported here: this module is also imported where torch is not
         self._limit_ms = 0
         self.pg = dist.group.WORLD if pg is None else pg
         self.rank = dist.get_rank(self.pg)
@@ -133,10 +133,8 @@ class ProcessGroupEngine(Engine):
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Returns every rank's bytes, by rank; a collective."""
-        import torch.distributed as dist
-
         found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, payload, group=self.pg)
+        self._dist.all_gather_object(found, payload, group=self.pg)
         return found
 
     # ---- running calls -------------------------------------------------------------------------------------------
@@ -164,15 +162,13 @@ class ProcessGroupEngine(Engine):
     def submit_pair(self, sending: CollectiveArgs, receiving: CollectiveArgs) -> tuple[TorchRequest, TorchRequest]:
         """Starts a send and a receive, of which neither waits for the other. NCCL needs both in one batch, which must
         name the source, and runs on one device."""
-        import torch.distributed as dist
-
         source, target = flat(piece_of(sending.input)), flat(piece_of(receiving.output))
         if receiving.root < 0 or source.device != target.device:
             return self.submit(sending), self.submit(receiving)
-        works = dist.batch_isend_irecv(
+        works = self._dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, source, group=self.pg, tag=sending.tag, group_peer=sending.root),
-                dist.P2POp(dist.irecv, target, group=self.pg, tag=receiving.tag, group_peer=receiving.root),
+                self._dist.P2POp(self._dist.isend, source, group=self.pg, tag=sending.tag, group_peer=sending.root),
+                self._dist.P2POp(self._dist.irecv, target, group=self.pg, tag=receiving.tag, group_peer=receiving.root),
             ]
         )
         # One handle for both where the group runs them as one.
@@ -230,22 +226,18 @@ class ProcessGroupEngine(Engine):
                 tensor.div_(divisor, rounding_mode="trunc")
 
     def _all_reduce(self, call: CollectiveArgs) -> Started:
-        import torch.distributed as dist
-
         op, divisor = self._reduction(call)
         target, source = flat(piece_of(call.output)), self._source(call, piece_of(call.input))
         if source.data_ptr() != target.data_ptr():
             target.copy_(source)
-        work = dist.all_reduce(target, op, group=self.pg, async_op=True)
+        work = self._dist.all_reduce(target, op, group=self.pg, async_op=True)
         return [work], lambda: self._divide(target, divisor)
 
     def _reduce(self, call: CollectiveArgs) -> Started:
-        import torch.distributed as dist
-
         op, divisor = self._reduction(call)
         # A group may use every rank's array as scratch space.
         scratch = self._source(call, piece_of(call.input)).clone()
-        work = dist.reduce(scratch, group_dst=call.root, op=op, group=self.pg, async_op=True)
+        work = self._dist.reduce(scratch, group_dst=call.root, op=op, group=self.pg, async_op=True)
 
         def finish() -> None:
             if call.output is not None:
@@ -255,19 +247,18 @@ class ProcessGroupEngine(Engine):
         return [work], finish
 
     def _reduce_scatter(self, call: CollectiveArgs) -> Started:
-        import torch.distributed as dist
-
         op, divisor = self._reduction(call)
         target = flat(piece_of(call.output))
         if not isinstance(call.input, list):
             source = self._source(call, piece_of(call.input))
-            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before torch 2.13
+            # the second name: before torch 2.13
+            scatter = getattr(self._dist, "reduce_scatter_single", None) or self._dist.reduce_scatter_tensor
             work = scatter(target, source, op, group=self.pg, async_op=True)
             return [work], lambda: self._divide(target, divisor)
         works, finishes = [], []  # uneven parts: one reduction for each
         for root, piece in enumerate(call.input):
             scratch = self._source(call, piece).clone()
-            works.append(dist.reduce(scratch, group_dst=root, op=op, group=self.pg, async_op=True))
+            works.append(self._dist.reduce(scratch, group_dst=root, op=op, group=self.pg, async_op=True))
             if root == self.rank:
                 finishes.append(scratch)
 
@@ -278,52 +269,44 @@ class ProcessGroupEngine(Engine):
         return works, finish
 
     def _all_gather(self, call: CollectiveArgs) -> Started:
-        import torch.distributed as dist
-
         source = flat(piece_of(call.input))
         if not isinstance(call.output, list):
             target = flat(piece_of(call.output))
-            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
+            # the second name: before torch 2.13
+            gather = getattr(self._dist, "all_gather_single", None) or self._dist.all_gather_into_tensor
             return [gather(target, source.clone(), group=self.pg, async_op=True)], nothing
         works = []  # uneven parts: one broadcast from each rank
         for root, piece in enumerate(call.output):
             part = flat(piece)
             if root == self.rank and part.data_ptr() != source.data_ptr():
                 part.copy_(source)
-            works.append(dist.broadcast(part, group_src=root, group=self.pg, async_op=True))
+            works.append(self._dist.broadcast(part, group_src=root, group=self.pg, async_op=True))
         return works, nothing
 
     def _broadcast(self, call: CollectiveArgs) -> Started:
-        import torch.distributed as dist
-
         tensor = flat(piece_of(call.output))
-        return [dist.broadcast(tensor, group_src=call.root, group=self.pg, async_op=True)], nothing
+        return [self._dist.broadcast(tensor, group_src=call.root, group=self.pg, async_op=True)], nothing
 
     def _gather(self, call: CollectiveArgs) -> Started:
-        import torch.distributed as dist
-
         source = flat(piece_of(call.input))
         parts = _chunks(call, call.output, source)
-        return [dist.gather(source, parts, group_dst=call.root, group=self.pg, async_op=True)], nothing
+        return [self._dist.gather(source, parts, group_dst=call.root, group=self.pg, async_op=True)], nothing
 
     def _scatter(self, call: CollectiveArgs) -> Started:
-        import torch.distributed as dist
-
         target = flat(piece_of(call.output))
         parts = _chunks(call, call.input, target)
-        return [dist.scatter(target, parts, group_src=call.root, group=self.pg, async_op=True)], nothing
+        return [self._dist.scatter(target, parts, group_src=call.root, group=self.pg, async_op=True)], nothing
 
     def _all_to_all(self, call: CollectiveArgs) -> Started:
         import torch
-        import torch.distributed as dist
 
         if not isinstance(call.input, list) or not isinstance(call.output, list):
             target, source = flat(piece_of(call.output)), flat(piece_of(call.input)).clone()
-            return [dist.all_to_all_single(target, source, group=self.pg, async_op=True)], nothing
+            return [self._dist.all_to_all_single(target, source, group=self.pg, async_op=True)], nothing
         sent, received = [p.count for p in call.input], [p.count for p in call.output]
         source = torch.cat([flat(piece) for piece in call.input])
         target = source.new_empty(sum(received))
-        work = dist.all_to_all_single(target, source, received, sent, group=self.pg, async_op=True)
+        work = self._dist.all_to_all_single(target, source, received, sent, group=self.pg, async_op=True)
         pieces = call.output
 
         def finish() -> None:
@@ -333,21 +316,15 @@ class ProcessGroupEngine(Engine):
         return [work], finish
 
     def _send(self, call: CollectiveArgs) -> Started:
-        import torch.distributed as dist
-
-        return [dist.isend(flat(piece_of(call.input)), group=self.pg, tag=call.tag, group_dst=call.root)], nothing
+        return [self._dist.isend(flat(piece_of(call.input)), group=self.pg, tag=call.tag, group_dst=call.root)], nothing
 
     def _recv(self, call: CollectiveArgs) -> Started:
-        import torch.distributed as dist
-
         source = None if call.root < 0 else call.root
-        return [dist.irecv(flat(piece_of(call.output)), group=self.pg, tag=call.tag, group_src=source)], nothing
+        return [self._dist.irecv(flat(piece_of(call.output)), group=self.pg, tag=call.tag, group_src=source)], nothing
 
     def _barrier(self, call: CollectiveArgs) -> Started:
-        import torch.distributed as dist
-
         del call
-        return [dist.barrier(group=self.pg, async_op=True)], nothing
+        return [self._dist.barrier(group=self.pg, async_op=True)], nothing
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
@@ -358,11 +335,9 @@ class ProcessGroupEngine(Engine):
     def split(self, color: int | None, key: int) -> ProcessGroupEngine | None:
         """Returns an engine over a new process group of the same backend, of the ranks of this color; None if this
         rank has no color. A collective."""
-        import torch.distributed as dist
-
         places: list[Any] = [None] * self.world_size
-        made = len(dist.distributed_c10d._world.pg_names)  # torch makes this count a part of the new group's name
-        dist.all_gather_object(places, (color, key, made), group=self.pg)
+        made = len(self._dist.distributed_c10d._world.pg_names)  # torch makes this count a part of the new group's name
+        self._dist.all_gather_object(places, (color, key, made), group=self.pg)
         members = [r for r, (its, _, _) in enumerate(places) if its == color and color is not None]
         members.sort(key=lambda r: places[r][1])
         if not members:
@@ -373,12 +348,12 @@ class ProcessGroupEngine(Engine):
                 f"split: rank {self.rank} expected ranks {members} to have made equal numbers of process groups, "
                 f"got {counts}, which torch cannot bring together; split so that every rank gets a group each time"
             )
-        ranks = [dist.get_global_rank(self.pg, r) for r in members]
+        ranks = [self._dist.get_global_rank(self.pg, r) for r in members]
         limit = timedelta(milliseconds=self.timeout_ms)
         options: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
         try:
-            group = dist.new_group(
-                ranks, backend=dist.get_backend(self.pg), timeout=limit, use_local_synchronization=True, **options
+            group = self._dist.new_group(
+                ranks, backend=self._dist.get_backend(self.pg), timeout=limit, use_local_synchronization=True, **options
             )
         except TypeError as error:
             raise UnsupportedError(
