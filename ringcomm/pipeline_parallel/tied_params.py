@@ -232,10 +232,10 @@ class _ExactTiedParam(_LocalTiedParam):
         """Returns the sum of the later stages' gradients, and the edge where it enters."""
         if stage == self.tied.stages[-1]:
             return None
-        behind = self.tied.stages[self.tied.stages.index(stage) + 1]
-        rank = self.rank_of[behind]
+        after = self.tied.stages[self.tied.stages.index(stage) + 1]
+        rank = self.rank_of[after]
         here = rank == self.messages.comm.rank
-        total = self.found.pop((behind, microbatch)) if here else self._received_sum(self.placeholder, rank, behind)
+        total = self.found.pop((after, microbatch)) if here else self._received_sum(self.placeholder, rank, after)
         edge = self.edges.pop((stage, microbatch))
         return None if total is None else (edge, total)
 

@@ -115,8 +115,9 @@ class TensorParallelGroup:
             return x
         dim %= x.dim()
         self.count("all_gather", x.numel() * self.world_size)
-        behind = math.prod(x.shape[:dim]) == 1  # the parts are contiguous in the result
-        gathered = x.new_empty(*x.shape[:dim], self.world_size * x.shape[dim], *x.shape[dim + 1 :]) if behind else None
+        adjacent = math.prod(x.shape[:dim]) == 1  # the parts lie one after the other in the result
+        shape = (*x.shape[:dim], self.world_size * x.shape[dim], *x.shape[dim + 1 :])
+        gathered = x.new_empty(shape) if adjacent else None
         parts = x.new_empty(self.world_size, *x.shape) if gathered is None else gathered.view(self.world_size, *x.shape)
         self.comm.all_gather(x.contiguous(), out=parts)
         return parts.movedim(0, dim).flatten(dim, dim + 1) if gathered is None else gathered
