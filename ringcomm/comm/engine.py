@@ -557,14 +557,12 @@ class Engine(ABC):
         taking it; None: there is none yet."""
         raise no_probe(call, self.name)
 
-    def run_plain(self, op: str, reduce_op: str, root: int | None, tag: int, x: Any, out: Any, /) -> int | None:
-        """Runs a call on plain arrays with default options; returns None, with nothing done, if the call needs
-        preparation."""
-        return None
+    run_plain: Callable[[str, str, int | None, int, Any, Any], int | None] | None = None
+    """(op, reduce_op, root, tag, input, output) Runs a call on plain arrays with default options; returns None, with
+    nothing done, if the call needs preparation. None: every call does."""
 
     submit_plain: Callable[[str, str, int | None, int, Any, Any], Request | None] | None = None
-    """Starts a call on plain arrays with default options; returns None, with nothing done, if the call needs
-    preparation. None: every call does."""
+    """`run_plain` for a call that is only started."""
 
     pack_plain: Callable[[Sequence[Any], Any, float, bool], bool] | None = None
     """(tensors, bucket, scale, whether it unpacks) Packs or unpacks plain arrays; returns False, with nothing done, if

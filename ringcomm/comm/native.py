@@ -93,7 +93,6 @@ class NativeEngine(Engine):
 
     @property
     def hosts(self) -> Hosts:
-        """The ranks of each host."""
         return self._hosts
 
     def handle(self) -> bytes:
@@ -121,7 +120,6 @@ class NativeEngine(Engine):
         return end
 
     def split(self, color: int | None, key: int) -> NativeEngine | None:
-        """Returns a connected engine among the ranks of this color; None if this rank has no color. A collective."""
         everybody = self.exchange(_PLACE.pack(color is not None, color or 0, key))
         strangers = [r for r, each in enumerate(everybody) if len(each) != _PLACE.size]
         if strangers:
@@ -192,7 +190,7 @@ class NativeEngine(Engine):
     # ---- calls ---------------------------------------------------------------------------------------------------
 
     @property
-    def run_plain(self) -> Any:
+    def run_plain(self) -> Any:  # type: ignore[override]
         """`Engine.run_plain`; on the cpu the native method itself, to save a Python call."""
         run = self.native.run_plain
         return run if self._beside is self.native else partial(self.explaining, run)
@@ -216,7 +214,6 @@ class NativeEngine(Engine):
         return source
 
     def submit(self, call: CollectiveArgs) -> Request:
-        """Starts a call."""
         with profiling.named(call.op):
             return self.explaining(self.native.submit, *call.to_native())
 
@@ -227,7 +224,6 @@ class NativeEngine(Engine):
             self._wait_for(next((call for call in calls if call.waits), calls[0]))
 
     def run_pair(self, sending: CollectiveArgs, receiving: CollectiveArgs) -> int:
-        """Runs a send and a receive, of which neither waits for the other; returns the source of the receive."""
         if self._beside is self.native or receiving.root < 0:
             return self.explaining(super().run_pair, sending, receiving)
         self.run_list([sending, receiving])  # one launch: on one stream the second would wait for the first
@@ -240,14 +236,12 @@ class NativeEngine(Engine):
             return self.explaining(self.native.probe, call.root, call.tag, call.timeout_ms, waits)
 
     def pack(self, call: CollectiveArgs, pairs: Pairs, scale: float) -> None:
-        """Copies pairs of pieces that were already checked."""
         (before, each), (after, _) = (self._wire(pairs[0][end].array, call) for end in (0, 1))
         pieces = [(source.address, target.address, source.count * each) for source, target in pairs]
         self.native.pack(pieces, before, after, scale, call.stream or 0)
         self._wait_for(call)
 
     def combine(self, call: CollectiveArgs, first: Array, second: Array) -> None:
-        """Writes ``first`` combined with ``second``, by the call's reduction, to ``second``."""
         op, _ = call.reduction or ("sum", 1.0)
         code, each = wire_type(second.dtype, op, call.op, self.rank)
         count, reduce_op = second.count * each, _C.REDUCE_OPS[op]
@@ -264,7 +258,6 @@ class NativeEngine(Engine):
             self.synchronize(call.stream or 0)
 
     def synchronize(self, stream: int) -> None:
-        """Waits for the work enqueued on a stream."""
         self.explaining(self.native.synchronize, stream)
 
     def explaining(self, function: Callable[..., _Result], *args: Any) -> _Result:
@@ -294,13 +287,11 @@ class NativeEngine(Engine):
         return cause
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Returns every rank's bytes, by rank; a collective."""
         return self._beside.exchange(payload)
 
     # ---- memory --------------------------------------------------------------------------------------------------
 
     def usual_library(self, dtype: Any) -> str:
-        """Returns the library for `empty`'s array if none was named."""
         return library_of(dtype) if self._on_host else libraries.device_library()
 
     def empty(self, shape: tuple[int, ...], dtype: Any, library: str) -> Any:
@@ -330,7 +321,6 @@ class NativeEngine(Engine):
         return libraries.wrap_device_memory(there, library, dtype, shape)
 
     def mem_pool(self, nbytes: int) -> Any:
-        """Returns a torch.cuda.MemPool over ``nbytes`` of memory that the peers access."""
         if self.device == CPU:
             return super().mem_pool(nbytes)
         libraries.check_mem_pool(self.rank)
@@ -371,7 +361,6 @@ class NativeEngine(Engine):
         return self.native.describe()
 
     def close(self) -> None:
-        """Finishes the calls in flight and disconnects from the peers."""
         self._main.close()
         self._span_beside.close()
 

@@ -132,7 +132,6 @@ class ProcessGroupEngine(Engine):
         return ",".join(sorted({device.type for device in self.pg._device_types}))
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Returns every rank's bytes, by rank; a collective."""
         found: list[Any] = [None] * self.world_size
         self._dist.all_gather_object(found, payload, group=self.pg)
         return found
@@ -146,12 +145,10 @@ class ProcessGroupEngine(Engine):
         return request.source
 
     def submit(self, call: CollectiveArgs) -> TorchRequest:
-        """Starts a call."""
         start = getattr(self, f"_{call.engine_op}")
         return TorchRequest(call, start(call), call.timeout_ms or self._limit_ms)
 
     def run_pair(self, sending: CollectiveArgs, receiving: CollectiveArgs) -> int:
-        """Runs a send and a receive, of which neither waits for the other; returns the source of the receive."""
         sent, received = self.submit_pair(sending, receiving)
         try:
             sent.wait()
@@ -191,7 +188,6 @@ class ProcessGroupEngine(Engine):
             y.copy_(x)
 
     def combine(self, call: CollectiveArgs, first: Array, second: Array) -> None:
-        """Writes ``first`` combined with ``second``, by the call's reduction, to ``second``."""
         import torch
 
         op, _ = call.reduction or ("sum", 1.0)
