@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ringcomm import errors
 from ringcomm.arrays.devices import CPU, EMULATED, Device
-from ringcomm.comm.hosts import Hosts, Network, Span, ask_for_queues, extension, identity
+from ringcomm.comm.hosts import Hosts, Network, RankEngine, ask_for_queues, extension, identity
 from ringcomm.comm.store import exchange
 from ringcomm.errors import DeviceError as DeviceError
 from ringcomm.errors import DtypeError as DtypeError
@@ -116,10 +116,10 @@ def _backend(
     limit_ms = _milliseconds(options._timeout)
     name, identities = _exchange(store, f"{prefix}/host", rank, world_size, identity().encode(), options._timeout, call)
     hosts = Hosts.of([each.decode() for each in identities])
-    span = Span("cpu", rank, world_size, limit_ms, CPU, hosts, Network(store, name))
-    _connect(span, store, prefix, options._timeout, call)
-    device = DeviceEngineFactory(span, hosts, Network(store, f"{name}/device"), f"{prefix}/device", options)
-    return module.Backend(span.engine.capsule(), options, device, device.serves_cpu)
+    on_cpu = RankEngine("cpu", rank, world_size, limit_ms, CPU, hosts, Network(store, name))
+    _connect(on_cpu, store, prefix, options._timeout, call)
+    device = DeviceEngineFactory(on_cpu, hosts, Network(store, f"{name}/device"), f"{prefix}/device", options)
+    return module.Backend(on_cpu.native.capsule(), options, device, device.serves_cpu)
 
 
 class DeviceEngineFactory:
@@ -129,12 +129,12 @@ class DeviceEngineFactory:
     serves_cpu = EMULATED  # a test build, in which every tensor lies on an emulated GPU
 
     def __init__(
-        self, on_cpu: Span, hosts: Hosts, network: Network, prefix: str, options: _c10d.Backend.Options
+        self, on_cpu: RankEngine, hosts: Hosts, network: Network, prefix: str, options: _c10d.Backend.Options
     ) -> None:
         self._on_cpu = on_cpu  # stays alive as long as the group
         self._rank, self._hosts, self._network = on_cpu.rank, hosts, network
         self._prefix, self._options = prefix, options
-        self._span: Span | None = None
+        self._engine: RankEngine | None = None
         self._error: RingcommError | None = None
 
     def make(self, call: str, index: int) -> object:
@@ -146,14 +146,14 @@ class DeviceEngineFactory:
         device = Device("cuda", max(index, 0))
         limit_ms, world_size = _milliseconds(self._options._timeout), self._hosts.world_size
         try:
-            self._span = Span(self.kind, self._rank, world_size, limit_ms, device, self._hosts, self._network)
+            self._engine = RankEngine(self.kind, self._rank, world_size, limit_ms, device, self._hosts, self._network)
         except errors.UnsupportedError as error:
             raise UnsupportedError(
                 f"{call}: rank {self._rank} got a tensor on cuda:{index}, expected one on cpu, because the CUDA engine "
                 f"cannot serve it: {error}; pass tensor.cpu(), or leave CUDA tensors to NCCL with "
                 f"init_process_group('cpu:ringcomm,cuda:nccl')"
             ) from error
-        return self._span.engine.capsule()
+        return self._engine.native.capsule()
 
     def connect(self, call: str) -> object:
         """Connects the engine to those of the other ranks.
@@ -164,24 +164,24 @@ class DeviceEngineFactory:
         Returns: the engine to use from now on, as a capsule.
         Raises:  CollectiveTimeoutError: not every rank made a call on its device within the group's timeout.
         """
-        assert self._span is not None
+        assert self._engine is not None
         if self._error is not None:
             raise self._error
         try:
-            _connect(self._span, self._network.store, self._prefix, self._options._timeout, call)
+            _connect(self._engine, self._network.store, self._prefix, self._options._timeout, call)
         except RingcommError as error:
             self._error = error
             raise
-        return self._span.engine.capsule()
+        return self._engine.native.capsule()
 
 
 def _milliseconds(limit: timedelta) -> int:
     return max(1, int(limit.total_seconds() * 1000))
 
 
-def _connect(span: Span, store: dist.Store, prefix: str, timeout: timedelta, call: str) -> None:
+def _connect(engine: RankEngine, store: dist.Store, prefix: str, timeout: timedelta, call: str) -> None:
     """Exchanges handles through ``store`` and connects."""
-    span.connect(_exchange(store, prefix, span.rank, span.world_size, span.handle(), timeout, call)[1])
+    engine.connect(_exchange(store, prefix, engine.rank, engine.world_size, engine.handle(), timeout, call)[1])
 
 
 def _exchange(

@@ -164,8 +164,8 @@ class Network:
         name = f"{self.prefix}/{number}.{members[0] if members else ''}"
         return Network(self.store, name, kind, self.wire_dtype)
 
-    def beside(self) -> Network:
-        """Returns the settings of the cpu engine beside a device engine."""
+    def for_control(self) -> Network:
+        """Returns the settings of the cpu engine that carries a device engine's control messages."""
         return Network(self.store, f"{self.prefix}/beside", "gloo")
 
     def agree_on_shrink(self, rank: int, world_size: int) -> Callable[[bytes, Sequence[int], int], list[bytes]]:
@@ -335,8 +335,12 @@ def _over_group(group: Any, rank: int, world_size: int, device: Device) -> Any:
     return module.transport_over(group._get_backend(torch.device("cpu")), dist.get_backend(group), first_tag)
 
 
-class Span:
-    """One engine of one rank, over the ranks of this host or of several hosts."""
+class RankEngine:
+    """One engine of one rank, over the ranks of this host or of several hosts.
+
+    Attributes:
+        native: the engine that runs calls; until `connect` it reaches the ranks of this host alone.
+    """
 
     _is_reported = False  # whether AT_CLOSE was called, once for each engine
 
@@ -357,7 +361,7 @@ class Span:
         self._network = network
         here = self._hosts.ranks[self._hosts.host_of(rank)] if self._hosts else tuple(range(world_size))
         self._inside = _C.Engine(kind, here.index(rank), len(here), limit_ms, device=device.index)
-        self.engine = self._inside
+        self.native = self._inside
         self._stop_watch: Callable[[], None] | None = None
 
     def handle(self) -> bytes:
@@ -365,7 +369,7 @@ class Span:
         return bytes(self._inside.handle())
 
     def connect(self, handles: Sequence[bytes]) -> None:
-        """Connects to every rank; a collective. From then on `engine` spans all ranks."""
+        """Connects to every rank; a collective."""
         if self._hosts is None:
             self._inside.connect(handles)
             self._warn_of_time_slices()
@@ -374,9 +378,9 @@ class Span:
         wire_dtype = self._network.wire_dtype_number()
         transport = self._network.transport(self.rank, self.world_size, self.device, self.limit_ms)
         hosts = self._hosts
-        engine = _C.hierarchical_engine(self._inside, transport, self.rank, hosts.ranks, hosts.names, wire_dtype)
-        engine.connect(handles)
-        self.engine = engine
+        native = _C.hierarchical_engine(self._inside, transport, self.rank, hosts.ranks, hosts.names, wire_dtype)
+        native.connect(handles)
+        self.native = native
         self._warn_of_time_slices()
         self._stop_watch = _start_watch(self, self._network.prefixed())
 
@@ -398,7 +402,7 @@ class Span:
 
     def close(self) -> None:
         """Finishes the calls in flight and disconnects from the peers."""
-        self.engine.close()
+        self.native.close()
         if self._stop_watch is not None:
             atexit.unregister(self._stop_watch)
             self._stop_watch()
@@ -416,7 +420,7 @@ class Span:
                 call()
 
 
-def _start_watch(span: Span, store: Any) -> Callable[[], None]:
+def _start_watch(engine: RankEngine, store: Any) -> Callable[[], None]:
     """Starts a thread that carries an abort from host to host through the store; inside a host shared memory does.
 
     Returns: a function that stops the thread, after a last check whether an abort must be published.
@@ -424,8 +428,8 @@ def _start_watch(span: Span, store: Any) -> Callable[[], None]:
     with suppress(Exception):  # a separate client, because a waiting client blocks every thread that shares it
         store = store.clone()
     end = threading.Event()
-    every_s = max(_LOOK_EVERY_S, span.world_size / 2000)
-    arguments = (weakref.ref(span), store, end, every_s)  # weak, so that the thread does not keep the span alive
+    every_s = max(_LOOK_EVERY_S, engine.world_size / 2000)
+    arguments = (weakref.ref(engine), store, end, every_s)  # weak, so that the thread does not keep the engine alive
     thread = threading.Thread(target=_watch, args=arguments, name="ringcomm watch", daemon=True)
     stop = partial(_end_watch, thread, end)
     thread.start()
@@ -439,17 +443,17 @@ def _end_watch(thread: threading.Thread, end: threading.Event) -> None:
         thread.join(_LAST_LOOK_S)
 
 
-def _watch(owner: weakref.ref[Span], store: Any, end: threading.Event, every_s: float) -> None:
+def _watch(owner: weakref.ref[RankEngine], store: Any, end: threading.Event, every_s: float) -> None:
     last, reached = False, True
     while not last:
         last = end.wait(every_s)
-        span = owner()
-        if span is None:
+        engine = owner()
+        if engine is None:
             return
-        if span.engine.aborted:
-            reason = span.engine.why_aborted or "another rank of this host gave up"
-            kind = span.engine.aborted_as
-            span.engine.abort(reason, kind)  # an abort in shared memory does not end waits for other hosts
+        if engine.native.aborted:
+            reason = engine.native.why_aborted or "another rank of this host gave up"
+            kind = engine.native.aborted_as
+            engine.native.abort(reason, kind)  # an abort in shared memory does not end waits for other hosts
             with suppress(RuntimeError):
                 if reached:
                     store.compare_set(_ABORTED, "", f"{kind}\n{reason}")
@@ -458,9 +462,9 @@ def _watch(owner: weakref.ref[Span], store: Any, end: threading.Event, every_s: 
             try:
                 if store.check([_ABORTED]):
                     kind, _, reason = store.get(_ABORTED).decode(errors="replace").partition("\n")
-                    span.engine.abort(reason, kind)
+                    engine.native.abort(reason, kind)
                     return
             except RuntimeError:
                 reached = False  # the store ended with its owner; ranks on this host must still abort each other
-        last = last or span.engine.closed
-        del span
+        last = last or engine.native.closed
+        del engine

@@ -20,7 +20,7 @@ from ringcomm.arrays.interop import wire_type
 from ringcomm.arrays.libraries import Array, library_of
 from ringcomm.comm import profiling
 from ringcomm.comm.engine import MOST_BYTES, CollectiveArgs, Engine, Pairs, Request, no_probe
-from ringcomm.comm.hosts import Hosts, Network, Span
+from ringcomm.comm.hosts import Hosts, Network, RankEngine
 from ringcomm.errors import (
     AbortedError,
     CollectiveTimeoutError,
@@ -47,7 +47,7 @@ _PLACE = struct.Struct("<?qq")  # (has a color, color, key)
 
 
 class NativeEngine(Engine):
-    """Our own engine. Beside a device engine it has a second engine on the cpu for small messages between ranks."""
+    """Our own engine. A device engine has a second engine on the cpu for control messages between the ranks."""
 
     lends_memory = True
 
@@ -67,14 +67,14 @@ class NativeEngine(Engine):
         self.libraries = ("torch", "numpy") if self._on_host else ("torch", "cupy")
         self._hosts = hosts or Hosts((tuple(range(world_size)),), ("this host",))
         self.network = network
-        self._main = Span(kind, rank, world_size, limit_ms, device, hosts, network)
-        self._span_beside = self._main
+        self._main = RankEngine(kind, rank, world_size, limit_ms, device, hosts, network)
+        self._control = self._main
         # An abort also aborts the engines that `split` has made from this one, those made from them, and so on.
         self._descendants: weakref.WeakSet[NativeEngine] = weakref.WeakSet()
         self._lineage = [self._descendants]  # the sets to which engines made from this one are added
         if device.kind != "cpu":
-            apart = None if network is None else network.beside()
-            self._span_beside = Span("cpu", rank, world_size, limit_ms, CPU, hosts, apart)
+            of_control = None if network is None else network.for_control()
+            self._control = RankEngine("cpu", rank, world_size, limit_ms, CPU, hosts, of_control)
         self._unused: list[int] = []  # device memory to be freed
 
     @property
@@ -84,12 +84,8 @@ class NativeEngine(Engine):
 
     @property
     def native(self) -> _C.Engine:
-        """The engine that runs calls; before `connect` the engine of this host alone."""
-        return self._main.engine
-
-    @property
-    def _beside(self) -> _C.Engine:
-        return self._span_beside.engine
+        """The engine that runs calls."""
+        return self._main.native
 
     @property
     def hosts(self) -> Hosts:
@@ -98,15 +94,15 @@ class NativeEngine(Engine):
     def handle(self) -> bytes:
         """Returns the bytes that every rank needs to connect to this one."""
         first = self._main.handle()
-        if self._span_beside is self._main:
+        if self._control is self._main:
             return first
-        return _LENGTH.pack(len(first)) + first + self._span_beside.handle()
+        return _LENGTH.pack(len(first)) + first + self._control.handle()
 
     def connect(self, handles: Sequence[bytes]) -> None:
         """Connects to every rank; a collective."""
-        if self._span_beside is not self._main:
+        if self._control is not self._main:
             ends = [self._end_of_first(peer, each) for peer, each in enumerate(handles)]
-            self._span_beside.connect([each[end:] for each, end in zip(handles, ends, strict=True)])
+            self._control.connect([each[end:] for each, end in zip(handles, ends, strict=True)])
             handles = [each[_LENGTH.size : end] for each, end in zip(handles, ends, strict=True)]
         self._main.connect(handles)
 
@@ -157,7 +153,7 @@ class NativeEngine(Engine):
             handled = sys.exc_info()[1]  # for example the error of a group that ended because of the same loss
             after = "" if handled is None else f" after {type(handled).__name__}: {handled}"
             self.abort(f"rank {self.rank} called shrink(){after}", handled)
-        agree: Callable[[bytes, Sequence[int], int], list[bytes]] = self._beside.agree_on_shrink
+        agree: Callable[[bytes, Sequence[int], int], list[bytes]] = self._control.native.agree_on_shrink
         if self.network is not None and self.hosts.several:
             agree = self.network.agree_on_shrink(self.rank, self.world_size)
         came = agree(b"here", [], limit_ms)
@@ -170,11 +166,11 @@ class NativeEngine(Engine):
             return [theirs[rank] for rank in members]
 
         usual = part.timeout_ms
-        part.timeout_ms = part._main.limit_ms = part._span_beside.limit_ms = limit_ms
+        part.timeout_ms = part._main.limit_ms = part._control.limit_ms = limit_ms
         try:
             # Handles of devices may be long, so they are sent over the new cpu engine.
-            part._span_beside.connect(swapped(part._span_beside.handle()))
-            if part._main is not part._span_beside:
+            part._control.connect(swapped(part._control.handle()))
+            if part._main is not part._control:
                 part._main.connect(part.exchange(part._main.handle()))
         except BaseException as error:
             with suppress(Exception):
@@ -193,13 +189,13 @@ class NativeEngine(Engine):
     def run_plain(self) -> Any:  # type: ignore[override]
         """`Engine.run_plain`; on the cpu the native method itself, to save a Python call."""
         run = self.native.run_plain
-        return run if self._beside is self.native else partial(self.explaining, run)
+        return run if self._control.native is self.native else partial(self.explaining, run)
 
     @property
     def submit_plain(self) -> Any:  # type: ignore[override]
         """`Engine.submit_plain`; on the cpu the native method itself."""
         submit = self.native.submit_plain
-        return submit if self._beside is self.native else partial(self.explaining, submit)
+        return submit if self._control.native is self.native else partial(self.explaining, submit)
 
     @property
     def pack_plain(self) -> Any:  # type: ignore[override]
@@ -224,7 +220,7 @@ class NativeEngine(Engine):
             self._wait_for(next((call for call in calls if call.waits), calls[0]))
 
     def run_pair(self, sending: CollectiveArgs, receiving: CollectiveArgs) -> int:
-        if self._beside is self.native or receiving.root < 0:
+        if self._control.native is self.native or receiving.root < 0:
             return self.explaining(super().run_pair, sending, receiving)
         self.run_list([sending, receiving])  # one launch: on one stream the second would wait for the first
         return receiving.root
@@ -270,15 +266,15 @@ class NativeEngine(Engine):
     def explained(self, error: RingcommError) -> RingcommError:
         """Returns the error with its cause. Between processes a device engine carries no text, so the cpu engine
         beside it carries the reason from the rank that found the problem to the ranks that only see an abort."""
-        if self._beside is self.native or not isinstance(error, _ENDINGS):
+        if self._control.native is self.native or not isinstance(error, _ENDINGS):
             return error
         if type(error) is not AbortedError:
-            self._beside.abort(str(error), type(error).__name__)
+            self._control.native.abort(str(error), type(error).__name__)
             return error
         deadline = time.monotonic() + _CAUSE_S
-        while not self._beside.aborted and time.monotonic() < deadline:
+        while not self._control.native.aborted and time.monotonic() < deadline:
             time.sleep(_CAUSE_S / 100)
-        why, kind = self._beside.why_aborted, getattr(errors, self._beside.aborted_as)
+        why, kind = self._control.native.why_aborted, getattr(errors, self._control.native.aborted_as)
         if not why or why in str(error):
             return error
         cause: RingcommError
@@ -287,7 +283,7 @@ class NativeEngine(Engine):
         return cause
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        return self._beside.exchange(payload)
+        return self._control.native.exchange(payload)
 
     # ---- memory --------------------------------------------------------------------------------------------------
 
@@ -335,7 +331,7 @@ class NativeEngine(Engine):
 
     @timeout_ms.setter
     def timeout_ms(self, limit_ms: int) -> None:
-        self.native.timeout_ms = self._beside.timeout_ms = limit_ms
+        self.native.timeout_ms = self._control.native.timeout_ms = limit_ms
 
     @property
     def aborted(self) -> bool:  # type: ignore[override]
@@ -349,7 +345,7 @@ class NativeEngine(Engine):
         kind = next((each.__name__ for each in _PASSED_ON if isinstance(cause, each)), "AbortedError")
         for each in (self, *self._descendants):
             # First, so that a rank that finds the device engine aborted finds the reason here.
-            each._beside.abort(reason, kind)
+            each._control.native.abort(reason, kind)
             each.native.abort(reason, kind)
 
     def leave(self, reason: str, error: BaseException | None) -> None:
@@ -362,7 +358,7 @@ class NativeEngine(Engine):
 
     def close(self) -> None:
         self._main.close()
-        self._span_beside.close()
+        self._control.close()
 
     def close_descendants(self) -> None:
         """Closes the engines made from this one. The rank makes no more calls, so ranks that wait for it in those

@@ -804,7 +804,7 @@ def different_and_prepared_in_c(comm: Communicator) -> str:
 
     with pytest.raises((errors.MismatchError, errors.AbortedError)) as caught:
         until_the_host_sees_it()
-    assert comm._open._beside.aborted  # type: ignore[attr-defined]
+    assert comm._open._control.native.aborted  # type: ignore[attr-defined]
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
@@ -822,7 +822,7 @@ def different_and_not_waited_for(
     xs = [torch.ones(11), torch.ones(12)]
     with pytest.raises(errors.MismatchError) as caught:
         comm.all_reduce_coalesced(xs) if as_list else comm.all_reduce(xs[0], async_op=True)
-    assert comm._open._beside.aborted  # type: ignore[attr-defined]
+    assert comm._open._control.native.aborted  # type: ignore[attr-defined]
     was_told.set()
     return str(caught.value)
 
