@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ringcomm import _C
 from ringcomm.arrays import driver
 from ringcomm.arrays.devices import EMULATED
 
@@ -33,16 +34,12 @@ class Fact:
 
 def build() -> Fact:
     """Whether the kernels were built, and for which architectures."""
-    from ringcomm import _C
-
     text = _C.build_info()["cuda"]
     return Fact("build", "cuda kernels", "built" in text.split()[:1] or EMULATED, text)
 
 
 def engine() -> Fact:
     """Whether the engine runs here: runs a barrier in a world of one rank, on the first device."""
-    from ringcomm import _C
-
     why = _C.why_no_cuda()
     if why:
         return Fact("engines", "cuda", False, f"{why}{_advice(why)}")

@@ -8,14 +8,11 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ringcomm.errors import InvalidArgumentError
+from ringcomm.errors import InvalidArgumentError, rank_list
 from ringcomm.observe import info, record, torch_dump
+from ringcomm.observe.record import View, seconds
 from ringcomm.terminal import columns
-
-if TYPE_CHECKING:
-    from ringcomm.observe.record import View
 
 _CALLS = 5
 
@@ -105,9 +102,6 @@ def _show(views: Sequence[View], calls: int) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
-
-    from ringcomm.errors import rank_list
-    from ringcomm.observe.record import seconds
 
     console = Console(highlight=False, width=min(160, columns()))
     called = [view for view in views if view.lines(1)]

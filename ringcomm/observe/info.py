@@ -14,6 +14,8 @@ import resource
 import textwrap
 from dataclasses import asdict
 
+from ringcomm import _C, __version__
+from ringcomm.comm.nccl import facts as nccl_facts
 from ringcomm.errors import REINSTALL
 from ringcomm.observe import cuda
 from ringcomm.observe.cuda import Fact
@@ -28,8 +30,6 @@ def _torch_version() -> str | None:
 
 
 def _build() -> list[Fact]:
-    from ringcomm import _C, __version__
-
     info = dict(_C.build_info())
     return [
         Fact("build", "ringcomm", None, f"{__version__}, Python {platform.python_version()}, {platform.machine()}"),
@@ -42,8 +42,6 @@ def _build() -> list[Fact]:
 
 
 def _engines() -> list[Fact]:
-    from ringcomm import _C
-
     found = []
     try:
         engine = _C.Engine("cpu", 0, 1, 1000)
@@ -56,8 +54,6 @@ def _engines() -> list[Fact]:
     except RuntimeError as error:
         found.append(Fact("engines", "cpu", False, str(error)))
     found.append(cuda.engine())
-    from ringcomm.comm.nccl import facts as nccl_facts
-
     found.append(Fact("engines", "nccl", *nccl_facts()))
     return found
 
