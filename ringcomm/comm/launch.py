@@ -43,7 +43,7 @@ _UNGUARDED = (
 Place = tuple[str, Device]
 """Each rank's engine kind and device."""
 _MOST_RANKS = 1 << 16  # on one machine
-_NEWS_S = 1.0  # time for ranks to detect a death themselves; their errors name the call and place
+_DETECTION_S = 1.0  # time for ranks to detect a death themselves; their errors name the call and place
 _GRACE_S = 5.0  # time for the other ranks to end by themselves after one has failed
 
 
@@ -321,8 +321,8 @@ class _Processes:
         self.ending: dict[Connection, float] = {}  # of ranks without a result: until when to wait for their exit code
         self.processes: list[Any] = []
         self.deadline: float | None = None
-        self.news: tuple[str, bool] | None = None  # the reason for the other ranks to abort, until it was sent
-        self.news_at = 0.0
+        self.abort_reason: tuple[str, bool] | None = None  # the reason for the other ranks to abort, until it was sent
+        self.abort_at = 0.0
         self.store: Any = None
         self.starting = Progress("run_ranks: ranks that have started", world_size)
 
@@ -350,7 +350,7 @@ class _Processes:
             for pipe in wait(list(self.open), poll_s):
                 self.receive(pipe)
             self.look_for_deaths()
-            self.tell()
+            self.send_abort()
         if self.returns_errors:
             self.failures += [(rank, _killed(rank)) for rank in self.open.values()]
         return _finished(self.results, self.failures, self.returns_errors)
@@ -428,19 +428,19 @@ class _Processes:
             else:  # becomes a part of a sentence that ends in an advice of its own
                 fact = str(error).removeprefix("run_ranks: ").partition(";")[0]
                 reason = f"got none from {who}, which failed with {kind}: {fact}"
-            self.news = (reason, died)
-            self.news_at = time.monotonic() + (_NEWS_S if died and connected else 0)
-            self.tell()
+            self.abort_reason = (reason, died)
+            self.abort_at = time.monotonic() + (_DETECTION_S if died and connected else 0)
+            self.send_abort()
 
-    def tell(self) -> None:
+    def send_abort(self) -> None:
         """Tells the other ranks to abort, once it is time. After a death it waits, because ranks that detect it
         themselves report more."""
-        if self.news is None or time.monotonic() < self.news_at:
+        if self.abort_reason is None or time.monotonic() < self.abort_at:
             return
         for each in self.open:
             with contextlib.suppress(OSError):
-                each.send(self.news)
-        self.news = None
+                each.send(self.abort_reason)
+        self.abort_reason = None
 
     def end(self) -> None:
         """Ends all processes."""

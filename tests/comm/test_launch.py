@@ -347,7 +347,7 @@ def survives(comm: Communicator, folder: str) -> None:
 def test_the_others_are_told_in_which_call_a_dead_process_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_NEWS_S", 20.0)  # run_ranks leaves the survivors time
+    monkeypatch.setattr(launch, "_DETECTION_S", 20.0)  # run_ranks leaves the survivors time
     monkeypatch.setattr(launch, "_GRACE_S", 20.0)
     with pytest.raises(errors.RankFailedError):
         ringcomm.run_ranks(survives, 3, str(tmp_path), ranks="processes", timeout=60)
