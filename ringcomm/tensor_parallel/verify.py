@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -312,20 +312,15 @@ def _copied(value: Any) -> Any:
         seen[id(each)] = each
         if torch.is_tensor(each):
             tensors[id(each)] = each.detach().clone()
-        elif isinstance(each, Mapping):
-            _each(look, each.values())
-        elif isinstance(each, (list, tuple, set)):
-            _each(look, each)
-        elif hasattr(each, "__dict__"):
-            _each(look, vars(each).values())
+            return
+        inside = each
+        if not isinstance(each, (list, tuple, set)):
+            inside = (each if isinstance(each, Mapping) else getattr(each, "__dict__", {})).values()
+        for value in inside:
+            look(value)
 
     look(value)
     return copy.deepcopy(value, tensors)
-
-
-def _each(look: Any, values: Iterable[Any]) -> None:
-    for value in values:
-        look(value)
 
 
 @contextmanager
