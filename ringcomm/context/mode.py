@@ -35,6 +35,16 @@ _ANGLES = {
 }
 """Functions that take angles, and the angles' place among their arguments."""
 _MOVES = {"cumsum": "running sums", "cumprod": "running products", "roll": "tokens shifted"}
+_ORDERS = {
+    "softmax": "a softmax",
+    "log_softmax": "a softmax",
+    "topk": "a choice",
+    "sort": "an order",
+    "argsort": "an order",
+}
+"""Functions whose result at a token depends on the other tokens, if they work along the sequence."""
+_POOLS = {"mean", "sum", "amax", "amin", "max", "min", "logsumexp", "std", "var", "median"}
+"""Functions that leave one result per sequence, if they work along the sequence."""
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 _OF_SEQUENCES = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
@@ -164,7 +174,7 @@ def _picks_token(x: torch.Tensor, at: Any) -> bool:
 
 
 def _reaches(roots: Any, wanted: dict[Any, str]) -> str | None:
-    """Returns where one of the ``wanted`` nodes was made, if a backward pass from the roots reaches it."""
+    """Returns what is noted of one of the ``wanted`` nodes, if a backward pass from the roots reaches it."""
     roots = [roots] if isinstance(roots, (torch.Tensor, GradientEdge)) else roots
     edges = [get_gradient_edge(x) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in roots]
     ahead = [edge.node for edge in edges if isinstance(edge, GradientEdge)]
@@ -208,7 +218,8 @@ def _is_along_tokens(func: Any, args: Sequence[Any], options: Mapping[str, Any])
     x = args[0] if args else options.get("input")
     if not isinstance(x, torch.Tensor) or x.dim() < 3 or not x.is_floating_point():
         return False
-    name, at = ("dims", 2) if getattr(func, "__name__", "") == "roll" else ("dim", 1)
+    own = getattr(func, "__name__", "")
+    name, at = ("dims", 2) if own == "roll" else ("dim", 2 if own == "topk" else 1)
     dims = options.get(name, args[at] if len(args) > at else ())
     return any(
         isinstance(dim, int) and dim % x.dim() != x.dim() - 1
@@ -227,6 +238,25 @@ def _rows(numbers: Any) -> torch.Tensor:
     return numbers
 
 
+def _norm_over_tokens(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> str:
+    """Returns what a normalization is called whose statistics run over the sequence, in (B, S, features) or, as
+    convolutions have it, (B, features, S); "" for others."""
+
+    def argument(name: str, at: int) -> Any:
+        return options.get(name, args[at] if len(args) > at else None)
+
+    x = argument("input", 0)
+    if not isinstance(x, torch.Tensor) or x.dim() != 3:
+        return ""
+    if func is F.group_norm:
+        return "a group norm"
+    if func is F.instance_norm:
+        return "an instance norm"
+    if func is F.batch_norm and argument("training", 5):
+        return "a batch norm"
+    return "a layer norm" if func is F.layer_norm and len(argument("normalized_shape", 1)) > 1 else ""
+
+
 class ContextParallelMode(TorchFunctionMode):
     """While it is on, torch's attention is ring attention, and operations that mix tokens in other ways raise.
 
@@ -242,7 +272,7 @@ class ContextParallelMode(TorchFunctionMode):
         self.parts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._calls = num_calls()
         self._met: torch.Size | None = None  # batch and part length in the last attention
-        self._picks: dict[Any, str] = {}  # autograd nodes that took a token of a part, and where
+        self._picks: dict[Any, str] = {}  # autograd nodes that made one result per sequence of a part, and how
         self._ramps: dict[int, str] = {}  # by length: where angles of positions 0, 1, ... were computed
         self._layer: str | None = None  # the module of the first layer that ran
         self._weights = WeakIdKeyDictionary()  # results of softmax, and tensors made from them
@@ -296,13 +326,20 @@ class ContextParallelMode(TorchFunctionMode):
             )
         if func in _ANGLES and len(args) > _ANGLES[func]:
             self._ramps.update((length, _module()) for length in _ramps(args[_ANGLES[func]]))
-        result = func(*args, **options)
+        result, name = func(*args, **options), getattr(func, "__name__", "")
         if func is torch.Tensor.__getitem__ and args[0].shape[:2] == self._met and _picks_token(*args):
-            self._note_pick(result)
+            self._note_pick(result, f"one token of each sequence, which {_module()} takes by its place")
+        elif name in _POOLS and self._is_along_part(func, args, options):
+            self._note_pick(result, f"the {name} over the tokens of each sequence in {_module()}")
         weights = func in _SOFTMAX or (self._weights and args and self._is_weights(args[0]))
         if weights and isinstance(result, torch.Tensor) and result.dim() > 2:
             self._weights[result] = True
         return result
+
+    __torch_function__._torchdynamo_disable_msg = (  # type: ignore[attr-defined]  # flex_attention always compiles
+        f"{CALL} intercepts the calls of torch, and cannot do that in compiled code; call scaled_dot_product_attention "
+        "or ring_attention in place of flex_attention"
+    )
 
     def check_attended(self) -> None:
         """Raises where layers but no attention have been computed since the context began."""
@@ -314,26 +351,35 @@ class ContextParallelMode(TorchFunctionMode):
                 "local=True if nothing inside mixes tokens"
             )
 
-    def _note_pick(self, picked: torch.Tensor) -> None:
-        """Records where a module took a token, until backward shows whether the loss depends on it."""
-        modules = _modules()
+    def _is_along_part(self, func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
+        """Returns whether a function works along the tokens of (B, S, features), once attention has shown B and S."""
+        x = args[0] if args else options.get("input")
+        return (
+            isinstance(x, torch.Tensor)
+            and x.dim() == 3
+            and x.shape[:2] == self._met
+            and _is_along_tokens(func, args, options)
+        )
+
+    def _note_pick(self, picked: Any, what: str) -> None:
+        """Records what a module made of a sequence's tokens, until backward shows whether the loss depends on it."""
+        modules, picked = _modules(), picked[0] if isinstance(picked, tuple) else picked
         if any(type(each).__name__.endswith(_OF_SEQUENCES) for each in modules):
-            self._refuse_pick(_module())
+            self._refuse_pick(what)
         if modules and picked.requires_grad:
-            self._picks[get_gradient_edge(picked).node] = _module()
+            self._picks[get_gradient_edge(picked).node] = what
 
     def _check_picks(self, roots: Any) -> None:
-        where = _reaches(roots, self._picks) if self._picks and roots is not None else None
+        what = _reaches(roots, self._picks) if self._picks and roots is not None else None
         self._picks = {}
-        if where is not None:
-            self._refuse_pick(where)
+        if what is not None:
+            self._refuse_pick(what)
 
-    def _refuse_pick(self, where: str) -> None:
+    def _refuse_pick(self, what: str) -> None:
         raise UnsupportedError(
-            f"{CALL}: rank {self.comm.rank} got a loss from one token of each sequence, which {where} takes by its "
-            "place, expected none: it is a token of the rank's part, another one on every rank; call the layers before "
-            "it in the context, and the rest on what ringcomm.context.gather_sequence gives, or pass local=True where "
-            "that is meant"
+            f"{CALL}: rank {self.comm.rank} got a loss from {what}, expected none: the tokens are those of the rank's "
+            "part, other ones on every rank; call the layers before it in the context, and the rest on what "
+            "ringcomm.context.gather_sequence gives, or pass local=True where that is meant"
         )
 
     def _is_weights(self, x: Any) -> bool:
@@ -351,6 +397,11 @@ class ContextParallelMode(TorchFunctionMode):
             what = f"{_MOVES[name]} along the sequence ({name})"
         elif func is F.pad and args and args[0].dim() == 3 and any((args[1] if len(args) > 1 else options["pad"])[2:4]):
             what = "tokens shifted along the sequence (pad)"
+        elif name in _ORDERS and self._is_along_part(func, args, options):
+            what = f"{_ORDERS[name]} along the sequence ({name})"
+        elif norm := _norm_over_tokens(func, args, options):
+            what = f"{norm} over the sequence"
+            advice = "use ringcomm.SyncBatchNorm" if func is F.batch_norm else "normalize features alone"
         elif self._weights and name in _PRODUCTS:
             operands = [x for each in args for x in (each if isinstance(each, (list, tuple)) else [each])]
             if any(self._is_weights(x) and x.shape[-1] == x.shape[-2] for x in operands):

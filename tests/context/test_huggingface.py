@@ -243,6 +243,11 @@ class Moving(nn.Module):
         return self.move(x)
 
 
+class Attending(Moving):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.move(F.scaled_dot_product_attention(*[x.unsqueeze(1)] * 3).squeeze(1))
+
+
 SIMPLE: dict[str, tuple[Any, str]] = {
     "softmax": (Flat, r"attention by softmax and matmul in the model \(Flat\).*sdpa"),
     "inside": (lambda: nn.Sequential(nn.Linear(4, 4), Flat()), r"attention by softmax and matmul in 1 \(Flat\)"),
@@ -256,6 +261,19 @@ SIMPLE: dict[str, tuple[Any, str]] = {
     ),
     "cumsum": (partial(Moving, lambda x: torch.cumsum(x, dim=-2)), r"running sums along the sequence \(cumsum\)"),
     "Fourier": (Fourier, r"a Fourier transform in the model \(Fourier\)"),
+    "group norm": (lambda: nn.GroupNorm(2, 4), r"a group norm over the sequence in the model \(GroupNorm\)"),
+    "instance norm": (lambda: nn.InstanceNorm1d(4), "an instance norm over the sequence"),
+    "batch norm": (lambda: nn.BatchNorm1d(4), r"a batch norm over the sequence .*SyncBatchNorm"),
+    "layer norm": (lambda: nn.LayerNorm((4, 4)), "a layer norm over the sequence"),
+    "attention, then a choice of tokens": (partial(Attending, lambda x: x.topk(2, dim=1)[0]), r"a choice along .*topk"),
+    "attention, then weights of tokens": (
+        partial(Attending, lambda x: F.softmax(x, 1)),
+        "a softmax along the sequence",
+    ),
+    "attention, then an order": (
+        partial(Attending, lambda x: x.sort(dim=-2)[0]),
+        r"an order along .*\(sort",
+    ),
 }
 
 
@@ -465,6 +483,29 @@ def test_a_loss_from_one_token_of_each_sequence_is_refused_on_all_ranks(what: st
         if what == "BertModel":  # a pooler whose output is not used
             with context_parallel(comm):
                 model(**given).last_hidden_state.sum().backward()
+
+    on_ranks(rank, 2)
+
+
+@pytest.mark.parametrize("name", ["mean", "sum", "amax", "max", "logsumexp", "std"])
+def test_a_loss_from_all_tokens_of_each_sequence_is_refused(name: str) -> None:
+    x = torch.randn(2, 4, 6)
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        def pool(y: torch.Tensor) -> torch.Tensor:
+            found = getattr(torch, name)(y, dim=1)
+            return found[0] if isinstance(found, tuple) else found
+
+        part = x.clone().requires_grad_()
+        with context_parallel(comm):  # of the features, and of the loss of each token, outside of modules
+            y = Attending(lambda y: y - getattr(torch, name)(y[:, :, None], dim=-1)[0].mean())(part)
+            (y.square().mean(-1, keepdim=True).sum(1).sum() / comm.world_size).backward()
+        with context_parallel(comm):
+            pooled = Attending(pool)(part)
+            with pytest.raises(UnsupportedError, match=rf"got a loss from the {name} over the tokens of each sequence"):
+                pooled.sum().backward()
+        with context_parallel(comm):  # what no loss needs
+            Attending(lambda y: y + pool(y.detach())[:, None])(part).sum().backward()
 
     on_ranks(rank, 2)
 
