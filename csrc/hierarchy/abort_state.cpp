@@ -17,43 +17,18 @@ std::string with_advice(const std::string& reason) {
 
 }  // namespace
 
-void AbortState::record(const std::string& reason, ErrorCode code) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (!reason_.empty()) return;
-  reason_ = reason.empty() ? "no reason given" : reason;
-  code_ = code;
-}
-
-bool AbortState::ended() const {
-  if (local_->aborted()) return true;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return !reason_.empty();
-}
-
-std::string AbortState::why() const {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (!reason_.empty()) return reason_;
-  }
-  return local_->why_aborted();  // may wait for the reason
-}
-
-ErrorCode AbortState::code() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return reason_.empty() ? local_->aborted_as() : code_;
-}
-
 void AbortState::check(Op op) const {
-  if (!ended()) return;
-  const std::string reason = why();  // called first: it waits until the reason is known
-  if (code() != ErrorCode::kAborted) fail(code(), with_advice(reason));
+  if (!local_->aborted()) return;
+  const std::string reason = local_->why_aborted();  // called first: it waits until the reason is known
+  const ErrorCode code = local_->aborted_as();
+  if (code != ErrorCode::kAborted) fail(code, with_advice(reason));
   fail(ErrorCode::kAborted, name(op), ": ", who_,
        " expected a working communicator, got one that was aborted: ", with_advice(reason));
 }
 
 void AbortState::await() const {
   constexpr int kLooks = 100;
-  for (int i = 0; i < kLooks && !ended() && !closing_.load(); ++i)
+  for (int i = 0; i < kLooks && !local_->aborted() && !closing_.load(); ++i)
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
 }
 

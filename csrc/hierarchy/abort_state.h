@@ -1,10 +1,10 @@
-// The end of a communicator of several hosts, as known on one rank.
+// The end of a communicator of several hosts, as known on one rank: that of the engine among the ranks of its host, which
+// keeps the first reason.
 #pragma once
 
 #include <atomic>
 #include <exception>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 
@@ -14,16 +14,10 @@ namespace ringcomm::hierarchy {
 
 class AbortState {
  public:
-  // `local`: the engine among the ranks of this host, which may also end by itself; `who`: "rank 2 on host node1".
+  // `local`: the engine of this host; `who`: "rank 2 on host node1".
   AbortState(std::shared_ptr<Engine> local, std::string who) : local_(std::move(local)), who_(std::move(who)) {}
 
   const std::string& who() const { return who_; }
-  // Keeps the first reason.
-  void record(const std::string& reason, ErrorCode code);
-  bool ended() const;
-  // Waits a moment for the reason of the rank of this host that aborted.
-  std::string why() const;
-  ErrorCode code() const;
   // Throws the reason if there is one.
   void check(Op op) const;
   // This rank closes the communicator; the errors that follow from that have no other reason, so nothing waits for one.
@@ -38,9 +32,6 @@ class AbortState {
   const std::shared_ptr<Engine> local_;
   const std::string who_;
   std::atomic<bool> closing_{false};
-  mutable std::mutex mutex_;
-  std::string reason_;
-  ErrorCode code_ = ErrorCode::kAborted;
 };
 
 }  // namespace ringcomm::hierarchy

@@ -114,13 +114,12 @@ class HierarchicalEngine final : public Engine {
 
   void abort(const std::string& reason, ErrorCode code) override {
     if (forked()) return;
-    abort_state_->record(reason, code);
-    local_->abort(reason, code);
+    local_->abort(reason.empty() ? "no reason given" : reason, code);
     transport_->abort();
   }
-  bool aborted() const override { return abort_state_->ended(); }
-  std::string why_aborted() const override { return abort_state_->why(); }
-  ErrorCode aborted_as() const override { return abort_state_->code(); }
+  bool aborted() const override { return local_->aborted(); }
+  std::string why_aborted() const override { return local_->why_aborted(); }
+  ErrorCode aborted_as() const override { return local_->aborted_as(); }
   void set_timeout(std::int64_t timeout_ms) override { local_->set_timeout(timeout_ms); }
   std::int64_t timeout() const override { return local_->timeout(); }
 
