@@ -204,7 +204,8 @@ class Engine {
   // wait counts from the moment at which it stops spinning. Before connect. Returns false if the engine does not know
   // for whom it waits.
   virtual bool count_waits([[maybe_unused]] std::shared_ptr<Flag> waited) { return false; }
-  // From now on counts collectives by the algorithm that the engine chooses, as AlgorithmCounts does. Before connect.
+  // From now on counts collectives by the algorithm that the engine chooses, see core/algorithm_counts.h. Before
+  // connect.
   virtual void count_algorithms([[maybe_unused]] std::shared_ptr<Flag> counts) {}
   // Device engines: blocks the host until all work enqueued on `stream` is done; throws at once if an error has ended
   // the communicator.

@@ -46,6 +46,10 @@ const char* name(Algorithm algorithm) {
       return "oneshot";
     case Algorithm::kCopyEngine:
       return "copy_engine";
+    case Algorithm::kStaged:
+      return "staged";
+    case Algorithm::kButterfly:
+      return "butterfly";
   }
   return "?";
 }

@@ -21,7 +21,16 @@ enum class Op : std::uint8_t {
 };
 const char* name(Op op);
 
-enum class Algorithm : std::uint8_t { kAuto, kRing, kDirect, kOneshot, kCopyEngine };
+enum class Algorithm : std::uint8_t {
+  kAuto,  // the engine chooses
+  kRing,
+  kDirect,
+  kOneshot,
+  kCopyEngine,
+  // Chosen by an engine, but not to be asked for; loops over those that can be end at kCopyEngine.
+  kStaged,     // cpu: through the boards' slots, in two phases where the op reduces
+  kButterfly,  // between hosts, see core/inter_host_schedule.h
+};
 const char* name(Algorithm algorithm);
 
 }  // namespace ringcomm

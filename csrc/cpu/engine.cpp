@@ -172,7 +172,7 @@ class CpuEngine final : public Engine {
     group_.count_waits(std::move(waited));
     return true;
   }
-  void count_algorithms(std::shared_ptr<Flag> counts) override { used_.count_in(std::move(counts)); }
+  void count_algorithms(std::shared_ptr<Flag> counts) override { algorithm_counts_ = std::move(counts); }
   std::vector<std::pair<std::string, std::string>> describe() const override {
     return {{"engine", "cpu"},
             {"isa", kernels().isa},
@@ -195,14 +195,14 @@ class CpuEngine final : public Engine {
 
   void run_collective(const Call& call);
   void fail_call(const Call& call, const char* what);
-  void note_algorithm(const Call& call, AlgorithmUsed used) const;
+  void note_algorithm(const Call& call, Algorithm used) const;
   std::uint64_t run_connected(SlotStream& slots);
   std::uint64_t run_staged(SlotStream& slots, std::uint64_t first);
 
   const int forks_;
   Group group_;
   Heap heap_;
-  AlgorithmCounts used_;
+  std::shared_ptr<Flag> algorithm_counts_;
   Progress progress_;  // of the collectives
   std::unique_ptr<PointToPoint> p2p_;
   std::unique_ptr<WorkQueue> queue_;
@@ -246,16 +246,16 @@ void CpuEngine::fail_call(const Call& call, const char* what) {
   reclaim_buffers();
 }
 
-void CpuEngine::note_algorithm(const Call& call, AlgorithmUsed used) const {
+void CpuEngine::note_algorithm(const Call& call, Algorithm used) const {
   trace::chose(name(used));
-  used_.add(call.op, call.algorithm, used);
+  count_algorithm(algorithm_counts_.get(), call.op, call.algorithm, used);
 }
 
 // Returns the number of tickets used.
 std::uint64_t CpuEngine::run_connected(SlotStream& slots) {
   const Call& call = slots.call();
   if (call.algorithm == Algorithm::kRing && call.op != Op::kBarrier) {
-    note_algorithm(call, AlgorithmUsed::kRing);
+    note_algorithm(call, Algorithm::kRing);
     return ring_collective(slots);
   }
   const std::uint64_t count = agreed_count(call, group_.world_size());
@@ -263,7 +263,7 @@ std::uint64_t CpuEngine::run_connected(SlotStream& slots) {
   if (uneven || !direct_pays(call, count * element_bytes(call.dtype))) return run_staged(slots, 0);
   publish_buffers(slots, heap_);
   if (!buffers_are_visible(slots)) return 1 + run_staged(slots, 1);
-  note_algorithm(call, AlgorithmUsed::kDirect);
+  note_algorithm(call, Algorithm::kDirect);
   direct_collective(slots);
   return 2;
 }
@@ -271,7 +271,7 @@ std::uint64_t CpuEngine::run_connected(SlotStream& slots) {
 std::uint64_t CpuEngine::run_staged(SlotStream& slots, std::uint64_t first) {
   const Call& call = slots.call();
   const bool oneshot = is_oneshot(call, group_.world_size());
-  note_algorithm(call, oneshot ? AlgorithmUsed::kOneshot : AlgorithmUsed::kStaged);
+  note_algorithm(call, oneshot ? Algorithm::kOneshot : Algorithm::kStaged);
   switch (call.op) {
     case Op::kAllReduce:
       return oneshot ? staged_oneshot_all_reduce(slots, first) : staged_two_phase_reduce(slots, first);

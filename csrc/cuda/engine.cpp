@@ -99,7 +99,7 @@ class CudaEngine final : public Engine {
   void close() override;
   bool closed() const override { return context_->closed.load(); }
   bool runs_this_thread() const override { return watcher_->runs_this_thread(); }
-  void count_algorithms(std::shared_ptr<Flag> counts) override { context_->algorithms.count_in(std::move(counts)); }
+  void count_algorithms(std::shared_ptr<Flag> counts) override { context_->algorithm_counts = std::move(counts); }
   std::vector<std::pair<std::string, std::string>> describe() const override;
 
  private:

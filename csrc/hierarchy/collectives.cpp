@@ -17,14 +17,14 @@ namespace {
 constexpr std::size_t kWaveBytes = 128 << 20;  // of sums in scratch memory at once
 constexpr std::chrono::milliseconds kInsideLonger{500};
 
-AlgorithmUsed used_by(InterHostSchedule schedule) {
+Algorithm used_by(InterHostSchedule schedule) {
   switch (schedule) {
     case InterHostSchedule::kRing:
-      return AlgorithmUsed::kRing;
+      return Algorithm::kRing;
     case InterHostSchedule::kButterfly:
-      return AlgorithmUsed::kButterfly;
+      return Algorithm::kButterfly;
     default:
-      return AlgorithmUsed::kDirect;
+      return Algorithm::kDirect;
   }
 }
 
@@ -89,7 +89,7 @@ void Collectives::run(const Call& call, TransportClock::time_point limit) {
   ++calls_;
   const bool at_once = call.op == Op::kAllReduce && fits_signature(scope);
   if (reduces(call.op) || call.op == Op::kAllGather)
-    note_algorithm(scope, at_once ? AlgorithmUsed::kOneshot : used_by(scope.schedule));
+    note_algorithm(scope, at_once ? Algorithm::kOneshot : used_by(scope.schedule));
   switch (call.op) {
     case Op::kAllReduce:
       return at_once ? all_reduce_at_once(scope) : all_reduce(scope);
@@ -108,9 +108,9 @@ void Collectives::run(const Call& call, TransportClock::time_point limit) {
   }
 }
 
-void Collectives::note_algorithm(const Scope& scope, AlgorithmUsed used) const {
+void Collectives::note_algorithm(const Scope& scope, Algorithm used) const {
   trace::chose(name(used));
-  used_.add(scope.call.op, scope.call.algorithm, used);
+  count_algorithm(algorithm_counts_.get(), scope.call.op, scope.call.algorithm, used);
 }
 
 // ---- shared by all collectives

@@ -19,12 +19,12 @@ class Collectives {
   // Runs one call at a time, in the order of the calls. Throws Error and TransportFailure.
   void run(const Call& call, TransportClock::time_point limit);
   // See Engine::count_algorithms: counts the schedules between hosts.
-  void count_algorithms(std::shared_ptr<Flag> counts) { used_.count_in(std::move(counts)); }
+  void count_algorithms(std::shared_ptr<Flag> counts) { algorithm_counts_ = std::move(counts); }
   // Returns one sentence about how the calls of this rank and a peer differ.
   std::string difference(int peer, const std::string& mine, const std::string& theirs) const;
 
  private:
-  void note_algorithm(const Scope& scope, AlgorithmUsed used) const;
+  void note_algorithm(const Scope& scope, Algorithm used) const;
   void all_reduce(const Scope& scope);
   bool fits_signature(const Scope& scope) const;
   void all_reduce_at_once(const Scope& scope);
@@ -69,7 +69,7 @@ class Collectives {
   std::size_t scratch_bytes_ = 0;
   std::uint64_t calls_ = 0;
   std::uint64_t history_ = 0;
-  AlgorithmCounts used_;
+  std::shared_ptr<Flag> algorithm_counts_;
 };
 
 inline std::size_t scratch_for(const std::vector<Rail>& rails) {

@@ -97,7 +97,7 @@ class Context {
   std::atomic<bool> closed{false};
   std::atomic<bool> captured{false};                                // some call of this rank is in a graph
   std::atomic<std::uint64_t> copy_calls{0}, refused_copy_calls{0};  // planned for copy_engine; of these by direct
-  AlgorithmCounts algorithms;                                       // the local group's lock is held
+  std::shared_ptr<Flag> algorithm_counts;                           // the local group's lock is held
 
  private:
   const int rank_, world_size_, device_;

@@ -30,20 +30,6 @@ class LocalGroup::PendingLaunch final : public PendingCall {
 
 namespace {
 
-// A plan has no auto.
-AlgorithmUsed used_by(Algorithm algorithm) {
-  switch (algorithm) {
-    case Algorithm::kRing:
-      return AlgorithmUsed::kRing;
-    case Algorithm::kOneshot:
-      return AlgorithmUsed::kOneshot;
-    case Algorithm::kCopyEngine:
-      return AlgorithmUsed::kCopyEngine;
-    default:
-      return AlgorithmUsed::kDirect;
-  }
-}
-
 bool alike(const Call& a, const Call& b, int world_size) {
   return a.op == b.op && a.dtype == b.dtype && a.algorithm == b.algorithm &&
          (!reduces(a.op) || a.reduce_op == b.reduce_op) && agreed_root(a) == agreed_root(b) &&
@@ -199,7 +185,8 @@ void LocalGroup::enqueue(PendingLaunch& pending, std::size_t lead) {
     if (waits) member.context->calls(mine.first().op, member.batch->limit_ms);
     if (mine.capture) member.context->captured.store(true);
     const Call& call = member.batch->first();
-    member.context->algorithms.add(call.op, call.algorithm, used_by(builder.algorithm()), member.batch->num_calls);
+    count_algorithm(member.context->algorithm_counts.get(), call.op, call.algorithm, builder.algorithm(),
+                    member.batch->num_calls);
   }
   pending.enqueued(end, waits);
 }

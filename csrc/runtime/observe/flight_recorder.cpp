@@ -234,11 +234,12 @@ RecordText RecordText::read(const std::string& bytes, bool with_calls) {
                            {"bytes", static_cast<std::int64_t>(t.bytes)},
                            {"ns", static_cast<std::int64_t>(t.ns)}});
     Facts& chosen = text.chosen.emplace_back();
-    for (int c = 0; c < kAlgorithmsUsed; ++c) {
-      const std::size_t at = AlgorithmCounts::index(i / kRecordedAlgorithms, i % kRecordedAlgorithms, c);
+    for (int used = 1; used <= kAlgorithmsUsed; ++used) {
+      const auto algorithm = static_cast<Algorithm>(used);
+      const std::size_t at = algorithm_count_at(i / kRecordedAlgorithms, i % kRecordedAlgorithms, algorithm);
       Flag calls;
       std::memcpy(&calls, bytes.data() + FlightRecorder::kAlgorithms + at * sizeof calls, sizeof calls);
-      if (calls) chosen[name(static_cast<AlgorithmUsed>(c))] = static_cast<std::int64_t>(calls);
+      if (calls) chosen[name(algorithm)] = static_cast<std::int64_t>(calls);
     }
   }
   if (h.waits) {

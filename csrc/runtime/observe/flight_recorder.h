@@ -78,7 +78,7 @@ class FlightRecorder {
   // Where the engine adds its waits for each peer, in ns; the memory lives as long as the recorder.
   Flag* waits() const { return reinterpret_cast<Flag*>(memory_.data() + kWaits); }
   void has_waits() { head().waits = 1; }
-  // Where the engine counts collectives by the algorithm that it chooses; see AlgorithmCounts.
+  // Where the engine counts collectives by the algorithm that it chooses; see core/algorithm_counts.h.
   Flag* algorithms() const { return reinterpret_cast<Flag*>(memory_.data() + kAlgorithms); }
   // Sets the group number from the handles, which are the same on all ranks of a communicator.
   void connected(const std::vector<std::string>& handles);
@@ -102,7 +102,7 @@ class FlightRecorder {
   }
   static constexpr std::size_t kTotals = 256;  // offset in the file
   static constexpr std::size_t kAlgorithms = kTotals + sizeof(CallTotals) * kRecordedOps * kRecordedAlgorithms;
-  static constexpr std::size_t kWaits = kAlgorithms + sizeof(Flag) * AlgorithmCounts::kCounts;
+  static constexpr std::size_t kWaits = kAlgorithms + sizeof(Flag) * kAlgorithmCounts;
   static_assert(sizeof(RecordHead) <= kTotals, "the head has its place before the totals");
   static std::size_t entries_at(int world_size) {
     const std::size_t end = kWaits + sizeof(Flag) * static_cast<std::size_t>(world_size);
