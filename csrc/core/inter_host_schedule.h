@@ -17,6 +17,13 @@
 namespace ringcomm {
 
 enum class InterHostSchedule : std::uint8_t { kRing, kButterfly, kDirect };
+// A schedule as an algorithm, which has its name and is counted.
+constexpr Algorithm algorithm_of(InterHostSchedule kind) {
+  return kind == InterHostSchedule::kRing        ? Algorithm::kRing
+         : kind == InterHostSchedule::kButterfly ? Algorithm::kButterfly
+                                                 : Algorithm::kDirect;
+}
+inline const char* name(InterHostSchedule kind) { return name(algorithm_of(kind)); }
 
 RINGCOMM_HD constexpr bool is_power_of_two(int n) { return n > 0 && (n & (n - 1)) == 0; }
 RINGCOMM_HD constexpr int bits_of(int n) {  // for a power of two

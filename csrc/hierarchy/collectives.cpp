@@ -17,17 +17,6 @@ namespace {
 constexpr std::size_t kWaveBytes = 128 << 20;  // of sums in scratch memory at once
 constexpr std::chrono::milliseconds kInsideLonger{500};
 
-Algorithm used_by(InterHostSchedule schedule) {
-  switch (schedule) {
-    case InterHostSchedule::kRing:
-      return Algorithm::kRing;
-    case InterHostSchedule::kButterfly:
-      return Algorithm::kButterfly;
-    default:
-      return Algorithm::kDirect;
-  }
-}
-
 DType sum_type(DType dtype) { return is_float(dtype) && element_bytes(dtype) < 4 ? DType::kFloat32 : dtype; }
 
 // The bytes of a CallSignature: the properties of a call that two ranks must agree on, and the number of bytes that go
@@ -89,7 +78,7 @@ void Collectives::run(const Call& call, TransportClock::time_point limit) {
   ++calls_;
   const bool at_once = call.op == Op::kAllReduce && fits_signature(scope);
   if (reduces(call.op) || call.op == Op::kAllGather)
-    note_algorithm(scope, at_once ? Algorithm::kOneshot : used_by(scope.schedule));
+    note_algorithm(scope, at_once ? Algorithm::kOneshot : algorithm_of(scope.schedule));
   switch (call.op) {
     case Op::kAllReduce:
       return at_once ? all_reduce_at_once(scope) : all_reduce(scope);

@@ -263,11 +263,10 @@ std::vector<std::pair<std::string, std::string>> HierarchicalEngine::describe() 
     hosts += concat(h ? ", " : "", collectives_.options().names[h], " (", topology().num_ranks(h),
                     topology().num_ranks(h) == 1 ? " rank)" : " ranks)");
   for (auto& [fact, value] : facts)
-    if (fact == "order") value = topology().canonical() ? "canonical" : "canonical over hosts";
+    if (fact == "order") value = topology().order();
   facts.insert(facts.begin() + 1, {"hosts", hosts});
   facts.insert(facts.begin() + 2, {"between_hosts", transport_->kind()});
-  facts.emplace_back("schedule_between_hosts",
-                     topology().in_order() == InterHostSchedule::kButterfly ? "butterfly" : "direct");
+  facts.emplace_back("schedule_between_hosts", name(topology().in_order()));
   facts.emplace_back("sent_between_hosts_bytes", std::to_string(transport_->sent_bytes()));
   for (const auto& fact : transport_->describe()) facts.push_back(fact);
   return facts;

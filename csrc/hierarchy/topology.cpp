@@ -15,16 +15,9 @@ std::vector<std::vector<int>> in_order_of_rank(std::vector<std::vector<int>> hos
   return hosts;
 }
 
-// Where a balanced tree over `count` leaves splits: the largest power of two below it.
-int split_of(int count) {
-  int left = 1;
-  while (2 * left < count) left *= 2;
-  return left;
-}
-
 int balanced(int first, int count, std::vector<Merge>& tree) {
   if (count == 1) return first;
-  const int left = split_of(count);
+  const int left = tree_split(count);
   const int into = balanced(first, left, tree), from = balanced(first + left, count - left, tree);
   tree.push_back({into, from});
   return into;
@@ -77,7 +70,7 @@ int Topology::grow_tree(int first, int last) {
     canonical_ = false;
     return host;
   }
-  const int left = first + split_of(last - first);
+  const int left = first + tree_split(last - first);
   const int into = grow_tree(first, left), from = grow_tree(left, last);
   if (canonical_) tree_.push_back({into, from});
   return into;

@@ -42,6 +42,7 @@ class Topology {
 
   // Whether adding the hosts' sums gives the balanced tree over all ranks, that is, whether every host is a subtree.
   bool canonical() const { return canonical_; }
+  const char* order() const { return canonical_ ? "canonical" : "canonical over hosts"; }
   // The tree over the hosts, as additions in order; the last one goes into host 0's part.
   const std::vector<Merge>& tree() const { return tree_; }
   // The schedule that adds in the order of the tree.

@@ -34,8 +34,7 @@ py::tuple order_over(const HostsOfRanks& hosts) {
   const hierarchy::Topology topology(0, hosts);
   py::list tree;
   for (const hierarchy::Merge& merge : topology.tree()) tree.append(py::make_tuple(merge.into, merge.from));
-  return py::make_tuple(topology.canonical() ? "canonical" : "canonical over hosts",
-                        topology.in_order() == InterHostSchedule::kButterfly ? "butterfly" : "direct", tree);
+  return py::make_tuple(topology.order(), name(topology.in_order()), tree);
 }
 
 }  // namespace

@@ -19,26 +19,21 @@ namespace {
 using Numbers = std::vector<double>;
 using Link = std::tuple<double, double, double, double, std::size_t, std::size_t, int, std::size_t, bool>;
 
+// The value of that name.
 template <typename Value, std::size_t kCount>
-Value chosen(const std::pair<const char*, Value> (&table)[kCount], const std::string& name, const char* what) {
+Value chosen(const Value (&values)[kCount], const std::string& text, const char* what) {
   std::string known;
-  for (const auto& [text, value] : table) {
-    if (name == text) return value;
-    known += (known.empty() ? "" : ", ") + std::string(text);
+  for (const Value value : values) {
+    if (text == name(value)) return value;
+    known += (known.empty() ? "" : ", ") + std::string(name(value));
   }
-  fail(ErrorCode::kInvalid, "simulate: got ", what, " '", name, "', expected one of ", known, "; pass one of these");
+  fail(ErrorCode::kInvalid, "simulate: got ", what, " '", text, "', expected one of ", known, "; pass one of these");
 }
 
-constexpr std::pair<const char*, Op> kCollectives[] = {{"all_reduce", Op::kAllReduce},
-                                                       {"reduce_scatter", Op::kReduceScatter},
-                                                       {"all_gather", Op::kAllGather},
-                                                       {"broadcast", Op::kBroadcast},
-                                                       {"all_to_all", Op::kAllToAll}};
-constexpr std::pair<const char*, InterHostSchedule> kBetween[] = {{"ring", InterHostSchedule::kRing},
-                                                                  {"butterfly", InterHostSchedule::kButterfly},
-                                                                  {"direct", InterHostSchedule::kDirect}};
-constexpr std::pair<const char*, Algorithm> kInside[] = {
-    {"ring", Algorithm::kRing}, {"direct", Algorithm::kDirect}, {"oneshot", Algorithm::kOneshot}};
+constexpr Op kCollectives[] = {Op::kAllReduce, Op::kReduceScatter, Op::kAllGather, Op::kBroadcast, Op::kAllToAll};
+constexpr InterHostSchedule kBetween[] = {InterHostSchedule::kRing, InterHostSchedule::kButterfly,
+                                          InterHostSchedule::kDirect};
+constexpr Algorithm kInside[] = {Algorithm::kRing, Algorithm::kDirect, Algorithm::kOneshot};
 
 simulation::LinkClass link_of(const Link& link) {
   const auto& [latency_us, bandwidth_gbps, overhead_us, reduce_gbps, slice_bytes, least_slice_bytes, slots, wave_bytes,
