@@ -220,7 +220,7 @@ void CpuEngine::run_collective(const Call& call) {
     ++progress_.sequence;
     return run_alone(call);
   }
-  SlotStream slots(group_, progress_, call, agreed_count(call, group_.world_size()));
+  SlotStream slots(group_, progress_, call);
   try {
     slots.finish(run_connected(slots));
   } catch (const std::exception& error) {  // a call must not stay half done: the ranks' tickets would differ
@@ -258,7 +258,7 @@ std::uint64_t CpuEngine::run_connected(SlotStream& slots) {
     note_algorithm(call, Algorithm::kRing);
     return ring_collective(slots);
   }
-  const std::uint64_t count = agreed_count(call, group_.world_size());
+  const std::uint64_t count = slots.signature().count;
   const bool uneven = count & kUneven;
   if (uneven || !direct_pays(call, count * element_bytes(call.dtype))) return run_staged(slots, 0);
   publish_buffers(slots, heap_);

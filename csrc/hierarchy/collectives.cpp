@@ -170,16 +170,8 @@ std::vector<std::string> Collectives::agree(const Scope& scope, const std::vecto
                                             const std::string& payload) {
   const Call& call = scope.call;
   SignatureFields fields{};
-  Signature& s = fields.signature;
-  s.sequence = calls_ - 1;
-  s.history = history_;
-  s.count = agreed_count(call, topology_.world_size());
-  s.op = static_cast<std::uint8_t>(call.op);
-  s.dtype = static_cast<std::uint8_t>(call.dtype);
-  s.reduce_op = static_cast<std::uint8_t>(reduces(call.op) ? call.reduce_op : ReduceOp::kSum);
-  s.algorithm = static_cast<std::uint8_t>(call.algorithm);
-  s.root = agreed_root(call);
-  history_ = s.hash();
+  fields.signature = signature_of(call, topology_.world_size(), calls_ - 1, history_);
+  history_ = fields.signature.hash();
   fields.slice_bytes = options_.slice_bytes;
   fields.compressed = scope.types.compressed;
   fields.wire = static_cast<std::uint8_t>(scope.types.compressed ? options_.wire : DType::kFloat32);

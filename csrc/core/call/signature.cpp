@@ -75,16 +75,20 @@ std::string describe(const Signature& s) {
   return text + concat(", ", name(static_cast<Algorithm>(s.algorithm)), ')');
 }
 
-std::string describe(const Call& call, int world_size) {
+Signature signature_of(const Call& call, int world_size, std::uint64_t sequence, std::uint64_t history) {
   Signature s{};
+  s.sequence = sequence;
+  s.history = history;
+  s.count = point_to_point(call.op) ? call.count : agreed_count(call, world_size);
   s.op = static_cast<std::uint8_t>(call.op);
   s.dtype = static_cast<std::uint8_t>(call.dtype);
-  s.reduce_op = static_cast<std::uint8_t>(call.reduce_op);
+  s.reduce_op = static_cast<std::uint8_t>(reduces(call.op) ? call.reduce_op : ReduceOp::kSum);
   s.algorithm = static_cast<std::uint8_t>(call.algorithm);
-  s.count = point_to_point(call.op) ? call.count : agreed_count(call, world_size);
-  s.root = point_to_point(call.op) ? call.tag : call.root;
-  return describe(s);
+  s.root = point_to_point(call.op) ? call.tag : agreed_root(call);
+  return s;
 }
+
+std::string describe(const Call& call, int world_size) { return describe(signature_of(call, world_size)); }
 
 std::string difference(const std::vector<Caller>& callers) {
   const bool same_op = !differ(callers, [](const Signature& each) {

@@ -23,6 +23,9 @@ std::string describe(const Signature& signature);
 std::string root_text(const Signature& signature);
 std::string describe(const Call& call, int world_size);
 
+// `sequence`: the number of the call; `history`: the hash of the calls before it.
+Signature signature_of(const Call& call, int world_size, std::uint64_t sequence = 0, std::uint64_t history = 0);
+
 // A scan sends with uneven all_to_alls. Their mark says how it scans, so that ranks that scan differently get an error.
 inline constexpr int kScan = 1 << 30;
 inline int scan_mark(DType dtype, ReduceOp op, bool exclusive) {

@@ -2,27 +2,21 @@
 
 #include <algorithm>
 
+#include "core/call/signature.h"
 #include "core/error.h"
 #include "cpu/kernels/loops.h"
 #include "runtime/shared_memory.h"
 
 namespace ringcomm::cpu {
 
-SlotStream::SlotStream(Group& group, Progress& progress, const Call& call, std::size_t agreed_count)
+SlotStream::SlotStream(Group& group, Progress& progress, const Call& call)
     : group_(group),
       progress_(progress),
       board_(group.board(group.rank())),
       deadline_(group.deadline(call)),
       element_(element_bytes(call.dtype)),
-      base_(progress.ticket) {
-  signature_ = {progress.sequence,
-                progress.history,
-                agreed_count,
-                static_cast<std::uint8_t>(call.op),
-                static_cast<std::uint8_t>(call.dtype),
-                static_cast<std::uint8_t>(call.reduce_op),
-                static_cast<std::uint8_t>(call.algorithm),
-                call.root};
+      base_(progress.ticket),
+      signature_(signature_of(call, group.world_size(), progress.sequence, progress.history)) {
   factors_[group.rank()] = call.factor;
   group.begin_call(call, signature_);
   static_assert(sizeof(Control::read_costs[0]) == kCostClasses * sizeof(Flag), "a word for each class");

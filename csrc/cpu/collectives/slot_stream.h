@@ -27,7 +27,7 @@ struct Progress {
 
 class SlotStream {
  public:
-  SlotStream(Group& group, Progress& progress, const Call& call, std::size_t agreed_count);
+  SlotStream(Group& group, Progress& progress, const Call& call);
 
   // Indices i count the tickets of this call from 0.
   // Waits for credit, and returns memory for the payload of ticket i.
@@ -73,6 +73,7 @@ class SlotStream {
   const double* factors() const { return factors_; }
 
   const Call& call() const { return *deadline_.call; }
+  const Signature& signature() const { return signature_; }
   std::size_t element() const { return element_; }  // bytes of an element of the call
   Group& group() const { return group_; }
   int rank() const { return group_.rank(); }
@@ -98,7 +99,7 @@ class SlotStream {
   const Deadline deadline_;
   const std::size_t element_;
   const std::uint64_t base_;
-  Signature signature_;
+  const Signature signature_;
   Location input_{-1, 0, 0}, output_{-1, 0, 0};
   SlotCosts told_;          // the costs that the slowest reader of this rank's slots has reported
   bool streaming_ = false;  // the slot that was opened last

@@ -10,7 +10,6 @@
 #include <string>
 #include <vector>
 
-#include "core/algorithm_counts.h"
 #include "cuda/launch/stream_waits.h"
 #include "cuda/memory/peer_memory.h"
 #include "cuda/streams/events.h"

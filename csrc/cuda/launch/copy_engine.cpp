@@ -16,18 +16,6 @@ namespace {
 
 constexpr auto kCheckInterval = std::chrono::milliseconds(20);  // between two checks whether awaited ranks are alive
 
-Signature signature_of(const Call& call, int world_size, std::uint64_t number) {
-  Signature signature{};
-  signature.sequence = number;
-  signature.count = agreed_count(call, world_size);
-  signature.op = static_cast<std::uint8_t>(call.op);
-  signature.dtype = static_cast<std::uint8_t>(call.dtype);
-  signature.reduce_op = reduces(call.op) ? static_cast<std::uint8_t>(call.reduce_op) : 0;
-  signature.algorithm = static_cast<std::uint8_t>(call.algorithm);
-  signature.root = agreed_root(call);
-  return signature;
-}
-
 [[noreturn]] void mismatch(const Call& call, int rank, const Signature& mine, int peer, const Signature& theirs) {
   Status status{};
   status.code = static_cast<Flag>(Failure::kMismatch);

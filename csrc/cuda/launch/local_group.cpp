@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "core/call/check.h"
-#include "core/call/parts.h"
+#include "core/algorithm_counts.h"
+#include "core/call/signature.h"
 #include "cuda/launch/builder.h"
 #include "cuda/launch/context.h"
 
@@ -30,15 +30,10 @@ class LocalGroup::PendingLaunch final : public PendingCall {
 
 namespace {
 
-bool alike(const Call& a, const Call& b, int world_size) {
-  return a.op == b.op && a.dtype == b.dtype && a.algorithm == b.algorithm &&
-         (!reduces(a.op) || a.reduce_op == b.reduce_op) && agreed_root(a) == agreed_root(b) &&
-         agreed_count(a, world_size) == agreed_count(b, world_size);
-}
 bool alike(const Batch& a, const Batch& b, int world_size) {
   if (a.num_calls != b.num_calls) return false;
   for (int i = 0; i < a.num_calls; ++i)
-    if (!alike(a.calls[i], b.calls[i], world_size)) return false;
+    if (!(signature_of(a.calls[i], world_size) == signature_of(b.calls[i], world_size))) return false;
   return true;
 }
 std::string describe_batch(const Batch& batch, int world_size) {
