@@ -16,8 +16,8 @@
 // line has left the caches of writer and reader by then, and rewriting it causes no invalidation. Tiny payloads have a
 // fixed place by the header, where lines that stay in the cache are faster.
 //
-// Every wait goes through a Waiter, which bounds it: it checks the group's abort flag and the call's deadline. On the
-// host it throws; on a device it returns false, and the whole block returns together.
+// Every wait is bounded: it checks the group's abort flag and the call's deadline. On the host it throws; on a device
+// it returns false, and the whole block returns together.
 #pragma once
 
 #include <cstddef>
@@ -123,15 +123,6 @@ struct Board {
 // The value that `consumed` must reach before ticket t may be written.
 RINGCOMM_HD constexpr std::uint64_t credit_needed(std::uint64_t ticket, std::uint64_t depth) {
   return ticket + 1 > depth ? ticket + 1 - depth : 0;
-}
-
-template <typename Waiter>
-RINGCOMM_HD bool wait_published(const Board& board, std::uint64_t ticket, Waiter&& waiter) {
-  return waiter(&board.header(ticket)->flag, ticket + 1);
-}
-template <typename Waiter>
-RINGCOMM_HD bool wait_credit(const Flag* consumed, std::uint64_t ticket, std::uint64_t depth, Waiter&& waiter) {
-  return waiter(consumed, credit_needed(ticket, depth));
 }
 
 }  // namespace ringcomm

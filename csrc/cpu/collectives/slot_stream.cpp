@@ -94,10 +94,7 @@ void SlotStream::publish(std::uint64_t i) {
 
 void SlotStream::await(int peer, std::uint64_t i) {
   const auto probe = this->probe(trace::SpanKind::kWaitTicket, peer, i);
-  wait_published(group_.board(peer), base_ + i, [&](const Flag* flag, std::uint64_t target) {
-    group_.wait(peer, flag, target, deadline_);
-    return true;
-  });
+  group_.wait(peer, &group_.board(peer).header(base_ + i)->flag, base_ + i + 1, deadline_);
   std::uint64_t& word = checked_[peer / 64];
   const std::uint64_t bit = 1ull << (peer % 64);
   if (word & bit) return;

@@ -1,6 +1,6 @@
 // A slot stream that writes down what a rank would do to shared memory, step by step, in place of doing it. The
-// collectives of the cpu engine are compiled against it, so what is explored is their own order of steps; boards,
-// credit and waits are those of core/link.h. SlotStream's part is told again here: see cpu/collectives/slot_stream.cpp.
+// collectives of the cpu engine are compiled against it, so what is explored is their own order of steps; boards
+// and credit are those of core/link.h. SlotStream's part is told again here: see cpu/collectives/slot_stream.cpp.
 #pragma once
 
 #include <cstdint>
@@ -130,13 +130,10 @@ class RecordedSlotStream {
     for (int peer = 0; peer < group_.world_size(); ++peer) {
       if (peer == mine_.rank) continue;
       std::uint64_t& seen = mine_.seen_consumed[peer];
-      if (seen >= credit_needed(base_ + i, mine_.board.depth + credit_too_much)) continue;
-      ringcomm::wait_credit(&group_.tape(peer).consumed.value, base_ + i, mine_.board.depth + credit_too_much,
-                            [&](const Flag* flag, std::uint64_t target) {
-                              mine_.wait(peer, flag, target);
-                              seen = target;  // the least that it can have seen
-                              return true;
-                            });
+      const std::uint64_t needed = credit_needed(base_ + i, mine_.board.depth + credit_too_much);
+      if (seen >= needed) continue;
+      mine_.wait(peer, &group_.tape(peer).consumed.value, needed);
+      seen = needed;  // the least that it can have seen
     }
   }
   char* open(std::uint64_t i, std::size_t nbytes) {
@@ -158,10 +155,7 @@ class RecordedSlotStream {
   }
   void await(int peer, std::uint64_t i) {
     Tape& other = group_.tape(peer);
-    wait_published(other.board, base_ + i, [&](const Flag* flag, std::uint64_t target) {
-      mine_.wait(peer, flag, target);
-      return true;
-    });
+    mine_.wait(peer, &other.board.header(base_ + i)->flag, base_ + i + 1);
     if (checked_[peer]) return;
     checked_[peer] = true;
     mine_.read_header(other, base_);
