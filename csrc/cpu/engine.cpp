@@ -97,7 +97,7 @@ class CpuEngine final : public Engine {
   int rank() const override { return group_.rank(); }
   int world_size() const override { return group_.world_size(); }
   std::string handle() const override { return group_.handle(); }
-  void connect(const std::vector<std::string>& handles) override { group_.connect(handles, group_.timeout_ms); }
+  void connect(const std::vector<std::string>& handles) override { group_.connect(handles); }
 
   int run(const Call& call) override {
     check(call);

@@ -186,7 +186,7 @@ class GroupTransport final : public Transport {
   }
 
   void* allocate(std::size_t nbytes) override {
-    void* const memory = std::aligned_alloc(64, (nbytes + 63) / 64 * 64);
+    void* const memory = std::aligned_alloc(64, round_up(nbytes, 64));
     if (!memory) throw std::bad_alloc();
     return memory;
   }

@@ -452,7 +452,7 @@ void PointToPoint::wait(Message& message, std::int64_t timeout_ms) {
   const WaitKind kind = message.call.op == Op::kSend    ? WaitKind::kSend
                         : message.call.op == Op::kProbe ? WaitKind::kProbe
                                                         : WaitKind::kReceive;
-  const std::int64_t limit_ms = timeout_ms > 0 ? 0 : message.deadline.timeout_ms.load();
+  const std::int64_t limit_ms = timeout_ms > 0 ? 0 : message.deadline.timeout_ms;
   LongWait watch(group_, kind, message.call.root, limit_ms, &message, message.call.site);
   const auto over = [this](const Message*) { group_.wait_for(-1); };
   const std::unique_ptr<Message, decltype(over)> waits(&message, over);

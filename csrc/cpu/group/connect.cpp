@@ -161,7 +161,7 @@ void Group::attach(int peer, const std::string& bytes) {
   shares_address_space_ = shares_address_space_ && h.process == own.process;
 }
 
-void Group::connect(const std::vector<std::string>& handles, std::int64_t connect_timeout_ms) {
+void Group::connect(const std::vector<std::string>& handles) {
   if (connected_) fail(ErrorCode::kInvalid, "connect: rank ", rank_, " is connected already; make a new engine");
   if (static_cast<int>(handles.size()) != world_size_)
     fail(ErrorCode::kInvalid, "connect: rank ", rank_, " expected ", world_size_, " handles, got ", handles.size(),
@@ -171,7 +171,7 @@ void Group::connect(const std::vector<std::string>& handles, std::int64_t connec
   attach_all(handles);
   for (int peer = 0; peer < world_size_; ++peer) fetch_add(&control(peer).attached.value, 1);
   store_release(&control().has_attached.value, 1);
-  await_attached(connect_timeout_ms);
+  await_attached();
   mine_->close_fd();  // all ranks have mapped it; from now on no process can open it
   origin_ = {group_number(handles), rank_, world_size_, -1};
   connected_ = true;
@@ -195,7 +195,8 @@ void Group::attach_all(const std::vector<std::string>& handles) {
   }
 }
 
-void Group::await_attached(std::int64_t limit_ms) {
+void Group::await_attached() {
+  const std::int64_t limit_ms = timeout_ms;
   const auto end = Clock::now() + std::chrono::milliseconds(limit_ms);
   const Flag* attached = &control().attached.value;
   while (load_acquire(attached) < static_cast<std::uint64_t>(world_size_)) {
@@ -234,7 +235,7 @@ char* Group::resolve(int peer, const Location& location) {
   if (location.arena < 0) return reinterpret_cast<char*>(location.where);
   SharedMemory& arena = peers_[peer].arenas[location.arena];
   if (!arena.data()) {
-    const ArenaRecord& record = control(peer).arenas[location.arena];
+    const auto& record = control(peer).arenas[location.arena];
     arena = SharedMemory::open(peers_[peer].pid, record.fd, record.nbytes);
     // After an abort the arena may have been released, and its number belong to another file; see Heap::detach.
     if (aborted()) raise_end(static_cast<Op>(logged(rank_, sequence_).signature.op));

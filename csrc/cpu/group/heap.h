@@ -21,7 +21,6 @@ class Heap {
   void detach();
   // The location of [data, data + nbytes) for peers; private memory is not visible.
   Location locate(const void* data, std::size_t nbytes) const;
-  bool empty() const { return arenas_.empty(); }
 
  private:
   struct Arena {

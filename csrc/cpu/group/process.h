@@ -13,7 +13,6 @@ class Process {
   ~Process();
   Process(const Process&) = delete;
 
-  int pid() const { return pid_; }
   // Also true for a process that has ended but has not been reaped by its parent.
   bool exited() const;
   // Whether the process is stopped by a signal or a debugger.

@@ -22,11 +22,6 @@ inline constexpr std::uint64_t kP2pDepth = 8;
 inline constexpr int kMaxArenas = 64;
 inline constexpr std::uint64_t kLoggedCalls = 64;
 
-struct ArenaRecord {
-  std::uint64_t nbytes;
-  std::int32_t fd;
-};
-
 // A collective that the rank has begun. The peers compare `hash` while they wait, and read the rest once a call of the
 // same number differs.
 struct alignas(kLineBytes) LoggedCall {
@@ -84,7 +79,10 @@ struct alignas(kLineBytes) Control {
   // The costs of this rank's reads of rank p's slots (SlotCosts): of collectives, and of messages.
   alignas(kLineBytes) Flag read_costs[kMaxWorldSize][2], p2p_read_costs[kMaxWorldSize][2];
   FlagLine p2p_consumed[kMaxWorldSize];  // by source
-  ArenaRecord arenas[kMaxArenas];
+  struct {
+    std::uint64_t nbytes;
+    std::int32_t fd;
+  } arenas[kMaxArenas];  // memory that the peers may open
 };
 static_assert(std::is_trivially_copyable_v<Control>, "it begins as zeros");
 
@@ -99,12 +97,12 @@ struct SegmentLayout {
   std::size_t nbytes() const { return p2p_offset(world_size); }
 
  private:
-  static std::size_t board_offset() { return round_page(sizeof(Control)); }
+  static constexpr std::size_t kPage = 4096;
+  static std::size_t board_offset() { return round_up(sizeof(Control), kPage); }
   std::size_t p2p_offset(int destination) const {
-    return board_offset() + round_page(Board::at(nullptr, kDepth, slot_bytes).nbytes()) +
-           destination * round_page(Board::at(nullptr, kP2pDepth, p2p_slot_bytes).nbytes());
+    return board_offset() + round_up(Board::at(nullptr, kDepth, slot_bytes).nbytes(), kPage) +
+           destination * round_up(Board::at(nullptr, kP2pDepth, p2p_slot_bytes).nbytes(), kPage);
   }
-  static std::size_t round_page(std::size_t n) { return (n + 4095) / 4096 * 4096; }
 };
 
 }  // namespace ringcomm::cpu

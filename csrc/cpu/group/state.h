@@ -25,7 +25,7 @@ namespace ringcomm::cpu {
 // The time limit of one call. The clock is first read when a wait turns out to be long.
 struct Deadline {
   const Call* call;
-  std::atomic<std::int64_t> timeout_ms;
+  std::int64_t timeout_ms;
   mutable Clock::time_point end{};
 
   bool passed() const {
@@ -88,7 +88,7 @@ class Group {
   const trace::Origin& origin() const { return origin_; }
 
   std::string handle() const;
-  void connect(const std::vector<std::string>& handles, std::int64_t timeout_ms);
+  void connect(const std::vector<std::string>& handles);
 
   // The board that rank `peer` writes and this rank reads (peer may be this rank).
   const Board& board(int peer) const { return peers_[peer].board; }
@@ -183,7 +183,7 @@ class Group {
 
   void attach(int peer, const std::string& handle);
   void attach_all(const std::vector<std::string>& handles);
-  void await_attached(std::int64_t timeout_ms);
+  void await_attached();
   // Throws if a rank that this call needs is gone, or the call's limit has passed.
   template <typename HasCome>
   void look_around(int peer, const Deadline& deadline, const HasCome& has_come) const;

@@ -105,8 +105,7 @@ class FlightRecorder {
   static constexpr std::size_t kWaits = kAlgorithms + sizeof(Flag) * kAlgorithmCounts;
   static_assert(sizeof(RecordHead) <= kTotals, "the head has its place before the totals");
   static std::size_t entries_at(int world_size) {
-    const std::size_t end = kWaits + sizeof(Flag) * static_cast<std::size_t>(world_size);
-    return (end + sizeof(CallRecord) - 1) / sizeof(CallRecord) * sizeof(CallRecord);
+    return round_up(kWaits + sizeof(Flag) * static_cast<std::size_t>(world_size), sizeof(CallRecord));
   }
   friend struct RecordText;
 
