@@ -334,9 +334,9 @@ void CudaEngine::synchronize(std::uintptr_t stream) {
 // running kernel, which may wait for this rank. So all kernels are loaded, once per process and device.
 void CudaEngine::prepare_device() {
   const RelaxedCapture relaxed(rank());
-  const int threads = context_->setting().threads ? context_->setting().threads : kUsualBlockThreads;
+  const int threads = context_->setting().block_threads();
   const auto load = [&](auto kernel) {
-    if (kernel) room_for(reinterpret_cast<const void*>(kernel), threads, context_->device(), rank());
+    if (kernel) room_for(kernel, threads, context_->device(), rank());
   };
   for (int type = 0; type <= static_cast<int>(DType::kBool); ++type) {
     const DType dtype = static_cast<DType>(type);
@@ -445,7 +445,7 @@ bool CudaEngine::is_idle() const {
 
 bool CudaEngine::await_all(Clock::time_point end) {
   for (const StreamEventPtr& event : last_events())
-    if (!await_event(*event, rank(), end)) return false;
+    if (!poll_until(end, [&] { return reached(*event, rank()); })) return false;
   return true;
 }
 

@@ -152,14 +152,11 @@ class Pool {
   std::list<FreeMemory> freed_;  // freed by the framework, but the device may still use them
 };
 
-struct Pools {
-  std::mutex mutex;  // of opening
-  Pool all[kMaxPools];
-  static Pools& get() {
-    static Pools* const pools = new Pools;  // frameworks free memory while static objects are destroyed
-    return *pools;
-  }
-};
+// kMaxPools of them. Never destroyed: frameworks free memory while static objects are destroyed.
+Pool* all_pools() {
+  static Pool* const all = new Pool[kMaxPools];
+  return all;
+}
 
 }  // namespace
 }  // namespace cuda
@@ -168,11 +165,12 @@ int open_pool(const std::shared_ptr<Engine>& engine, std::size_t nbytes, int dev
   give_back_pools();
   nbytes = round_up(std::max<std::size_t>(nbytes, 1), cuda::kPieceAlign);
   char* const data = static_cast<char*>(engine->allocate(nbytes));
-  cuda::Pools& pools = cuda::Pools::get();
-  const std::lock_guard<std::mutex> lock(pools.mutex);
+  static std::mutex opening;
+  const std::lock_guard<std::mutex> lock(opening);
   for (int number = 0; number < kMaxPools; ++number) {
-    if (!pools.all[number].is_free()) continue;
-    pools.all[number].open(engine, data, nbytes, device);
+    cuda::Pool& pool = cuda::all_pools()[number];
+    if (!pool.is_free()) continue;
+    pool.open(engine, data, nbytes, device);
     return number;
   }
   engine->release(data);
@@ -181,15 +179,15 @@ int open_pool(const std::shared_ptr<Engine>& engine, std::size_t nbytes, int dev
 }
 
 void close_pool(int number) {
-  cuda::Pools::get().all[number].close();
+  cuda::all_pools()[number].close();
   give_back_pools();
 }
 
 // If the pool held an engine last, a thread of its own destroys the engine: that waits for the device, where a kernel
 // may be waiting for a rank of this thread.
 void give_back_pools() {
-  for (cuda::Pool& pool : cuda::Pools::get().all)
-    if (std::shared_ptr<Engine> engine = pool.give_back())
+  for (int number = 0; number < kMaxPools; ++number)
+    if (std::shared_ptr<Engine> engine = cuda::all_pools()[number].give_back())
       std::thread([last = std::move(engine)]() mutable { last.reset(); }).detach();
 }
 
@@ -201,12 +199,12 @@ void give_back_pools() {
   X(16) X(17) X(18) X(19) X(20) X(21) X(22) X(23) X(24) X(25) X(26) X(27) X(28) X(29) X(30) X(31)
 // clang-format on
 #define RINGCOMM_EXPORTED extern "C" __attribute__((visibility("default")))
-#define RINGCOMM_POOL(N)                                                                                    \
-  static_assert(N < ringcomm::kMaxPools, "a pool for each pair of functions");                              \
-  RINGCOMM_EXPORTED void* ringcomm_pool_allocate_##N(std::size_t nbytes, int device, void* stream) {        \
-    return ringcomm::cuda::Pools::get().all[N].allocate(nbytes, device, static_cast<cudaStream_t>(stream)); \
-  }                                                                                                         \
-  RINGCOMM_EXPORTED void ringcomm_pool_free_##N(void* data, std::size_t, int, void* stream) {               \
-    if (data) ringcomm::cuda::Pools::get().all[N].free(data, static_cast<cudaStream_t>(stream));            \
+#define RINGCOMM_POOL(N)                                                                               \
+  static_assert(N < ringcomm::kMaxPools, "a pool for each pair of functions");                         \
+  RINGCOMM_EXPORTED void* ringcomm_pool_allocate_##N(std::size_t nbytes, int device, void* stream) {   \
+    return ringcomm::cuda::all_pools()[N].allocate(nbytes, device, static_cast<cudaStream_t>(stream)); \
+  }                                                                                                    \
+  RINGCOMM_EXPORTED void ringcomm_pool_free_##N(void* data, std::size_t, int, void* stream) {          \
+    if (data) ringcomm::cuda::all_pools()[N].free(data, static_cast<cudaStream_t>(stream));            \
   }
 RINGCOMM_POOLS(RINGCOMM_POOL)

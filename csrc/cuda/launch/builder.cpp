@@ -201,7 +201,7 @@ bool LaunchBuilder::enqueue() const {
 
 template <typename Args>
 int LaunchBuilder::channels(Kernel<Args> kernel) const {
-  const int room = room_for(reinterpret_cast<const void*>(kernel), plan_.threads, context().device(), context().rank());
+  const int room = room_for(kernel, plan_.threads, context().device(), context().rank());
   const int channels = channels_that_fit(plan_, room, setting_.ranks_of_a_device);
   if (channels == 0)
     fail(ErrorCode::kUnsupported, name(call().op), ": rank ", context().rank(), " expected room on the GPU for ",

@@ -11,6 +11,10 @@ namespace ringcomm::cuda {
 // How many blocks of `threads` threads fit at once on `device`, the current one. The first use loads the kernel; later,
 // loading might wait for kernels that wait for this rank.
 int room_for(const void* kernel, int threads, int device, int rank);
+template <typename Args>
+int room_for(Kernel<Args> kernel, int threads, int device, int rank) {
+  return room_for(reinterpret_cast<const void*>(kernel), threads, device, rank);
+}
 
 template <typename Args>
 void launch(Kernel<Args> kernel, const char* name, dim3 grid, int threads, const Args& args, cudaStream_t stream,

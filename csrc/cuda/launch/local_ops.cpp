@@ -10,22 +10,10 @@ namespace {
 
 constexpr std::uint64_t kUsefulBytes = 64;  // bytes of each thread that are worth a block
 
-// The grid of a kernel: blocks for a number of units, of which a thread handles `each`.
-struct Grid {
-  int threads;
-  int room;
-
-  template <typename Args>
-  Grid(Kernel<Args> kernel, const Context& context) {
-    const Setting setting = context.setting();
-    threads = setting.threads ? setting.threads : kUsualBlockThreads;
-    room = room_for(reinterpret_cast<const void*>(kernel), threads, context.device(), context.rank());
-  }
-  dim3 blocks(std::uint64_t units, std::uint64_t each) const {
-    const std::uint64_t useful = ceil_div(units, static_cast<std::uint64_t>(threads) * each);
-    return dim3(static_cast<unsigned>(smaller(useful, room)));
-  }
-};
+// As many blocks as are useful for a number of units, of which a block handles `each`, and fit.
+dim3 blocks_for(std::uint64_t units, std::uint64_t each, int room) {
+  return dim3(static_cast<unsigned>(smaller(ceil_div(units, each), room)));
+}
 
 }  // namespace
 
@@ -37,7 +25,7 @@ void pack(const PackCall& packing, const Context& context) {
   if (!kernel) not_in_this_build(packing.to, ReduceOp::kSum);
   const int rank = context.rank();
   check_memory(packing, context.device(), rank);
-  const Grid grid(kernel, context);
+  const int threads = context.setting().block_threads(), room = room_for(kernel, threads, context.device(), rank);
   PackArgs args;
   args.factor = packing.factor;
   args.scaled = packing.factor != 1.0;
@@ -45,8 +33,8 @@ void pack(const PackCall& packing, const Context& context) {
   std::uint64_t total = 0;
   const auto flush = [&] {
     if (total == 0) return;
-    launch(kernel, "pack", grid.blocks(total, 8), grid.threads, args, reinterpret_cast<cudaStream_t>(packing.stream),
-           false, rank);
+    launch(kernel, "pack", blocks_for(total, 8 * threads, room), threads, args,
+           reinterpret_cast<cudaStream_t>(packing.stream), false, rank);
     args.num_pieces = 0;
     total = 0;
   };
@@ -68,15 +56,15 @@ void combine(const CombineCall& combining, const Context& context) {
   if (combining.count == 0) return;
   const int rank = context.rank();
   check_memory(combining, context.device(), rank);
+  const int threads = context.setting().block_threads(), room = room_for(kernel, threads, context.device(), rank);
   KnownArgs args{};
   args.num_sources = 2;
   args.num_targets = 1;
   args.divisor = combining.op == ReduceOp::kAvg ? combining.divisor : 1;
   const void* const sources[] = {combining.first, combining.second};
   args.add(sources, &combining.output, combining.count * static_cast<std::uint64_t>(arithmetic.scale));
-  const Grid grid(kernel, context);
   const std::uint64_t each = larger(1, kUsefulBytes / element_bytes(arithmetic.dtype));
-  launch(kernel, "combine", grid.blocks(args.count[0], each), grid.threads, args,
+  launch(kernel, "combine", blocks_for(args.count[0], each * threads, room), threads, args,
          reinterpret_cast<cudaStream_t>(combining.stream), false, rank);
 }
 

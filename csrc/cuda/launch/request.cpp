@@ -1,31 +1,10 @@
 #include "cuda/launch/request.h"
 
-#include <sched.h>
-#include <unistd.h>
-
 #include <algorithm>
 
 #include "core/call/parts.h"
 
 namespace ringcomm::cuda {
-
-namespace {
-
-constexpr int kYieldsBeforeNap = 32, kLongestNapUs = 500;
-
-}  // namespace
-
-bool await_event(const StreamEvent& event, int rank, Clock::time_point end) {
-  for (int idle = 0; !reached(event, rank); ++idle) {
-    if (idle < kYieldsBeforeNap) {
-      sched_yield();
-      continue;
-    }
-    if (Clock::now() >= end) return false;
-    usleep(std::min(kLongestNapUs, 10 * (idle - kYieldsBeforeNap + 1)));
-  }
-  return true;
-}
 
 DeviceRequest::DeviceRequest(std::shared_ptr<Context> context, std::shared_ptr<Watcher> watcher,
                              std::shared_ptr<PendingCall> pending, Op op, std::int64_t limit_ms)
@@ -67,7 +46,7 @@ void DeviceRequest::wait(std::int64_t timeout_ms) {
   const DeviceGuard guard(context_->device(), context_->rank());
   const std::int64_t longest = timeout_ms > 0 ? timeout_ms : 2 * limit_ms_;
   const auto last = timeout_ms > 0 ? end : Clock::now() + std::chrono::milliseconds(longest) + kGrace;
-  if (!await_event(*pending_->end_event(), context_->rank(), last)) still_in_flight(longest);
+  if (!poll_until(last, [&] { return reached(*pending_->end_event(), context_->rank()); })) still_in_flight(longest);
   conclude();
 }
 

@@ -14,9 +14,6 @@
 
 namespace ringcomm::cuda {
 
-// Blocks the host until the event is reached. Returns false if it was not reached by `end`.
-bool await_event(const StreamEvent& event, int rank, Clock::time_point end);
-
 class Watcher;
 
 // A request whose end is an event on the device.

@@ -160,9 +160,8 @@ bool Links::leads_to(int peer) const {
 
 void Links::connect() {
   const RelaxedCapture relaxed(context_.rank());
-  const int set = context_.setting().threads;
-  threads_ = set ? set : kUsualBlockThreads;
-  room_ = room_for(reinterpret_cast<const void*>(transfer_kernel()), threads_, context_.device(), context_.rank()) /
+  threads_ = context_.setting().block_threads();
+  room_ = room_for(transfer_kernel(), threads_, context_.device(), context_.rank()) /
           context_.peer_memory().most_ranks_of_a_device();
   channels_ = link_channels(context_.peer_memory().layout(), room_);
   for (int peer = 0; peer < context_.world_size(); ++peer) {

@@ -2,7 +2,11 @@
 #pragma once
 
 #include <cuda_runtime.h>
+#include <sched.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -34,6 +38,21 @@ using StreamEventPtr = std::shared_ptr<const StreamEvent>;
 // Whether the work before the event is done. A captured event counts as done, because its work runs when the graph is
 // launched.
 bool reached(const StreamEvent& event, int rank);
+
+// Polls `done` until it returns true; yields at first, then naps. Returns false if it does not within `end`.
+template <typename Done>
+bool poll_until(std::chrono::steady_clock::time_point end, const Done& done) {
+  constexpr int kYields = 32, kNaps = 50;  // each nap is 10 us longer than the one before, up to 500 us
+  for (int idle = 0; !done(); idle = std::min(idle + 1, kYields + kNaps - 1)) {
+    if (idle < kYields) {
+      sched_yield();
+      continue;
+    }
+    if (std::chrono::steady_clock::now() >= end) return false;
+    usleep(10 * (idle - kYields + 1));
+  }
+  return true;
+}
 
 // Events of one device, which are reused.
 class StreamEvents : public std::enable_shared_from_this<StreamEvents> {

@@ -43,6 +43,9 @@ struct Setting {
   bool whole_lines = false;  // 128 bytes written by a warp arrive whole at every peer, as on one device and over NVLink
   int ranks_of_a_device = 1;  // the most that share one
   int threads = 0;            // of a block; 0: the plan's choice. RINGCOMM_CUDA_THREADS
+
+  // Of a block of a kernel that no plan is made for.
+  int block_threads() const { return threads ? threads : kUsualBlockThreads; }
 };
 // Returns RINGCOMM_CUDA_THREADS, checked; 0 without it.
 int threads_from_environment();

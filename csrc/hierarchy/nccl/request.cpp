@@ -3,14 +3,12 @@
 #include <sched.h>
 #include <unistd.h>
 
-#include <algorithm>
-
 #include "core/error.h"
 
 namespace ringcomm::nccl {
 
 namespace {
-constexpr int kYields = 32, kLongestNapUs = 500;
+constexpr int kYields = 32;
 constexpr auto kForEver = TransportClock::time_point::max();
 }  // namespace
 
@@ -44,19 +42,6 @@ bool TransportRequest::done() const {
   return over();
 }
 
-bool TransportRequest::await(TransportClock::time_point limit) const {
-  for (int idle = 0; !over(); ++idle) {
-    if (hurry_ && !event()) hurry_();
-    if (idle < kYields) {
-      sched_yield();
-      continue;
-    }
-    if (limit != kForEver && TransportClock::now() >= limit) return false;
-    usleep(std::min(kLongestNapUs, 10 * (idle - kYields + 1)));
-  }
-  return true;
-}
-
 void TransportRequest::raise() const {
   const std::optional<TransportFailure> failure = shared_->abort_state->failure();
   const int rank = shared_->place.rank;
@@ -71,7 +56,12 @@ void TransportRequest::raise() const {
 
 void TransportRequest::wait(std::int64_t timeout_ms) {
   const auto limit = timeout_ms > 0 ? TransportClock::now() + std::chrono::milliseconds(timeout_ms) : kForEver;
-  if (!await(limit))
+  const auto over_or_hurried = [&] {
+    if (over()) return true;
+    if (hurry_ && !event()) hurry_();
+    return false;
+  };
+  if (!cuda::poll_until(limit, over_or_hurried))
     fail(ErrorCode::kTimeout, name(op_), ": rank ", shared_->place.rank, " waited ", timeout_ms,
          " ms for an asynchronous call, which is still in flight; wait longer, or abort the communicator");
   if (!ended_well_.load()) raise();

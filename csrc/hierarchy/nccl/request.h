@@ -42,7 +42,6 @@ class TransportRequest final : public Request, public std::enable_shared_from_th
   StreamEventPtr event() const;
   // Whether the call is over, successfully or not.
   bool over() const;
-  bool await(TransportClock::time_point limit) const;
   [[noreturn]] void raise() const;
   std::exception_ptr result() const;
 
