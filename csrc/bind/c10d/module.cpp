@@ -7,6 +7,7 @@
 
 #include "bind/c10d/backend.h"
 #include "bind/c10d/transport.h"
+#include "bind/capsule.h"
 #include "bind/error_class.h"
 #include "bind/raise.h"
 
@@ -28,19 +29,9 @@ void translate(std::exception_ptr pointer) {
   }
 }
 
-std::shared_ptr<Engine> engine_of(const py::capsule& capsule) {
-  return *static_cast<std::shared_ptr<Engine>*>(PyCapsule_GetPointer(capsule.ptr(), "ringcomm.Engine"));
-}
-
 // Returns a transport in a capsule, for `_C.hierarchical_engine`.
 py::capsule transport_over(const c10::intrusive_ptr<c10d::Backend>& group, const std::string& name, int first_tag) {
-  return py::capsule(new std::shared_ptr<Transport>(make_group_transport(group, name, first_tag)), "ringcomm.Transport",
-                     [](PyObject* capsule) {
-                       const auto* transport = static_cast<std::shared_ptr<Transport>*>(
-                           PyCapsule_GetPointer(capsule, "ringcomm.Transport"));
-                       const py::gil_scoped_release release;
-                       delete transport;
-                     });
+  return to_capsule(make_group_transport(group, name, first_tag));
 }
 
 // Wraps a ringcomm.backend.DeviceEngineFactory, so that it can be called and destroyed without the GIL.
@@ -53,11 +44,11 @@ DeviceGroup::EngineFactory factory_of(py::object made_in_python) {
   auto held = std::shared_ptr<py::object>(new py::object(std::move(made_in_python)), drop);
   return {[held](const char* call, c10::Device device) {
             const py::gil_scoped_acquire gil;
-            return engine_of(held->attr("make")(call, int{device.index()}).cast<py::capsule>());
+            return from_capsule<Engine>(held->attr("make")(call, int{device.index()}));
           },
           [held](const char* call) {
             const py::gil_scoped_acquire gil;
-            return engine_of(held->attr("connect")(call).cast<py::capsule>());
+            return from_capsule<Engine>(held->attr("connect")(call));
           }};
 }
 
@@ -83,7 +74,7 @@ PYBIND11_MODULE(RINGCOMM_C10D, m) {
            [](const Backend::Options& self, const py::dict&) { return c10::make_intrusive<Backend::Options>(self); });
   backend.def(py::init([](const py::capsule& engine, const c10::intrusive_ptr<Backend::Options>& options,
                           py::object device_factory, bool host_memory) {
-                return c10::make_intrusive<Backend>(ringcomm::engine_of(engine), options,
+                return c10::make_intrusive<Backend>(ringcomm::from_capsule<ringcomm::Engine>(engine), options,
                                                     ringcomm::factory_of(std::move(device_factory)), host_memory);
               }),
               py::arg("engine"), py::arg("options"), py::arg("device_factory"), py::arg("host_memory") = false);

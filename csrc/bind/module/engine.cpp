@@ -14,6 +14,7 @@
 #include <tuple>
 #include <utility>
 
+#include "bind/capsule.h"
 #include "bind/error_class.h"
 #include "bind/module/define.h"
 #include "bind/module/plain_array.h"
@@ -33,7 +34,6 @@ namespace ringcomm {
 namespace {
 
 using PartList = std::vector<std::pair<std::uintptr_t, std::size_t>>;
-constexpr const char* kCapsule = "ringcomm.Engine";
 
 // ---- errors --------------------------------------------------------------------------------------------------------
 
@@ -502,12 +502,6 @@ void define_norm(py::module_& m) {
 
 // ---- the module ----------------------------------------------------------------------------------------------------
 
-py::capsule to_capsule(const std::shared_ptr<Engine>& engine) {
-  return py::capsule(new std::shared_ptr<Engine>(engine), kCapsule, [](PyObject* capsule) {
-    delete static_cast<std::shared_ptr<Engine>*>(PyCapsule_GetPointer(capsule, kCapsule));
-  });
-}
-
 void define_engine(py::module_& m) {
   py::class_<Engine, std::shared_ptr<Engine>> engine(m, "Engine", "One rank of one communicator; see core/engine.h.");
   engine
@@ -558,7 +552,7 @@ void define_engine(py::module_& m) {
            py::arg("stream") = 0)
       .def("combine", &combine, py::arg("first"), py::arg("second"), py::arg("output"), py::arg("count"),
            py::arg("dtype"), py::arg("reduce_op"), py::arg("divisor") = 1, py::arg("stream") = 0)
-      .def("capsule", &to_capsule);
+      .def("capsule", &to_capsule<Engine>);
   const auto define_call = [&](const char* method, auto function) {
     engine.def(method, function, py::arg("op"), py::arg("dtype"), py::arg("reduce_op"), py::arg("algorithm"),
                py::arg("root"), py::arg("tag"), py::arg("input"), py::arg("output"), py::arg("count"),

@@ -1,6 +1,7 @@
 // Engines over several hosts, made of an engine inside this host and a transport between hosts.
 #include <pybind11/stl.h>
 
+#include "bind/capsule.h"
 #include "bind/module/define.h"
 #include "core/error.h"
 #include "hierarchy/engine.h"
@@ -13,10 +14,6 @@ namespace ringcomm {
 
 namespace {
 
-std::shared_ptr<Transport> transport_of(const py::capsule& capsule) {
-  return *static_cast<std::shared_ptr<Transport>*>(PyCapsule_GetPointer(capsule.ptr(), "ringcomm.Transport"));
-}
-
 std::shared_ptr<Engine> hierarchical_engine(const std::shared_ptr<Engine>& local, const py::capsule& transport,
                                             int rank, const HostsOfRanks& hosts, const std::vector<std::string>& names,
                                             int wire_dtype, std::size_t slice_bytes) {
@@ -26,7 +23,7 @@ std::shared_ptr<Engine> hierarchical_engine(const std::shared_ptr<Engine>& local
   options.names = names;
   options.slice_bytes = slice_bytes;
   return share_beside_python(
-      record(make_hierarchical_engine(rank, hosts, unrecorded(local), transport_of(transport), options)));
+      record(make_hierarchical_engine(rank, hosts, unrecorded(local), from_capsule<Transport>(transport), options)));
 }
 
 // Returns (order, schedule, tree): how the ranks' values are added by default.

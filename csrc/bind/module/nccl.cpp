@@ -1,25 +1,14 @@
 // The transport over NCCL, and the facts about NCCL on this machine.
 #include <pybind11/stl.h>
 
+#include "bind/capsule.h"
 #include "bind/module/define.h"
-#include "hierarchy/transport.h"
 
 namespace py = pybind11;
 
 namespace ringcomm {
 
 namespace {
-
-constexpr const char* kTransport = "ringcomm.Transport";
-
-// Destroying a transport releases the GIL: it may wait for its own threads, which may need the GIL.
-py::capsule to_capsule(std::unique_ptr<Transport> transport) {
-  return py::capsule(new std::shared_ptr<Transport>(std::move(transport)), kTransport, [](PyObject* capsule) {
-    auto* const owner = static_cast<std::shared_ptr<Transport>*>(PyCapsule_GetPointer(capsule, kTransport));
-    const py::gil_scoped_release release;
-    delete owner;
-  });
-}
 
 py::capsule nccl_transport(const std::string& path, int rank, int world_size, const std::vector<py::bytes>& unique_ids,
                            int device, std::int64_t timeout_ms) {
@@ -30,7 +19,7 @@ py::capsule nccl_transport(const std::string& path, int rank, int world_size, co
   for (const py::bytes& id : unique_ids) options.unique_ids.push_back(id);
   options.device = device;
   if (timeout_ms > 0) options.timeout_ms = timeout_ms;
-  std::unique_ptr<Transport> transport;
+  std::shared_ptr<Transport> transport;
   {
     const py::gil_scoped_release release;
     transport = make_nccl_transport(options);
