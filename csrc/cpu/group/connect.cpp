@@ -4,14 +4,12 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <exception>
-#include <fstream>
-#include <random>
 #include <sstream>
 
 #include "core/error.h"
 #include "runtime/checksum.h"
+#include "runtime/identity.h"
 #include "runtime/observe/flight_recorder.h"
 #include "runtime/registry.h"
 
@@ -19,40 +17,10 @@ namespace ringcomm::cpu {
 
 namespace {
 
-std::uint64_t random_nonce() {
-  std::random_device device;
-  return (static_cast<std::uint64_t>(device()) << 32) | device();
-}
-
-// The same for all threads of this process, different in every other process, also after a fork.
-std::uint64_t process_nonce() {
-  static std::uint64_t nonce = random_nonce();
-  static pid_t owner = getpid();
-  if (owner != getpid()) {
-    owner = getpid();
-    nonce = random_nonce();
-  }
-  return nonce;
-}
-
 // The segments made in this process. Ranks that are threads share one mapping of each.
 Registry<std::uint64_t, SharedMemory>& local_segments() {
   static auto* const segments = new Registry<std::uint64_t, SharedMemory>;  // outlives whatever is destroyed at exit
   return *segments;
-}
-
-std::string first_line(const char* path) {
-  std::ifstream file(path);
-  std::string line;
-  std::getline(file, line);
-  return line;
-}
-
-// Identifies where /proc/<pid> means the same process: one kernel and one PID namespace.
-std::string machine_identity() {
-  char space[64] = {};
-  if (readlink("/proc/self/ns/pid", space, sizeof space - 1) < 0) std::strcpy(space, "pid:[?]");
-  return first_line("/proc/sys/kernel/random/boot_id") + "/" + space;
 }
 
 constexpr const char* kVersion = "ringcomm-cpu-5";
@@ -96,7 +64,7 @@ Group::Group(int rank, int world_size, const EngineOptions& options)
       graph_(WaitGraph::of_this_process()) {
   Control& c = control();
   c.magic = kMagic;
-  c.nonce = random_nonce();
+  c.nonce = random_number();
   c.rank = rank;
   c.world_size = world_size;
   c.graph_nonce = graph_->place().nonce;
@@ -114,13 +82,13 @@ Group::~Group() {
 
 std::string Group::handle() const {
   Handle h;
-  h.machine = machine_identity();
+  h.machine = machine_identity({"pid"});  // where /proc/<pid> means the same process
   h.rank = rank_;
   h.world_size = world_size_;
   h.pid = getpid();
   h.fd = mine_->fd();
   h.nonce = control().nonce;
-  h.process = process_nonce();
+  h.process = process_number();
   h.slot_bytes = layout_.slot_bytes;
   h.p2p_slot_bytes = layout_.p2p_slot_bytes;
   return h.pack();

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <random>
 #include <set>
 #include <type_traits>
 #include <utility>
@@ -14,6 +13,7 @@
 #include "core/error.h"
 #include "core/scope_exit.h"
 #include "runtime/forks.h"
+#include "runtime/identity.h"
 #include "runtime/interrupt.h"
 
 namespace ringcomm::cpu {
@@ -27,11 +27,6 @@ constexpr int kMostHops = 4;  // most waits in one sentence
 constexpr int kMostGroups = 2 * kMostWaits;
 
 int index_of(std::uint64_t party) { return static_cast<int>(party & 0xffff) - 1; }
-
-std::uint64_t random_number() {
-  std::random_device device;
-  return (static_cast<std::uint64_t>(device()) << 32) | device();
-}
 
 int long_wait_asked_for() {
   const char* const text = std::getenv("RINGCOMM_DEADLOCK_MS");

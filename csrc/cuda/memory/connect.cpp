@@ -9,6 +9,7 @@
 
 #include "core/sync.h"
 #include "cuda/memory/peer_memory.h"
+#include "runtime/identity.h"
 
 namespace ringcomm::cuda {
 
@@ -43,8 +44,8 @@ std::int64_t PeerMemory::deadline() const { return now_ms() + timeout_ms_; }
 
 std::string PeerMemory::handle() const {
   RankHandle h;
-  h.machine = machine_identity();
-  h.instance = process_instance();
+  h.machine = machine_identity({"pid", "net"});
+  h.instance = process_number();
   h.process = Process::self();
   h.rank = rank_;
   h.layout = layout_;
@@ -394,7 +395,7 @@ void PeerMemory::add_arenas(const std::vector<std::string>& handles) {
 }
 
 int PeerMemory::processes_on_device() const {
-  std::vector<Identity> found;
+  std::vector<std::uint64_t> found;
   for (const Peer& peer : peers_)
     if (peer.handle.uuid == facts_.uuid) found.push_back(peer.handle.instance);
   std::sort(found.begin(), found.end());

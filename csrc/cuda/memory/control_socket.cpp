@@ -12,10 +12,10 @@
 #include <cstdio>
 #include <cstring>
 #include <fstream>
-#include <random>
 #include <sstream>
 
 #include "core/error.h"
+#include "runtime/identity.h"
 
 namespace ringcomm::cuda {
 
@@ -61,11 +61,7 @@ std::uint64_t start_of(int pid) {
 
 }  // namespace
 
-Identity random_identity() {
-  std::random_device device;
-  const auto word = [&] { return static_cast<std::uint64_t>(device()) << 32 | device(); };
-  return {word(), word()};
-}
+Identity random_identity() { return {random_number(), random_number()}; }
 
 std::string text_of(const Identity& identity) {
   char text[33];

@@ -1,11 +1,7 @@
 #include "cuda/memory/handle.h"
 
-#include <unistd.h>
-
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
-#include <mutex>
 #include <sstream>
 
 #include "core/error.h"
@@ -16,15 +12,10 @@ namespace ringcomm::cuda {
 
 namespace {
 
-constexpr const char* kVersion = "ringcomm-cuda-6";
+constexpr const char* kVersion = "ringcomm-cuda-7";
 
 std::string or_dash(const std::string& text) { return text.empty() ? "-" : text; }
 std::string dash_to_empty(const std::string& text) { return text == "-" ? "" : text; }
-
-std::string namespace_of(const char* kind) {
-  char space[64] = {};
-  return readlink(concat("/proc/self/ns/", kind).c_str(), space, sizeof space - 1) > 0 ? space : "?";
-}
 
 // The numbers of a layout by their names.
 template <typename Visit>
@@ -87,25 +78,6 @@ Layout default_layout(int world_size, const EngineOptions& options) {
   return layout;
 }
 
-std::string machine_identity() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string boot;
-  std::getline(file, boot);
-  return boot + "/" + namespace_of("pid") + "/" + namespace_of("net");
-}
-
-Identity process_instance() {
-  static std::mutex mutex;
-  static Identity instance{};
-  static pid_t owner = 0;
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (owner != getpid()) {
-    owner = getpid();
-    instance = random_identity();
-  }
-  return instance;
-}
-
 std::string pack(const MemoryHandle& handle) {
   static const char digits[] = "0123456789abcdef";
   unsigned char bytes[sizeof handle];
@@ -130,7 +102,7 @@ bool unpack(const std::string& text, MemoryHandle& handle) {
 
 std::string RankHandle::pack() const {
   std::ostringstream out;
-  out << machine << ' ' << text_of(instance) << ' ' << process.pid << ' ' << process.start << ' ' << rank << ' '
+  out << machine << ' ' << instance << ' ' << process.pid << ' ' << process.start << ' ' << rank << ' '
       << layout.world_size << ' ' << text_of(layout) << ' ' << text_of(identity) << ' ' << text_of(control.name) << ' '
       << text_of(control.secret) << ' ' << or_dash(settings) << ' ' << device << ' ' << or_dash(uuid) << ' '
       << or_dash(bus_id) << ' ' << cuda::pack(segment) << ' ' << paths.size();
@@ -141,10 +113,10 @@ std::string RankHandle::pack() const {
 
 RankHandle RankHandle::unpack(const std::string& text, int rank) {
   RankHandle h;
-  std::string instance, layout, identity, name, secret, segment;
+  std::string layout, identity, name, secret, segment;
   std::size_t num_paths = 0;
   std::istringstream in(strip_checksum(kVersion, text, "cuda", rank));
-  in >> h.machine >> instance >> h.process.pid >> h.process.start >> h.rank >> h.layout.world_size >> layout >>
+  in >> h.machine >> h.instance >> h.process.pid >> h.process.start >> h.rank >> h.layout.world_size >> layout >>
       identity >> name >> secret >> h.settings >> h.device >> h.uuid >> h.bus_id >> segment >> num_paths;
   for (std::size_t i = 0; in && i < num_paths; ++i) {
     std::string to;
@@ -158,7 +130,6 @@ RankHandle RankHandle::unpack(const std::string& text, int rank) {
   cuda::unpack(segment, h.segment);
   std::istringstream settings(layout);
   for (std::string setting; std::getline(settings, setting, ',');) set_number(h.layout, setting);
-  h.instance = identity_of(instance);
   h.identity = identity_of(identity);
   h.control = {identity_of(name), identity_of(secret)};
   h.settings = dash_to_empty(h.settings);

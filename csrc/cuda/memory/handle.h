@@ -17,8 +17,8 @@
 namespace ringcomm::cuda {
 
 struct RankHandle {
-  std::string machine;  // kernel and namespaces: equal if the processes can reach each other
-  Identity instance{};  // of the process; a forked child has another one
+  std::string machine;         // kernel and namespaces: equal if the processes can reach each other
+  std::uint64_t instance = 0;  // of the process; a forked child has another one
   Process process;
   int rank = -1;
   Layout layout;
@@ -37,9 +37,6 @@ struct RankHandle {
   std::string device_text() const;  // "GPU 0 (0000:3b:00.0)"
   Path path_to(const RankHandle& other) const;
 };
-
-std::string machine_identity();
-Identity process_instance();
 
 std::string text_of(const Layout& layout);  // "channels=24,depth=4,..."
 // The default layout, which is the same on every rank that has the same options and environment. RINGCOMM_CUDA_LAYOUT
