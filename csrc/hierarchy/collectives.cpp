@@ -234,12 +234,8 @@ void Collectives::gather_inside(const Scope& scope, const Cut& cut, char* data) 
 }
 
 void Collectives::copy(const Scope& scope, const void* source, void* target, std::size_t count) {
-  if (source == target || count == 0) return;
-  PackCall packing;
-  packing.from = packing.to = scope.call.dtype;
-  packing.stream = scope.call.stream;
-  packing.pieces = {{source, target, count}};
-  local_->pack(packing);
+  const DType dtype = scope.call.dtype;
+  if (source != target && count) local_->pack({dtype, dtype, 1.0, {{source, target, count}}, scope.call.stream});
 }
 
 // For messages with a part for each rank: the rail's rank on every host; and of all rails of this rank.

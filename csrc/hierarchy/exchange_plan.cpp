@@ -97,25 +97,12 @@ class Builder {
   }
 
   void convert(LocalSteps& steps, DType from, DType to, const void* source, void* target, std::size_t count) const {
-    PackCall packing;
-    packing.from = from;
-    packing.to = to;
-    packing.pieces = {{source, target, count}};
-    packing.stream = stream_;
-    steps.push_back(std::move(packing));
+    steps.push_back(PackCall{from, to, 1.0, {{source, target, count}}, stream_});
   }
 
   void combine(LocalSteps& steps, const void* first, const void* second, const Part& output, bool last) const {
-    CombineCall combining;
-    combining.dtype = rail_.types.sum;
-    combining.op = last ? rail_.op : combine_of(rail_.op);
-    combining.first = first;
-    combining.second = second;
-    combining.output = output.data;
-    combining.count = output.count;
-    combining.divisor = last ? rail_.divisor : 1;
-    combining.stream = stream_;
-    steps.push_back(combining);
+    steps.push_back(CombineCall{rail_.types.sum, last ? rail_.op : combine_of(rail_.op), first, second, output.data,
+                                output.count, last ? rail_.divisor : 1, stream_});
   }
 
   void send_sums(ExchangeRound& r, const Hop& hop) {

@@ -22,12 +22,7 @@ void Collectives::reduce_inside(const Scope& scope, const Cut& cut, const char* 
 }
 
 void Collectives::widen(const Scope& scope, const void* source, void* target, std::size_t count) {
-  PackCall packing;
-  packing.from = scope.call.dtype;
-  packing.to = scope.types.sum;
-  packing.stream = scope.call.stream;
-  packing.pieces = {{source, target, count}};
-  if (count) local_->pack(packing);
+  if (count) local_->pack({scope.call.dtype, scope.types.sum, 1.0, {{source, target, count}}, scope.call.stream});
 }
 
 // Returns the rails of this rank, of a message whose elements are all in `sums` and `results`.
@@ -82,18 +77,12 @@ void Collectives::all_reduce_at_once(const Scope& scope) {
   if (!peers.empty()) {
     for (const Merge& merge : topology_.tree()) {
       const bool last = &merge == &topology_.tree().back();
-      CombineCall combining{scope.types.sum,          last ? scope.op : combine_of(scope.op),
-                            parts[merge.into],        parts[merge.from],
-                            parts[merge.into],        call.count,
-                            last ? scope.divisor : 1, call.stream};
-      local_->combine(combining);
+      char* const sum = parts[merge.into];
+      local_->combine({scope.types.sum, last ? scope.op : combine_of(scope.op), sum, parts[merge.from], sum, call.count,
+                       last ? scope.divisor : 1, call.stream});
     }
-    PackCall narrow;
-    narrow.from = scope.types.sum;
-    narrow.to = scope.types.result;
-    narrow.pieces = {{parts[topology_.tree().back().into], call.output, call.count}};
-    narrow.stream = call.stream;
-    local_->pack(narrow);
+    const void* const sum = parts[topology_.tree().back().into];
+    local_->pack({scope.types.sum, scope.types.result, 1.0, {{sum, call.output, call.count}}, call.stream});
   }
   if (topology_.local_world_size() == 1) return;
   inside = local_call(scope, Op::kBroadcast);
