@@ -235,16 +235,20 @@ WorkPtr Backend::endCoalescing() {
 
 // -- collectives -----------------------------------------------------------------------------------------------------
 
+Task Backend::allreduce_task(const Site& at, const Tensor& tensor, const c10d::AllreduceOptions& opts) {
+  Task task(at, Op::kAllReduce, deferred(opts.asyncOp), opts.timeout);
+  task.reduces(tensor, opts.reduceOp);
+  task.call.input = task.call.output = task.updates(tensor);
+  task.call.count = task.count(tensor);
+  return task;
+}
+
 WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   const Site at = site("ringcomm:all_reduce");
   const Tensor& tensor = only(at, tensors);
   if (C10_UNLIKELY(tensor.defined() && tensor.layout() == c10::kSparse && tensor.is_cpu()))
     return all_reduce_sparse(tensors, opts);
-  Task task(at, Op::kAllReduce, deferred(opts.asyncOp), opts.timeout);
-  task.reduces(tensor, opts.reduceOp);
-  task.call.input = task.call.output = task.updates(tensor);
-  task.call.count = task.count(tensor);
-  return launch(OpType::ALLREDUCE, std::move(task), opts.asyncOp, tensors, tensors);
+  return launch(OpType::ALLREDUCE, allreduce_task(at, tensor, opts), opts.asyncOp, tensors, tensors);
 }
 
 WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
@@ -256,12 +260,7 @@ WorkPtr Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoal
   same_length(at, tensors.size(), tensors.size());
   std::vector<Task> tasks;
   tasks.reserve(tensors.size());
-  for (const Tensor& tensor : tensors) {
-    Task& task = tasks.emplace_back(at, Op::kAllReduce, deferred(opts.asyncOp), opts.timeout);
-    task.reduces(tensor, opts.reduceOp);
-    task.call.input = task.call.output = task.updates(tensor);
-    task.call.count = task.count(tensor);
-  }
+  for (const Tensor& tensor : tensors) tasks.push_back(allreduce_task(at, tensor, opts));
   return launch(OpType::ALLREDUCE_COALESCED, std::move(tasks), opts.asyncOp, tensors, tensors);
 }
 

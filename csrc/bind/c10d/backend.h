@@ -108,6 +108,7 @@ class Backend final : public c10d::Backend {
                            at::TensorList outputs, const Body& body);
   intrusive_ptr<AsyncWork> begin(c10d::OpType type, const Site& site, at::TensorList inputs);
   void run(Task& task);
+  Task allreduce_task(const Site& site, const Tensor& tensor, const c10d::AllreduceOptions& opts);
   Task allgather_task(const Site& site, Tensor& output, const Tensor& input, bool async,
                       std::chrono::milliseconds timeout);
   Task allgather_task(const Site& site, const Tensors& outputs, const Tensor& input, bool async,

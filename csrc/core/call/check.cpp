@@ -39,6 +39,11 @@ void report_unusable(const char* call, int rank, bool closed, bool forked) {
        " expected a connected engine; exchange handles and call connect first");
 }
 
+void report_in_flight(Op op, int rank, std::int64_t timeout_ms) {
+  fail(ErrorCode::kTimeout, name(op), ": rank ", rank, " waited ", static_cast<double>(timeout_ms) / 1000.0,
+       " s for an asynchronous call, which is still in flight; wait longer, or abort the communicator");
+}
+
 std::uint64_t agreed_count(const Call& call, int world_size) {
   if (call.op == Op::kAllToAll && uneven_all_to_all(call)) return kUneven;
   if (call.op == Op::kReduceScatter && !call.input_parts.empty()) return input_parts(call).agreed(world_size);

@@ -10,6 +10,8 @@ namespace ringcomm {
 // Throws an error that says why the engine cannot be used: it is closed, not connected, or this process was
 // forked after it was made.
 [[noreturn]] void report_unusable(const char* call, int rank, bool closed, bool forked);
+// Throws the error of a wait of `timeout_ms` for an asynchronous call that has not ended.
+[[noreturn]] void report_in_flight(Op op, int rank, std::int64_t timeout_ms);
 
 // Each throws unless its argument is valid on this rank.
 void check_call(const Call& call, int rank, int world_size);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/call/check.h"
 #include "core/call/signature.h"
 #include "core/error.h"
 #include "core/schedule.h"
@@ -479,9 +480,7 @@ void PointToPoint::wait(Message& message, std::int64_t timeout_ms) {
       while (!message.done()) yield();  // another thread is about to finish it
       throw;
     }
-    if (timeout_ms > 0 && limit_of_caller.passed())
-      fail(ErrorCode::kTimeout, name(message.call.op), ": rank ", group_.rank(), " waited ", timeout_ms / 1000.0,
-           " s for an asynchronous message, which is still in flight; wait longer, or abort the communicator");
+    if (timeout_ms > 0 && limit_of_caller.passed()) report_in_flight(message.call.op, group_.rank(), timeout_ms);
     if (idle < policy.spins + policy.yields)
       yield();
     else

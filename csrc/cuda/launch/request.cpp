@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/call/check.h"
 #include "core/call/parts.h"
 
 namespace ringcomm::cuda {
@@ -26,11 +27,6 @@ bool DeviceRequest::done() const {
   }
 }
 
-void DeviceRequest::still_in_flight(std::int64_t timeout_ms) const {
-  fail(ErrorCode::kTimeout, name(op_), ": rank ", context_->rank(), " waited ", seconds(timeout_ms),
-       " for an asynchronous call, which is still in flight; wait longer, or abort the communicator");
-}
-
 void DeviceRequest::conclude() {
   if (pending_->waits_for_ranks() && !ended_well_.load()) context_->check(op_);
   ended_well_.store(true);
@@ -39,14 +35,15 @@ void DeviceRequest::conclude() {
 void DeviceRequest::wait(std::int64_t timeout_ms) {
   const auto end = Clock::now() + std::chrono::milliseconds(timeout_ms);
   while (timeout_ms > 0 && end < limit_ && pending_->open() && !context_->ended()) {
-    if (Clock::now() >= end) still_in_flight(timeout_ms);
+    if (Clock::now() >= end) report_in_flight(op_, context_->rank(), timeout_ms);
     pending_->await(std::min(end, Clock::now() + kHeartbeat));
   }
   context_->await(*pending_, op_, limit_, limit_ms_);
   const DeviceGuard guard(context_->device(), context_->rank());
   const std::int64_t longest = timeout_ms > 0 ? timeout_ms : 2 * limit_ms_;
   const auto last = timeout_ms > 0 ? end : Clock::now() + std::chrono::milliseconds(longest) + kGrace;
-  if (!poll_until(last, [&] { return reached(*pending_->end_event(), context_->rank()); })) still_in_flight(longest);
+  if (!poll_until(last, [&] { return reached(*pending_->end_event(), context_->rank()); }))
+    report_in_flight(op_, context_->rank(), longest);
   conclude();
 }
 

@@ -35,7 +35,6 @@ class DeviceRequest final : public Request, public std::enable_shared_from_this<
 
  private:
   void conclude();
-  [[noreturn]] void still_in_flight(std::int64_t timeout_ms) const;
 
   const std::shared_ptr<Context> context_;
   const std::shared_ptr<Watcher> watcher_;

@@ -3,6 +3,7 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include "core/call/check.h"
 #include "core/error.h"
 
 namespace ringcomm::nccl {
@@ -61,9 +62,7 @@ void TransportRequest::wait(std::int64_t timeout_ms) {
     if (hurry_ && !event()) hurry_();
     return false;
   };
-  if (!cuda::poll_until(limit, over_or_hurried))
-    fail(ErrorCode::kTimeout, name(op_), ": rank ", shared_->place.rank, " waited ", timeout_ms,
-         " ms for an asynchronous call, which is still in flight; wait longer, or abort the communicator");
+  if (!cuda::poll_until(limit, over_or_hurried)) report_in_flight(op_, shared_->place.rank, timeout_ms);
   if (!ended_well_.load()) raise();
 }
 
