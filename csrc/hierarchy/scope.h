@@ -1,8 +1,6 @@
 // The call that is being executed, and how its message is divided among the ranks of a host.
 #pragma once
 
-#include <algorithm>
-
 #include "core/call/parts.h"
 #include "hierarchy/exchange_plan.h"
 

@@ -4,7 +4,6 @@
 
 #include <atomic>
 #include <memory>
-#include <mutex>
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 

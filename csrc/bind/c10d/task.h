@@ -6,7 +6,6 @@
 #include <ATen/record_function.h>
 
 #include <chrono>
-#include <cstring>
 #include <string>
 #include <utility>
 #include <vector>

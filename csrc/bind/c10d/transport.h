@@ -6,7 +6,6 @@
 #include <mutex>
 #include <set>
 #include <string>
-#include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 

@@ -2,8 +2,6 @@
 // those of ranks that share an address space, and memory from allocate().
 #pragma once
 
-#include <cstdint>
-
 #include "cpu/collectives/slot_stream.h"
 #include "cpu/group/heap.h"
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <memory>
-#include <string>
 
 namespace ringcomm::cpu {
 

@@ -1,6 +1,5 @@
 #include "cuda/launch/copy_engine.h"
 
-#include <algorithm>
 #include <limits>
 #include <sstream>
 

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
-#include <cstring>
 
 #if !defined(RINGCOMM_EMULATE)
 #include <cuda.h>

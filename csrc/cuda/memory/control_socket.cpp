@@ -1,6 +1,5 @@
 #include "cuda/memory/control_socket.h"
 
-#include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>

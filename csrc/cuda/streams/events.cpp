@@ -4,6 +4,8 @@
 #include <map>
 #include <set>
 
+#include "core/error.h"
+
 namespace ringcomm::cuda {
 
 namespace {

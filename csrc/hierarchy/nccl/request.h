@@ -1,7 +1,6 @@
 // The request of an asynchronous call: it is done once the event recorded after the call is reached.
 #pragma once
 
-#include <condition_variable>
 #include <memory>
 
 #include "hierarchy/nccl/watcher.h"

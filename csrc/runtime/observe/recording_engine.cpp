@@ -1,7 +1,6 @@
 #include "runtime/observe/recording_engine.h"
 
 #include <functional>
-#include <string_view>
 #include <type_traits>
 #include <utility>
 
