@@ -1,5 +1,5 @@
-// The end of a communicator of several hosts, as known on one rank: that of the engine among the ranks of its host, which
-// keeps the first reason.
+// The end of a communicator of several hosts, as known on one rank: that of the engine among the ranks of its host,
+// which keeps the first reason.
 #pragma once
 
 #include <atomic>
