@@ -247,7 +247,7 @@ void CpuEngine::fail_call(const Call& call, const char* what) {
 }
 
 void CpuEngine::note_algorithm(const Call& call, Algorithm used) const {
-  trace::chose(name(used));
+  trace::chose(used);
   count_algorithm(algorithm_counts_.get(), call.op, call.algorithm, used);
 }
 

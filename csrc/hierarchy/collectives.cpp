@@ -98,7 +98,7 @@ void Collectives::run(const Call& call, TransportClock::time_point limit) {
 }
 
 void Collectives::note_algorithm(const Scope& scope, Algorithm used) const {
-  trace::chose(name(used));
+  trace::chose(used);
   count_algorithm(algorithm_counts_.get(), scope.call.op, scope.call.algorithm, used);
 }
 

@@ -163,8 +163,8 @@ void Probe::at_round(int round, int rail) {
   span_->rail = rail;
 }
 
-void set_algorithm(const char* algorithm) {
-  if (CallSpan* const call = here().call) call->span().call.algorithm = algorithm;
+void set_algorithm(Algorithm algorithm) {
+  if (CallSpan* const call = here().call) call->span().call.algorithm = name(algorithm);
 }
 
 void set_role(const char* role) { here().role = role; }

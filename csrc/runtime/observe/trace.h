@@ -128,9 +128,9 @@ class Probe {
   std::optional<Span> span_;
 };
 
-// Sets the algorithm that the current call of this thread has chosen; a literal.
-void set_algorithm(const char* algorithm);
-inline void chose(const char* algorithm) {
+// Sets the algorithm that the current call of this thread has chosen.
+void set_algorithm(Algorithm algorithm);
+inline void chose(Algorithm algorithm) {
   if (on()) set_algorithm(algorithm);
 }
 // Sets the role of this thread; a literal. "caller" where it is not set.
