@@ -39,6 +39,7 @@ def wire_type(dtype: Dtype, reduce_op: str | None, call: str, rank: int) -> tupl
     if dtype.name in _REAL_OF and reduce_op in _LINEAR:
         return _C.DTYPES[_REAL_OF[dtype.name]], 2
     served = [name for code, name in DTYPE_NAMES.items() if _C.supports(code, _C.REDUCE_OPS[reduce_op])]
+    served += _REAL_OF if reduce_op in _LINEAR else ()
     raise DtypeError(
         f"{call}: rank {rank} got {dtype.name}, {reduce_op} is defined for {', '.join(sorted(served))}; "
         "convert the array"

@@ -285,7 +285,8 @@ class Communicator:
         Shapes:  any; the same number of elements on every rank.
         Dtypes:  float64/32/16, bfloat16, float8_e4m3fn, float8_e5m2, int64/32/16/8, uint8, bool, complex.
                  Floats have no band, bor, bxor; integers no premul_sum; bool neither avg nor premul_sum; complex
-                 numbers only sum, avg, premul_sum.
+                 numbers only sum, avg, premul_sum. Integers wrap around, also in "avg", which adds them in their own
+                 type and then divides, towards 0.
         Order:   canonical: a balanced tree over the ranks. 16- and 8-bit floats are added in float32 and rounded once.
         Cost:    2 (W-1)/W of the bytes each way; one round for short messages.
         Returns: ``x``, or ``out``.
