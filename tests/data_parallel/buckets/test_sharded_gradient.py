@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ringcomm
-from ringcomm.data_parallel.buckets.grad_buffer import ShardedGradient
+from ringcomm.data_parallel.buckets.sharded_gradient import ShardedGradient
 from ringcomm.data_parallel.model.sharded_model import sharded_model_of
 from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
 from tests.data_parallel.test_shard import STAGES, loss_of, sgd, state_of
