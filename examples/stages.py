@@ -15,7 +15,7 @@ from training import batches_of, sharded_training
 
 import ringcomm
 from ringcomm.data_parallel import memory
-from ringcomm.data_parallel.model.sharded_model import sharded_model_of
+from ringcomm.data_parallel.model.place import sharded_model_of
 
 KEPT = ("parameters", "master", "gradients", "optimizer", "transient", "gathered")
 COLUMNS = (*KEPT, "wire")

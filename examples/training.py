@@ -18,7 +18,7 @@ from torch import nn
 import ringcomm
 from ringcomm import checkpoint
 from ringcomm.context import context_parallel, positions
-from ringcomm.data_parallel.model.sharded_model import sharded_model_of
+from ringcomm.data_parallel.model.place import sharded_model_of
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

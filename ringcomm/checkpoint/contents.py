@@ -13,7 +13,8 @@ from torch import nn
 
 from ringcomm.data_parallel.buckets.bucket import Bucket
 from ringcomm.data_parallel.buckets.layout import up
-from ringcomm.data_parallel.model.sharded_model import ShardedModel, wrapped_model
+from ringcomm.data_parallel.model.place import wrapped_model
+from ringcomm.data_parallel.model.sharded_model import ShardedModel
 from ringcomm.data_parallel.optim.optimizer import ShardedOptimizer, sharded_optimizer_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.modules.notes import notes_of

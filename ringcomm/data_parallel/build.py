@@ -19,6 +19,8 @@ from ringcomm.data_parallel.model.partition import (
     make_units,
     restore_buffers,
 )
+from ringcomm.data_parallel.model.place import set_places
+from ringcomm.data_parallel.model.saved_parameter import saving_references
 from ringcomm.data_parallel.model.sharded_model import Config, ShardedModel, Unit
 from ringcomm.data_parallel.model.state import keep_state_of
 from ringcomm.data_parallel.model.unit_module import UnitModule, mix_in
@@ -70,7 +72,8 @@ def build(
     on_meta.initialise([unit.buckets for unit in units])
     inner = [*{id(each.flat): each.flat for each in below}.values()]
     _detach_units(module, below, inner)
-    flat = ShardedModel(module, ranks, [*below, *units], config, ignored_buffers)
+    flat = ShardedModel(module, ranks, [*below, *units], config, ignored_buffers, saving_references)
+    set_places(flat)
     cast = cast_buffers(module, config.mixed_precision.buffer_dtype, ignored_buffers, [each.module for each in inner])
     flat.root.undo.append(partial(restore_buffers, cast))
     if on_meta.init is None:

@@ -37,7 +37,8 @@ from ringcomm.data_parallel.model.partition import (
     facts_of,
     named_parameters,
 )
-from ringcomm.data_parallel.model.sharded_model import Config, ShardedModel, sharded_model_of
+from ringcomm.data_parallel.model.place import sharded_model_of
+from ringcomm.data_parallel.model.sharded_model import Config, ShardedModel
 from ringcomm.data_parallel.model.unit_module import is_asked_to_wrap
 from ringcomm.data_parallel.optim.optimizer import unwrap_model
 from ringcomm.errors import InvalidArgumentError, UnsupportedError

@@ -20,7 +20,8 @@ from torch import nn
 
 from ringcomm.data_parallel.buckets.grad_buffer import sync_grads_from_root
 from ringcomm.data_parallel.buckets.group import Join
-from ringcomm.data_parallel.model.sharded_model import ShardedModel, wrapped_model
+from ringcomm.data_parallel.model.place import wrapped_model
+from ringcomm.data_parallel.model.sharded_model import ShardedModel
 from ringcomm.data_parallel.optim.clip import clip_grad_norm_
 from ringcomm.data_parallel.optim.optimizer import ShardedOptimizer, sharded_optimizers
 from ringcomm.data_parallel.optim.zero_optimizer import optimizers_of

@@ -27,15 +27,14 @@ from ringcomm.data_parallel.model.partition import (
     make_units,
     units_of,
 )
+from ringcomm.data_parallel.model.place import place_of, sharded_model_of
 from ringcomm.data_parallel.model.sharded_model import (
     IN_FLIGHT,
     Config,
     ShardedModel,
     Unit,
     flags_numel,
-    place_of,
     reduction_order,
-    sharded_model_of,
 )
 from ringcomm.data_parallel.model.sharded_parameter import ShardedParameter
 from ringcomm.data_parallel.optim.optimizer import is_elementwise, states_of

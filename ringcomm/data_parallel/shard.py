@@ -26,13 +26,8 @@ from ringcomm.data_parallel.model.partition import (
     named_parameters,
     units_of,
 )
-from ringcomm.data_parallel.model.sharded_model import (
-    Config,
-    ShardedModel,
-    place_of,
-    sharded_model_of,
-    wrapped_model,
-)
+from ringcomm.data_parallel.model.place import place_of, sharded_model_of, wrapped_model
+from ringcomm.data_parallel.model.sharded_model import Config, ShardedModel
 from ringcomm.data_parallel.model.unit_module import UnitModule
 from ringcomm.data_parallel.optim.optimizer import (
     attach,

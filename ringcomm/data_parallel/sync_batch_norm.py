@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import communicator_of
-from ringcomm.data_parallel.model.sharded_model import place_of
+from ringcomm.data_parallel.model.place import place_of
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.modules.arguments import DEVICE, DTYPE, MODULE
 from ringcomm.validation import COMMUNICATOR, FLAG, expects, number, or_none, validate_int

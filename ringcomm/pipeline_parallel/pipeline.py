@@ -21,7 +21,8 @@ from torch.utils.checkpoint import CheckpointError
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.mesh import refuse_mesh
 from ringcomm.data_parallel.model.partition import facts_of
-from ringcomm.data_parallel.model.sharded_model import ShardedModel, sharded_model_of
+from ringcomm.data_parallel.model.place import sharded_model_of
+from ringcomm.data_parallel.model.sharded_model import ShardedModel
 from ringcomm.errors import AbortedError, InvalidArgumentError, MismatchError, ShapeError, UnsupportedError
 from ringcomm.modules.meta import device_of
 from ringcomm.modules.notes import notes_on

@@ -10,7 +10,7 @@ from functools import reduce
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ringcomm.data_parallel.model.sharded_model import place_of
+from ringcomm.data_parallel.model.place import place_of
 from ringcomm.pipeline_parallel.messages import Messages
 from ringcomm.pipeline_parallel.split import TiedParam
 

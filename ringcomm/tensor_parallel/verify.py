@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
 
 from ringcomm.data_parallel.model.partition import blocks_of
-from ringcomm.data_parallel.model.sharded_model import sharded_model_of
+from ringcomm.data_parallel.model.place import sharded_model_of
 from ringcomm.errors import MismatchError
 from ringcomm.modules.notes import notes_of
 from ringcomm.modules.shard_spec import part_of, renew_parts

@@ -26,7 +26,7 @@ from ringcomm.checkpoint import files as checkpoint_files
 from ringcomm.checkpoint.files import boxes
 from ringcomm.checkpoint.metadata import read_metadata
 from ringcomm.data_parallel.fully_shard import fully_shard
-from ringcomm.data_parallel.model.sharded_model import sharded_model_of
+from ringcomm.data_parallel.model.place import sharded_model_of
 from ringcomm.data_parallel.shard import restage, shard
 from ringcomm.errors import DtypeError, EngineError, InvalidArgumentError, RingcommError, ShapeError
 from ringcomm.modules.precision import MixedPrecision

@@ -16,7 +16,7 @@ from torch import nn
 import ringcomm
 from ringcomm.data_parallel.ddp import DistributedDataParallel
 from ringcomm.data_parallel.join import join
-from ringcomm.data_parallel.model.sharded_model import sharded_model_of
+from ringcomm.data_parallel.model.place import sharded_model_of
 from ringcomm.data_parallel.optim.clip import clip_grad_norm_
 from ringcomm.data_parallel.shard import no_sync, shard
 from ringcomm.errors import InvalidArgumentError, MismatchError, RingcommError, UnsupportedError

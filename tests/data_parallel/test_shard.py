@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import ringcomm
-from ringcomm.data_parallel.model.sharded_model import sharded_model_of
+from ringcomm.data_parallel.model.place import sharded_model_of
 from tests.support import torch_ranks
 from tests.support.choice import choose
 from tests.support.seeded import seeded

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ringcomm
-from ringcomm.data_parallel.model.sharded_model import sharded_model_of
+from ringcomm.data_parallel.model.place import sharded_model_of
 from ringcomm.errors import InvalidArgumentError
 from tests.data_parallel.test_shard import STAGES, loss_of, sgd, state_of, step_of, tower
 from tests.modules.test_meta import HOW, Odd, Tower, on_cpu, ranks, same

@@ -13,7 +13,7 @@ import torch
 
 import ringcomm
 from ringcomm.data_parallel.memory import predict
-from ringcomm.data_parallel.model.sharded_model import sharded_model_of
+from ringcomm.data_parallel.model.place import sharded_model_of
 from ringcomm.data_parallel.optim.grad_scaler import GradScaler
 from ringcomm.data_parallel.shard import restage
 from ringcomm.errors import InvalidArgumentError, UnsupportedError

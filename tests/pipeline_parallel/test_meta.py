@@ -14,7 +14,7 @@ from torch import nn
 
 import ringcomm
 from ringcomm.comm.communicator import Communicator
-from ringcomm.data_parallel.model.sharded_model import place_of
+from ringcomm.data_parallel.model.place import place_of
 from ringcomm.errors import AbortedError, InvalidArgumentError
 from ringcomm.pipeline_parallel.pipeline import Pipeline
 from tests.modules.test_meta import Meter, Wide

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ringcomm
-from ringcomm.data_parallel.model.sharded_model import place_of
+from ringcomm.data_parallel.model.place import place_of
 from tests.support.choice import choose, slow
 from tests.support.seeded import seeded
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ringcomm
-from ringcomm.data_parallel.model.sharded_model import sharded_model_of
+from ringcomm.data_parallel.model.place import sharded_model_of
 
 STAGES = (0, 1, 2, 3)
 X = torch.linspace(-1, 1, 16).view(4, 4)

@@ -15,7 +15,7 @@ from torch import nn
 import ringcomm
 from ringcomm.data_parallel.budget import bytes_per_rank
 from ringcomm.data_parallel.memory import Memory, Plan, memory, predict, traffic
-from ringcomm.data_parallel.model.sharded_model import sharded_model_of
+from ringcomm.data_parallel.model.place import sharded_model_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.tools import cli
 from tests.support.choice import slow

@@ -15,7 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ringcomm.data_parallel.buckets.bucket import Bucket
 from ringcomm.data_parallel.buckets.group import DataParallelGroup
 from ringcomm.data_parallel.buckets.layout import Atom, FlatLayout, Segment, up
-from ringcomm.data_parallel.model.sharded_model import Config, Unit, place_of
+from ringcomm.data_parallel.model.place import place_of
+from ringcomm.data_parallel.model.sharded_model import Config, Unit
 from ringcomm.data_parallel.model.sharded_parameter import ShardedParameter
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.modules.precision import MixedPrecision, Types, is_float

@@ -26,7 +26,6 @@ parameter; the unit is gathered when a node asks for the value, wherever the gra
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 import weakref
@@ -44,7 +43,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from ringcomm import _C
-from ringcomm.data_parallel.buckets.bucket import Bucket, UnshardedState, ViewData, Window, in_transform
+from ringcomm.data_parallel.buckets.bucket import Bucket, UnshardedState, Window, in_transform
 from ringcomm.data_parallel.buckets.grad_buffer import copy_exchanged_grads, sync_grads_from_root
 from ringcomm.data_parallel.buckets.group import DataParallelGroup
 from ringcomm.data_parallel.buckets.layout import Atom
@@ -61,9 +60,6 @@ _version_of = attrgetter("_version")
 # Checksum of the optimizers' options, and whether there are reentrant checkpoints.
 HEADER_NBYTES = 2 * CHECKSUM_NBYTES + 1
 IN_FLIGHT = 2  # reductions at stages 2 and 3 at the same time, each with its own unsharded buffer
-
-
-_thread = threading.local()
 
 
 @dataclass
@@ -259,59 +255,6 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
     return found
 
 
-class Place:
-    """Where a wrapped model keeps a parameter: segment ``index`` of one of its buckets. Wrapping sets nothing else on
-    the parameter.
-
-    The references are weak, so the parameter keeps neither the model nor the bucket alive. A copy of the parameter has
-    no place.
-    """
-
-    __slots__ = ("_bucket", "_flat", "index", "views")
-
-    def __init__(self, flat: ShardedModel, bucket: Bucket, index: int) -> None:
-        self._flat, self._bucket, self.index, self.views = weakref.ref(flat), weakref.ref(bucket), index, bucket.views
-
-    @property
-    def flat(self) -> ShardedModel:
-        """The wrapped model."""
-        found = self._flat()
-        assert found is not None
-        return found
-
-    @property
-    def bucket(self) -> Bucket:
-        """The bucket that contains the parameter."""
-        found = self._bucket()
-        assert found is not None
-        return found
-
-    @property
-    def alive(self) -> bool:
-        """Whether the model still exists and is wrapped."""
-        flat = self._flat()
-        return flat is not None and not flat.unwrapped
-
-    @property
-    def data(self) -> ViewData:
-        """At stage 3, the memory that the views made since the last `p.data = other` share."""
-        return self.views.data.setdefault(self.index, ViewData())
-
-    @property
-    def name(self) -> str:
-        """The parameter's name in the model."""
-        return self.bucket.layout.segments[self.index].name
-
-    def __reduce__(self) -> Any:
-        return set, ()  # a copy gets an empty set, a class that torch.load accepts with weights_only=True
-
-
-def place_of(p: Any) -> Place | None:
-    """Returns the place of a wrapped model's parameter; None for anything else, including a view of a parameter."""
-    place: Place | None = getattr(p, "_ringcomm", None)
-    return place if place and place.alive and place.bucket.params[place.index] is p else None
-
-
 @dataclass
 class BackwardPass:
     """The state of the current pass of autograd. At its end a new one replaces it.
@@ -411,7 +354,8 @@ class ForwardCalls:
 
     Attributes:
         count: the number of calls that have begun, which is also the number of the last one.
-        packing: for each running call, the context in which autograd saves references to parameters at stage 3.
+        saving_references: at stage 3, returns the context in which autograd saves references to a model's parameters.
+        packing: for each running call, the context that it is in.
         trains: whether the last outermost call had a graph.
         used_up: whether a backward pass has run; its graph may be used again until the next forward pass.
         seen: the units of this forward pass, in order. Calls inside `whole` are left out, because there the ranks may
@@ -423,6 +367,7 @@ class ForwardCalls:
             `p.data[0]`: a tensor with that counter, by the parameter's bucket and index, and by the place of the view.
     """
 
+    saving_references: Callable[[ShardedModel], AbstractContextManager[None]]
     count: int = 0
     packing: list[AbstractContextManager[None]] = field(default_factory=list)
     trains: bool = False
@@ -599,6 +544,7 @@ class ShardedModel:
     Args:
         units: in the order of forward; the last one is the module itself with the parameters in no other unit.
         ignored_buffers: names of buffers that stay as they are on each rank.
+        saving_references: see `ForwardCalls`.
 
     Attributes:
         unit_of: the unit of each bucket, with the buckets in the order of forward.
@@ -613,6 +559,7 @@ class ShardedModel:
         units: Sequence[Unit],
         config: Config,
         ignored_buffers: Collection[str],
+        saving_references: Callable[[ShardedModel], AbstractContextManager[None]],
     ) -> None:
         self.ranks, self.config = ranks, config
         ranks.order = 0  # some ranks may still have the value of a model that others have dropped
@@ -624,7 +571,7 @@ class ShardedModel:
         self.communication_seconds = 0.0
         self.optimizers = AttachedOptimizers(ranks, self.device)
         self.sync = Synchronisation(config.broadcast_buffers)
-        self.calls = ForwardCalls()
+        self.calls = ForwardCalls(saving_references)
         self.backward = BackwardPass()
         self.arrivals = GradArrivals(self)
         self.gathered = UnshardedState()
@@ -634,8 +581,6 @@ class ShardedModel:
             unit.flat = self
             for bucket in unit.buckets:
                 bucket.gathered = self.gathered
-                for i, p in enumerate(bucket.params):
-                    p._ringcomm = Place(self, bucket, i)
         for bucket in self.order:
             self.arrivals.watch(bucket)
         self.map_memory()
@@ -713,7 +658,8 @@ class ShardedModel:
             inner = p
             while torch._C._functorch.is_functorch_wrapped_tensor(inner):
                 inner = torch._C._functorch.get_unwrapped(inner)
-            if inner is not p and hasattr(inner, "_ringcomm") and place_of(inner) is None:
+            place = getattr(inner, "_ringcomm", None)
+            if inner is not p and place is not None and not (place and place.is_of(inner)):
                 raise UnsupportedError(
                     f"forward: rank {self.ranks.rank} got a view of {name} (p.detach() or p.data) as an argument of "
                     "a transform of torch.func at stage 3, where its values are in the ranks' shards, expected a "
@@ -862,33 +808,12 @@ class ShardedModel:
     # Saved parameters, at stage 3.
 
     def _start_packing(self) -> None:
-        packing = self._saving_references() if self.stage == LAST_STAGE else nullcontext()
+        packing = self.calls.saving_references(self) if self.stage == LAST_STAGE else nullcontext()
         packing.__enter__()
         self.calls.packing.append(packing)
 
     def _stop_packing(self) -> None:
         self.calls.packing.pop().__exit__(None, None, None)
-
-    @contextmanager
-    def _saving_references(self) -> Iterator[None]:
-        """Inside, autograd saves a reference to a parameter's unit in place of the parameter's memory, which is
-        freed."""
-        autograd, flats = torch._C._autograd, _running_models()
-        is_first, hooks = self not in flats, nullcontext()
-        if is_first:
-            flats.append(self)
-        if autograd._saved_tensors_hooks_is_enabled():
-            # checkpoint's hooks treat saved tensors differently
-            users = autograd._top_saved_tensors_default_hooks(True)
-            if users is None or getattr(users[0], "__module__", "") not in (__name__, "torch.utils.checkpoint"):
-                pack, unpack = users or (_keep, _kept)
-                hooks = torch.autograd.graph.saved_tensors_hooks(_packing(pack, flats), _unpacking(unpack))
-        try:
-            with hooks:
-                yield
-        finally:
-            if is_first:
-                flats.remove(self)
 
     @contextmanager
     def borrowing(self, buckets: Sequence[Bucket], name: str, call: str) -> Iterator[bool]:
@@ -1404,113 +1329,6 @@ def _first_call(unit: Unit) -> int:
     return unit.calls.first or 0
 
 
-@dataclass(frozen=True)
-class SavedParameter:
-    """The object that autograd saves in place of a stage 3 parameter. It must not reference the model, because the
-    model may reference the graph."""
-
-    home: weakref.ref[Bucket]
-    number: int  # number of the last call when it was saved
-    window: Window
-    index: int  # the parameter's index in the bucket
-    version: int  # the version when it was saved
-    counter: torch.Tensor | None  # a tensor that has the version counter; None: the parameter
-
-    @staticmethod
-    def of(bucket: Bucket, number: int, window: Window, index: int, counter: torch.Tensor | None) -> SavedParameter:
-        """Returns the object for what has that version counter now."""
-        p = bucket.params[index]
-        counter = None if counter is p else counter
-        return SavedParameter(
-            weakref.ref(bucket), number, window, index, (p if counter is None else counter)._version, counter
-        )
-
-    def values(self) -> torch.Tensor:
-        """Returns the parameter's values; a collective if its bucket is not gathered."""
-        bucket = self.home()
-        place = None if bucket is None else place_of(bucket.params[self.index])
-        if bucket is None or place is None:
-            raise RuntimeError(
-                "backward: got a graph of a model that was dropped or unsharded, expected one that is kept"
-            )
-        _check_version(bucket.params[self.index] if self.counter is None else self.counter, self.version)
-        if bucket.is_unsharded:
-            return bucket.memory.window(self.window)
-        flat, unit = place.flat, place.flat.unit_of[bucket]
-        if torch._C._current_graph_task_id() >= 0:
-            flat.reach(unit, self.number)
-            return bucket.memory.window(self.window)
-        # Accessed by a program that inspects the graph.
-        with flat.borrowing([bucket], unit.name, "a saved tensor"):
-            return bucket.memory.window(self.window).clone()
-
-
-def _running_models() -> list[ShardedModel]:
-    """Returns this thread's list of the stage 3 models that have calls running in it."""
-    return vars(_thread).setdefault("flats", [])
-
-
-def _packing(pack: Callable[[torch.Tensor], Any], flats: list[ShardedModel]) -> Callable[[torch.Tensor], Any]:
-    """Returns a function that packs saved tensors: stage 3 parameters of ``flats`` as `SavedParameter`, all others with
-    ``pack``."""
-
-    def packed(x: torch.Tensor) -> Any:
-        if x.layout is not torch.strided:  # it has no storage
-            return pack(x)
-        with torch._C.DisableTorchFunctionSubclass():
-            memory = x.untyped_storage()._cdata
-        for flat in flats:
-            bucket = flat.gathered.by_memory.get(memory)
-            if bucket is not None:
-                index = bucket.layout.index_of(x.storage_offset() * x.itemsize // bucket.types.compute.itemsize)
-                window, counters = Window.of(x), flat.calls.counters.get((bucket, index), {})
-                # The operation may save a view of what it was given, as linear does.
-                only = next(iter(counters.values())) if len(counters) == 1 else None
-                return SavedParameter.of(bucket, flat.calls.count, window, index, counters.get(window, only))
-        place = getattr(x, "_ringcomm", None)
-        if isinstance(place, Place) and place.alive and place.bucket.memory.is_placeholder(x):
-            # A checkpoint saves its arguments, and a torch.autograd.Function what it wants, without reading values.
-            bucket, index = place.bucket, place.index
-            data = getattr(x, "_data", None)
-            if data is not None and data is not place.data:
-                raise InvalidArgumentError(
-                    f"forward: rank {place.flat.ranks.rank} saved a tensor made of {place.name} before its `p.data` "
-                    "was replaced, expected one made since; make it again"
-                )
-            with torch._C.DisableTorchFunctionSubclass():
-                counter = x.detach().as_subclass(torch.Tensor)
-            window = Window.of(bucket.memory.views[index])
-            return SavedParameter.of(bucket, place.flat.calls.count, window, index, counter)
-        return pack(x)
-
-    return packed
-
-
-def _unpacking(unpack: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
-    """Returns the inverse of `_packing`."""
-    return lambda saved: saved.values() if isinstance(saved, SavedParameter) else unpack(saved)
-
-
-def _keep(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Saves a tensor as autograd does. It must not be a node's own output, because that would keep the node alive."""
-    return x.detach(), x._version
-
-
-def _kept(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
-    x, version = saved
-    _check_version(x, version)
-    return x
-
-
-def _check_version(x: torch.Tensor, version: int) -> None:
-    """Raises as autograd does if a saved tensor was written to."""
-    if x._version != version:
-        raise RuntimeError(
-            f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"a tensor of shape {tuple(x.shape)} is at version {x._version}, expected version {version}"
-        )
-
-
 @eager
 def _prepare(flat: weakref.ref[ShardedModel], bucket: weakref.ref[Bucket], i: int) -> None:
     here, home = flat(), bucket()
@@ -1523,24 +1341,3 @@ def flags_numel(buckets: Sequence[Bucket], stage: int) -> int:
     at stage 3 a checksum of the units' order."""
     used = sum(len(bucket.params) for bucket in buckets)
     return HEADER_NBYTES + used + (2 * CHECKSUM_NBYTES if stage == LAST_STAGE else 0)
-
-
-def sharded_model_of(module: nn.Module) -> ShardedModel | None:
-    """Returns the state of a module that `shard`, `fully_shard` or DistributedDataParallel has wrapped, or that
-    contains such parameters."""
-    for p in module.parameters():
-        place = place_of(p)
-        if place is not None:
-            return place.flat
-    return None
-
-
-def wrapped_model(module: nn.Module, call: str, advice: str = "pass that") -> ShardedModel:
-    """Like `sharded_model_of`, but raises for a module that is not wrapped, and says what to do."""
-    flat = sharded_model_of(module)
-    if flat is None:
-        raise InvalidArgumentError(
-            f"{call}: got a {type(module).__name__} that is not wrapped, expected what ringcomm.shard returned; "
-            f"{advice}"
-        )
-    return flat

@@ -21,7 +21,8 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ringcomm.data_parallel.buckets.bucket import Bucket, ViewData, Window, in_transform, untransformed
-from ringcomm.data_parallel.model.sharded_model import Place, ShardedModel
+from ringcomm.data_parallel.model.place import Place
+from ringcomm.data_parallel.model.sharded_model import ShardedModel
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.modules.dynamo import eager
 

@@ -10,7 +10,8 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from ringcomm.data_parallel.buckets.bucket import Bucket
 from ringcomm.data_parallel.buckets.grad_buffer import adopt_user_grads, sync_grads_from_root
-from ringcomm.data_parallel.model.sharded_model import Place, ShardedModel, place_of, sharded_model_of
+from ringcomm.data_parallel.model.place import Place, place_of, sharded_model_of
+from ringcomm.data_parallel.model.sharded_model import ShardedModel
 from ringcomm.data_parallel.optim.norm import total_norm
 from ringcomm.errors import InvalidArgumentError, RingcommError
 from ringcomm.modules.arguments import NORM, PARAMETERS

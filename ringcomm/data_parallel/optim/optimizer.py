@@ -37,7 +37,8 @@ from ringcomm.data_parallel.buckets.bucket import Bucket, adopt_writes
 from ringcomm.data_parallel.buckets.grad_buffer import adopt_user_grads, sync_grads_from_root
 from ringcomm.data_parallel.buckets.offload import HostGradients
 from ringcomm.data_parallel.model.options import SAME_OPTIONS, Options
-from ringcomm.data_parallel.model.sharded_model import Place, ShardedModel, place_of
+from ringcomm.data_parallel.model.place import Place, place_of
+from ringcomm.data_parallel.model.sharded_model import ShardedModel
 from ringcomm.data_parallel.optim import cache_blocks
 from ringcomm.data_parallel.optim.state import OptimizerState, State, StepParameter
 from ringcomm.errors import InvalidArgumentError, UnsupportedError, user_stacklevel

@@ -27,7 +27,8 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import communicator_of
 from ringcomm.data_parallel.buckets.group import DataParallelGroup, Join, refuse_several
 from ringcomm.data_parallel.buckets.layout import Atom, FlatLayout, Segment
-from ringcomm.data_parallel.model.sharded_model import ShardedModel, place_of
+from ringcomm.data_parallel.model.place import place_of
+from ringcomm.data_parallel.model.sharded_model import ShardedModel
 from ringcomm.data_parallel.optim.optimizer import is_elementwise, refuse_unusable
 from ringcomm.data_parallel.optim.state import check_shape, is_alike, merge_over_ranks
 from ringcomm.errors import InvalidArgumentError, UnsupportedError

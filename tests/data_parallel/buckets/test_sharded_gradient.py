@@ -16,7 +16,7 @@ from torch import nn
 
 import ringcomm
 from ringcomm.data_parallel.buckets.sharded_gradient import ShardedGradient
-from ringcomm.data_parallel.model.sharded_model import sharded_model_of
+from ringcomm.data_parallel.model.place import sharded_model_of
 from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
 from tests.data_parallel.test_shard import STAGES, loss_of, sgd, state_of
 from tests.support import torch_ranks
