@@ -33,7 +33,7 @@ from ringcomm.modules.precision import Types
 from ringcomm.modules.shard_spec import is_primary_copy
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_WINDOWS_EACH = 8  # the most windows kept per parameter
+_CACHED_VIEWS_EACH = 8  # the most views kept per parameter
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _dtype_of = operator.attrgetter("dtype")
 
@@ -79,8 +79,8 @@ def with_own_storage(part: torch.Tensor) -> torch.Tensor:
     return part.new_empty(0).set_(torch.from_dlpack(nbytes).untyped_storage(), 0, part.shape)
 
 
-class Window(NamedTuple):
-    """The place of a view in the memory of an unsharded bucket."""
+class ViewGeometry(NamedTuple):
+    """What makes a tensor a view of an unsharded bucket: all that is needed to make the same view of another buffer."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -90,15 +90,15 @@ class Window(NamedTuple):
     is_neg: bool
 
     @staticmethod
-    def of(x: torch.Tensor) -> Window:
-        return Window(x.dtype, x.shape, x.stride(), x.storage_offset(), x.is_conj(), x.is_neg())
+    def of(x: torch.Tensor) -> ViewGeometry:
+        return ViewGeometry(x.dtype, x.shape, x.stride(), x.storage_offset(), x.is_conj(), x.is_neg())
 
-    def moved(self, elements: int) -> Window:
-        """Returns the place with another offset."""
+    def moved(self, elements: int) -> ViewGeometry:
+        """Returns the geometry with another offset."""
         return self._replace(offset=self.offset + elements)
 
     def on(self, unsharded: torch.Tensor) -> torch.Tensor:
-        """Returns the view in an unsharded buffer."""
+        """Returns the view with this geometry in a buffer's memory."""
         found = torch.empty(0, dtype=self.dtype, device=unsharded.device)
         found.set_(unsharded.untyped_storage(), self.offset, self.shape, self.stride)
         found = found.conj() if self.is_conj else found
@@ -146,8 +146,8 @@ class ParamMemory:
     Attributes:
         classes: the parameters' own classes.
         views: every parameter's part of the buffer; ``addresses``: where they were when they became the parameters.
-        windows: other views, kept for the next backward pass.
-        own_uses: how many tensors of ours share the memory while the parameters are views of it, without windows.
+        cached_views: other views, kept for the next backward pass.
+        own_uses: how many of our tensors, cached views excluded, share the memory while the parameters are views of it.
         gathering: the all_gather in flight.
         is_plain: whether the parameters have their own classes.
         borrowed: whether a module outside of the unit has read a parameter since the gather.
@@ -165,7 +165,7 @@ class ParamMemory:
     def move(self, buffer: torch.Tensor, layout: FlatLayout) -> None:
         """Takes another buffer."""
         self.buffer, self.views = buffer, layout.parts(buffer)
-        self.windows: dict[Window, torch.Tensor] = {}
+        self.cached_views: dict[ViewGeometry, torch.Tensor] = {}
         self.own_uses = uses(buffer) + len(self.params)
 
     @property
@@ -177,7 +177,7 @@ class ParamMemory:
     def is_seen(self) -> bool:
         """Whether other tensors share the memory, such as views that the user's program has kept or tensors that
         autograd has saved without our hooks."""
-        return uses(self.buffer) > self.own_uses + len(self.windows)
+        return uses(self.buffer) > self.own_uses + len(self.cached_views)
 
     @cached_property
     def placeholders(self) -> list[torch.Tensor]:
@@ -211,14 +211,14 @@ class ParamMemory:
         self.is_plain = False
         self.buffer.untyped_storage().resize_(0)
 
-    def window(self, at: Window) -> torch.Tensor:
+    def cached_view(self, geometry: ViewGeometry) -> torch.Tensor:
         """Returns a view of the buffer. Views are cached, up to a limit."""
-        if at not in self.windows:
-            if len(self.windows) >= _WINDOWS_EACH * len(self.params):
-                self.windows.clear()
+        if geometry not in self.cached_views:
+            if len(self.cached_views) >= _CACHED_VIEWS_EACH * len(self.params):
+                self.cached_views.clear()
             with torch.inference_mode(False):
-                self.windows[at] = at.on(self.buffer)
-        return self.windows[at]
+                self.cached_views[geometry] = geometry.on(self.buffer)
+        return self.cached_views[geometry]
 
 
 @dataclass
@@ -409,7 +409,7 @@ class Bucket:
             _set_values([p], [own], [self.memory.classes[i]])
             p.grad = gradients.get(i)
         self.weight = self.master = self.memory.buffer = torch.empty(0)
-        self.memory.views, self.memory.windows, self._gradient = [], {}, None
+        self.memory.views, self.memory.cached_views, self._gradient = [], {}, None
         self.views.are_stale = True  # for good
         self.gathered = UnshardedState()  # the model's refers to this bucket too, a circle
 

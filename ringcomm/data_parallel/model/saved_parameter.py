@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ringcomm.data_parallel.buckets.bucket import Bucket, Window
+from ringcomm.data_parallel.buckets.bucket import Bucket, ViewGeometry
 from ringcomm.data_parallel.model.place import Place, place_of
 from ringcomm.data_parallel.model.sharded_model import ShardedModel
 from ringcomm.errors import InvalidArgumentError
@@ -27,18 +27,20 @@ class SavedParameter:
 
     home: weakref.ref[Bucket]
     number: int  # number of the last call when it was saved
-    window: Window
+    geometry: ViewGeometry
     index: int  # the parameter's index in the bucket
     version: int  # the version when it was saved
     counter: torch.Tensor | None  # a tensor that has the version counter; None: the parameter
 
     @staticmethod
-    def of(bucket: Bucket, number: int, window: Window, index: int, counter: torch.Tensor | None) -> SavedParameter:
+    def of(
+        bucket: Bucket, number: int, geometry: ViewGeometry, index: int, counter: torch.Tensor | None
+    ) -> SavedParameter:
         """Returns the object for what has that version counter now."""
         p = bucket.params[index]
         counter = None if counter is p else counter
         return SavedParameter(
-            weakref.ref(bucket), number, window, index, (p if counter is None else counter)._version, counter
+            weakref.ref(bucket), number, geometry, index, (p if counter is None else counter)._version, counter
         )
 
     def values(self) -> torch.Tensor:
@@ -51,14 +53,14 @@ class SavedParameter:
             )
         _check_version(bucket.params[self.index] if self.counter is None else self.counter, self.version)
         if bucket.is_unsharded:
-            return bucket.memory.window(self.window)
+            return bucket.memory.cached_view(self.geometry)
         flat, unit = place.flat, place.flat.unit_of[bucket]
         if torch._C._current_graph_task_id() >= 0:
             flat.reach(unit, self.number)
-            return bucket.memory.window(self.window)
+            return bucket.memory.cached_view(self.geometry)
         # Accessed by a program that inspects the graph.
         with flat.borrowing([bucket], unit.name, "a saved tensor"):
-            return bucket.memory.window(self.window).clone()
+            return bucket.memory.cached_view(self.geometry).clone()
 
 
 @contextmanager
@@ -101,10 +103,10 @@ def _packing(pack: Callable[[torch.Tensor], Any], flats: list[ShardedModel]) -> 
             bucket = flat.gathered.by_memory.get(memory)
             if bucket is not None:
                 index = bucket.layout.index_of(x.storage_offset() * x.itemsize // bucket.types.compute.itemsize)
-                window, counters = Window.of(x), flat.calls.counters.get((bucket, index), {})
+                geometry, counters = ViewGeometry.of(x), flat.calls.counters.get((bucket, index), {})
                 # The operation may save a view of what it was given, as linear does.
                 only = next(iter(counters.values())) if len(counters) == 1 else None
-                return SavedParameter.of(bucket, flat.calls.count, window, index, counters.get(window, only))
+                return SavedParameter.of(bucket, flat.calls.count, geometry, index, counters.get(geometry, only))
         place = getattr(x, "_ringcomm", None)
         if isinstance(place, Place) and place.alive and place.bucket.memory.is_placeholder(x):
             # A checkpoint saves its arguments, and a torch.autograd.Function what it wants, without reading values.
@@ -117,8 +119,8 @@ def _packing(pack: Callable[[torch.Tensor], Any], flats: list[ShardedModel]) -> 
                 )
             with torch._C.DisableTorchFunctionSubclass():
                 counter = x.detach().as_subclass(torch.Tensor)
-            window = Window.of(bucket.memory.views[index])
-            return SavedParameter.of(bucket, place.flat.calls.count, window, index, counter)
+            geometry = ViewGeometry.of(bucket.memory.views[index])
+            return SavedParameter.of(bucket, place.flat.calls.count, geometry, index, counter)
         return pack(x)
 
     return packed

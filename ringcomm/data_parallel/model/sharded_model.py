@@ -43,7 +43,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from ringcomm import _C
-from ringcomm.data_parallel.buckets.bucket import Bucket, UnshardedState, Window, in_transform
+from ringcomm.data_parallel.buckets.bucket import Bucket, UnshardedState, ViewGeometry, in_transform
 from ringcomm.data_parallel.buckets.grad_buffer import copy_exchanged_grads, sync_grads_from_root
 from ringcomm.data_parallel.buckets.group import DataParallelGroup
 from ringcomm.data_parallel.buckets.layout import Atom
@@ -364,7 +364,7 @@ class ForwardCalls:
         restore: inside `whole`, removes the records of the passes there.
         warned: whether the warning about a read outside of a unit's call was given.
         counters: while an operation reads parameters and views, which may have another version counter, such as
-            `p.data[0]`: a tensor with that counter, by the parameter's bucket and index, and by the place of the view.
+            `p.data[0]`: a tensor with that counter, by the parameter's bucket and index, and by the view's geometry.
     """
 
     saving_references: Callable[[ShardedModel], AbstractContextManager[None]]
@@ -376,7 +376,7 @@ class ForwardCalls:
     last: list[Unit] = field(default_factory=list)
     restore: Callable[[], None] | None = None
     warned: bool = False
-    counters: dict[tuple[Bucket, int], dict[Window, torch.Tensor]] = field(default_factory=dict)
+    counters: dict[tuple[Bucket, int], dict[ViewGeometry, torch.Tensor]] = field(default_factory=dict)
 
     @property
     def depth(self) -> int:

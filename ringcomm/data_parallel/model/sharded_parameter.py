@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ringcomm.data_parallel.buckets.bucket import Bucket, ViewData, Window, in_transform, untransformed
+from ringcomm.data_parallel.buckets.bucket import Bucket, ViewData, ViewGeometry, in_transform, untransformed
 from ringcomm.data_parallel.model.place import Place
 from ringcomm.data_parallel.model.sharded_model import ShardedModel
 from ringcomm.errors import InvalidArgumentError
@@ -63,7 +63,7 @@ class ShardedView(torch.Tensor):
     """
 
     _ringcomm: Place
-    _window: Window | None = None  # None: the whole parameter
+    _geometry: ViewGeometry | None = None  # None: the whole parameter
     _data: ViewData | None = None
     _copy: torch.Tensor | None = None  # kept alive here, see ViewData
     _versioned_by: torch.Tensor | None = None  # whose version counts writes into this view; None: its own
@@ -85,7 +85,7 @@ class ShardedView(torch.Tensor):
             return _alias(args[0])
         if name == "__get__" and attribute == "data":
             with torch._C.DisableTorchFunctionSubclass():
-                return _describe(args[0].data.as_subclass(ShardedView), args[0], _window(args[0]))
+                return _describe(args[0].data.as_subclass(ShardedView), args[0], _geometry_of(args[0]))
         if name == "__set__" and attribute == "data":
             return _set_data(*args)
         if name in _FACTS and attribute not in _VALUES:
@@ -99,7 +99,7 @@ class ShardedView(torch.Tensor):
             if roots is not None:
                 return func(*roots[0], **roots[1])
         if name == "storage_offset":
-            return _start(args[0], args[0].itemsize) if args[0]._window is None else args[0]._window.offset
+            return _start(args[0], args[0].itemsize) if args[0]._geometry is None else args[0]._geometry.offset
         if name in _STRIDES:
             return func(_like(args[0]), *args[1:], **kwargs)
         if name == "__iter__":
@@ -151,14 +151,14 @@ class ShardedParameter(ShardedView, nn.Parameter):
 def _alias(x: Any) -> ShardedView:
     """Returns the same parameter or view, detached from autograd, with the same version counter."""
     with torch._C.DisableTorchFunctionSubclass():
-        alias = _describe(x.detach().as_subclass(ShardedView), x, _window(x))
+        alias = _describe(x.detach().as_subclass(ShardedView), x, _geometry_of(x))
     alias._versioned_by = x._versioned_by if isinstance(x, ShardedView) and x._versioned_by is not None else x
     return alias
 
 
-def _describe(view: Any, of: Any, window: Window | None, copy: torch.Tensor | None = None) -> ShardedView:
+def _describe(view: Any, of: Any, geometry: ViewGeometry | None, copy: torch.Tensor | None = None) -> ShardedView:
     """Makes ``view`` a view of what ``of`` is a view of; ``copy``: in whose memory it is, if not in that of ``of``."""
-    view._ringcomm, view._window, view._data = of._ringcomm, window, _data_of(of)
+    view._ringcomm, view._geometry, view._data = of._ringcomm, geometry, _data_of(of)
     view._copy = copy if copy is not None or not isinstance(of, ShardedView) else of._copy
     return view
 
@@ -193,20 +193,20 @@ def _start(x: Any, itemsize: int) -> int:
 
 def _like(x: Any) -> torch.Tensor:
     """Returns a tensor without memory that has the strides of a parameter or view."""
-    if x._window is None:
+    if x._geometry is None:
         return torch.empty(x.shape, dtype=x.dtype, device="meta")
-    return torch.empty_strided(x.shape, x._window.stride, dtype=x.dtype, device="meta")
+    return torch.empty_strided(x.shape, x._geometry.stride, dtype=x.dtype, device="meta")
 
 
 def _set_data(p: ShardedView, values: torch.Tensor) -> None:
     """Implements `p.data = values`: this rank keeps its part of them."""
     place: Place = p._ringcomm
-    if getattr(values, "_ringcomm", None) is place and _window(values) == _window(p):
+    if getattr(values, "_ringcomm", None) is place and _geometry_of(values) == _geometry_of(p):
         replaced = _replaced(values)
         if replaced is not None:
             _put_back(place, replaced)
         return
-    if _window(p) is not None or p is not place.bucket.params[place.index]:
+    if _geometry_of(p) is not None or p is not place.bucket.params[place.index]:
         raise InvalidArgumentError(
             f"`view.data = ...`: rank {place.flat.ranks.rank} got other memory for a view of {place.name}, expected "
             "values that are written into it; use view.copy_(values)"
@@ -300,7 +300,7 @@ def _on_gathered(
     for place, x, value in read:
         if _has_storage(value):
             counters = place.flat.calls.counters.setdefault((place.bucket, place.index), {})
-            counters[Window.of(value)] = _counters_of(x)[-1]
+            counters[ViewGeometry.of(value)] = _counters_of(x)[-1]
     try:
         result = func(*args, **kwargs)
     finally:
@@ -322,22 +322,22 @@ def _on_gathered(
             return originals[id(x)]
         if _shares(x, copies):
             leaf, copy = copies[x.untyped_storage()._cdata]
-            window = Window.of(x).moved(_start(leaf, x.itemsize))
+            geometry = ViewGeometry.of(x).moved(_start(leaf, x.itemsize))
             x.__class__ = ShardedView  # `as_subclass` would put another node before it
-            return _describe(x, leaf, window, copy)
+            return _describe(x, leaf, geometry, copy)
         if not _shares(x, homes):
             return x
-        base, window = _base_of(x, homes[x.untyped_storage()._cdata], given), Window.of(x)
+        base, geometry = _base_of(x, homes[x.untyped_storage()._cdata], given), ViewGeometry.of(x)
         copy = _copy_of(base, base._ringcomm.bucket.unsharded, renewed)
-        memory = window.moved(-_start(base, x.itemsize)).on(copy)
+        memory = geometry.moved(-_start(base, x.itemsize)).on(copy)
         if not (torch.is_grad_enabled() and x.requires_grad):
-            view = _describe(memory.as_subclass(ShardedView), base, window, copy)
+            view = _describe(memory.as_subclass(ShardedView), base, geometry, copy)
             view._versioned_by = base
             return view
         x = _twin(x)
         x.data = memory
         x.__class__ = ShardedView
-        return _describe(x, base, window, copy)
+        return _describe(x, base, geometry, copy)
 
     return tree_map(shown, result)
 
@@ -463,7 +463,7 @@ def _with_own_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if not _shares(x, memories):
             return x
         view = memories[x.untyped_storage()._cdata]
-        part = _describe(x.as_subclass(ShardedView), view, Window.of(x).moved(_start(view, x.itemsize)))
+        part = _describe(x.as_subclass(ShardedView), view, ViewGeometry.of(x).moved(_start(view, x.itemsize)))
         part._versioned_by = view._versioned_by
         return part
 
@@ -509,9 +509,9 @@ def _buffer_of(x: Any) -> torch.Tensor:
 def _values(x: Any, renewed: Collection[Bucket], copies: dict[int, tuple[Any, torch.Tensor]]) -> torch.Tensor:
     """Returns the values of a gathered parameter, as the parameter itself if it can be computed with, or of a view. For
     a leaf with a gradient of its own it returns, and notes in ``copies``, the copy in which its views are."""
-    window, place, buffer = _window(x), x._ringcomm, _buffer_of(x)
-    if window is not None:
-        return window.on(buffer)
+    geometry, place, buffer = _geometry_of(x), x._ringcomm, _buffer_of(x)
+    if geometry is not None:
+        return geometry.on(buffer)
     p = place.bucket.params[place.index]
     if x is p:
         return x
@@ -542,7 +542,7 @@ def _has_storage(x: torch.Tensor) -> bool:
 
 def _is_separate_leaf(x: Any) -> bool:
     """Whether ``x`` shares a parameter's values but has a gradient of its own."""
-    if not isinstance(x, ShardedView) or isinstance(x, ShardedParameter) or x._window is not None:
+    if not isinstance(x, ShardedView) or isinstance(x, ShardedParameter) or x._geometry is not None:
         return False
     with torch._C.DisableTorchFunctionSubclass():
         return x.requires_grad
@@ -562,7 +562,7 @@ def _unsharded_of(bucket: Bucket, i: int, data: ViewData) -> torch.Tensor:
 
 def _has_gradient(x: Any) -> bool:
     """Whether ``x`` is a view that autograd tracks or accumulates a gradient for."""
-    if not isinstance(x, ShardedView) or x._window is None:
+    if not isinstance(x, ShardedView) or x._geometry is None:
         return False
     with torch._C.DisableTorchFunctionSubclass():
         return x.requires_grad
@@ -578,8 +578,8 @@ def _has_memory(x: Any) -> bool:
     return bool(x._ringcomm.bucket.is_unsharded) and _replaced(x) is None
 
 
-def _window(x: Any) -> Window | None:
-    return x._window if isinstance(x, ShardedView) else None
+def _geometry_of(x: Any) -> ViewGeometry | None:
+    return x._geometry if isinstance(x, ShardedView) else None
 
 
 def _data_of(x: Any) -> Any:

@@ -234,7 +234,7 @@ def backward_on_released_parameters(right: Function) -> Function:
 
 @fault(sharded_parameter, "_values", "write")
 def writes_into_copies_of_views(right: Function) -> Function:
-    return lambda x: right(x) if sharded_parameter._window(x) is None else right(x).clone()
+    return lambda x: right(x) if sharded_parameter._geometry_of(x) is None else right(x).clone()
 
 
 # ---- what goes through -------------------------------------------------------------------------------------------
