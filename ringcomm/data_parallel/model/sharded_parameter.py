@@ -233,9 +233,9 @@ def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a conversion, such as `to`, returns the parameter itself."""
     if getattr(func, "__name__", "") == "contiguous":
         return _like(args[0]).is_contiguous(*args[1:], **kwargs)
-    twin = torch.empty([0] * args[0].dim(), dtype=args[0].dtype, device=args[0].device)
+    empty = torch.empty([0] * args[0].dim(), dtype=args[0].dtype, device=args[0].device)
     rest = [torch.empty(0, dtype=x.dtype, device=x.device) if isinstance(x, torch.Tensor) else x for x in args[1:]]
-    return func(twin, *rest, **kwargs) is twin
+    return func(empty, *rest, **kwargs) is empty
 
 
 def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -334,7 +334,7 @@ def _on_gathered(
             view = _describe(memory.as_subclass(ShardedView), base, geometry, copy)
             view._versioned_by = base
             return view
-        x = _twin(x)
+        x = _without_view_metadata(x)
         x.data = memory
         x.__class__ = ShardedView
         return _describe(x, base, geometry, copy)
@@ -372,11 +372,13 @@ class _SavedInput(torch.autograd.Function):
 
 
 @untransformed
-def _twin(x: torch.Tensor) -> torch.Tensor:
-    """Returns a plain tensor with the gradient edge, the version counter and the memory of ``x`` that is not a view.
+def _without_view_metadata(x: torch.Tensor) -> torch.Tensor:
+    """Returns a plain tensor that is not a view for autograd, with the memory, the version counter and the grad_fn of
+    ``x``.
 
-    After a write, autograd builds the grad_fn of a view again, from the strides that the base has then. Here the base
-    is a placeholder by then, with strides of 0. What a node has saved for backward is not a view, so its grad_fn stays.
+    After an in-place write, autograd rebuilds the grad_fn of a view from the strides of its base. Here the base may be
+    a placeholder by then, whose strides are 0, so the new grad_fn would be wrong. A tensor that a node has saved for
+    backward comes back without view metadata, and keeps its grad_fn; so ``x`` is saved by a node and taken from it.
     """
     disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
     if disabled is not None:
@@ -384,13 +386,13 @@ def _twin(x: torch.Tensor) -> torch.Tensor:
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
             node = _SavedInput.apply(x).grad_fn
-            (twin,) = node.saved_tensors
-            if twin.is_leaf:  # the node that accumulates its gradient lives as long as another one refers to it
-                twin._node = node
+            (plain,) = node.saved_tensors
+            if plain.is_leaf:  # the node that accumulates its gradient lives as long as another one refers to it
+                plain._node = node
     finally:
         if disabled is not None:
             torch._C._autograd._saved_tensors_hooks_disable(disabled)
-    return twin
+    return plain
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:
@@ -422,7 +424,7 @@ def _without_values(name: str, args: Any, kwargs: Any) -> Any:
             return x
         found = True
         with torch._C.DisableTorchFunctionSubclass():
-            return _twin(x)
+            return _without_view_metadata(x)
 
     weights = 2 if name == "grad" else 1  # the position of the gradients of the outputs, which are values
     args = tuple(x if k == weights else tree_map(replaced, x) for k, x in enumerate(args))
@@ -518,7 +520,7 @@ def _values(x: Any, renewed: Collection[Bucket], copies: dict[int, tuple[Any, to
     if torch.is_grad_enabled() and _is_separate_leaf(x) and not in_transform():
         copy = _copy_of(x, buffer, renewed)
         with torch._C.DisableTorchFunctionSubclass():
-            values = _twin(x)
+            values = _without_view_metadata(x)
         values.data = copy
         copies[copy.untyped_storage()._cdata] = x, copy
         return values
