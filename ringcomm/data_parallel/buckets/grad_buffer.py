@@ -203,6 +203,7 @@ class GradBuffer:
         buffer: the memory that stays: unsharded at stages 0 and 1, else this rank's shard.
         reduced: the part of it with the mean: all of it, at stage 1 this rank's shard.
         has_reduced: whether it has a mean; ``with_mean``: the parameters with one.
+        sharded_grads: the `ShardedGradient` of every parameter.
         exposed: what `expose_grads` put into `p.grad`.
         means: the tensors for `p.grad` and their addresses, unless `p.grad` is a `ShardedGradient`.
         work: the reduction in flight.
@@ -223,7 +224,7 @@ class GradBuffer:
         self.params, self.layout, self.ranks, self.types, self.stage = params, layout, ranks, types, stage
         self._use_buffer(ranks.empty(layout.numel if stage < 2 else layout.shard_numel, types.master, device))
         self.local = LocalSums(layout, ranks, tree, noted)
-        self.placeholders = [ShardedGradient.of(self, i) for i in range(len(params))]
+        self.sharded_grads = [ShardedGradient.of(self, i) for i in range(len(params))]
         self.has_reduced = False
         self.with_mean: set[int] = set()
         self.exposed: list[torch.Tensor | None] = [None] * len(params)
@@ -261,8 +262,8 @@ class GradBuffer:
     def rename(self, layout: FlatLayout) -> None:
         """Takes a layout that differs in the parameters' names."""
         self.layout = self.local.layout = layout
-        for placeholder, segment in zip(self.placeholders, layout.segments, strict=True):
-            placeholder._name = segment.name
+        for grad, segment in zip(self.sharded_grads, layout.segments, strict=True):
+            grad._name = segment.name
 
     def _name(self, i: int) -> str:
         return self.layout.segments[i].name
@@ -288,9 +289,9 @@ class GradBuffer:
         return self.types.compute == self.types.master
 
     @cached_property
-    def uses_placeholders(self) -> bool:
-        """Whether `p.grad` differs from what was reduced: another type, or only a part of what the model's ranks
-        have."""
+    def exposes_sharded(self) -> bool:
+        """Whether `p.grad` is a `ShardedGradient` after a reduction: the mean is sharded, or is not in the type that
+        `p.grad` must have, or the model is split over ranks."""
         return self.stage > 0 or not self.has_one_type or self.ranks.cuts_model
 
     @cached_property
@@ -381,7 +382,7 @@ class GradBuffer:
     def expose_grads(self) -> None:
         """Sets `p.grad` to what users see between backward passes."""
         if self.has_reduced and len(self.with_mean) == len(self.exposed):
-            self.exposed = [*(self.placeholders if self.uses_placeholders else self._all_means())]
+            self.exposed = [*(self.sharded_grads if self.exposes_sharded else self._all_means())]
         else:
             self.exposed = [self._grad_to_expose(i) for i in range(len(self.exposed))]
         if not self.is_empty:
@@ -395,9 +396,9 @@ class GradBuffer:
 
     def _grad_to_expose(self, i: int) -> torch.Tensor | None:
         if self.has_reduced and i in self.with_mean:
-            return self.placeholders[i] if self.uses_placeholders else self._all_means()[i]
+            return self.sharded_grads[i] if self.exposes_sharded else self._all_means()[i]
         if self.has_local and i in self.local.contributed:
-            return self.local.all_views()[i] if self.has_one_type and not self.local.tree else self.placeholders[i]
+            return self.local.all_views()[i] if self.has_one_type and not self.local.tree else self.sharded_grads[i]
         return None
 
     def _all_means(self) -> list[torch.Tensor]:
@@ -441,8 +442,8 @@ class GradBuffer:
                 means[i].data = means[i].clone()
                 means[i] = self._new_mean(i)
         kept: GradBuffer | None = None
-        # Placeholders are exposed only with `uses_placeholders` or `tree`.
-        for i in _referenced_elsewhere(self.placeholders) if self.uses_placeholders or self.local.tree else ():
+        # They are in `p.grad` only with `exposes_sharded` or `tree`.
+        for i in _referenced_elsewhere(self.sharded_grads) if self.exposes_sharded or self.local.tree else ():
             if i not in forgotten:
                 continue
             if kept is None and i in self.with_mean:
@@ -450,8 +451,8 @@ class GradBuffer:
                 kept.buffer = kept.reduced = self.reduced.clone()
                 kept.local, kept.work = LocalSums(self.layout, self.ranks, False, []), None
                 kept.with_mean, kept.means, kept.exposed = set(self.with_mean), ([], []), []
-            self.placeholders[i]._owner = partial(_same, kept if i in self.with_mean else None)
-            self.placeholders[i] = ShardedGradient.of(self, i)
+            self.sharded_grads[i]._owner = partial(_same, kept if i in self.with_mean else None)
+            self.sharded_grads[i] = ShardedGradient.of(self, i)
 
     def reconcile(self) -> None:
         """Discards the gradients that the user has set to None."""
@@ -491,7 +492,7 @@ class GradBuffer:
             others = [(i, g) for i, g in enumerate(grads) if g is not None and not self._is_exposed(i, g)]
             if len(others) > 1:  # the user may have swapped them
                 others = [
-                    (i, g if g is self.placeholders[i] or g.layout != torch.strided else g.clone()) for i, g in others
+                    (i, g if g is self.sharded_grads[i] or g.layout != torch.strided else g.clone()) for i, g in others
                 ]
             are_means = any(isinstance(g, ShardedGradient) for g in grads)  # kept from an earlier pass
             if own and others and self.is_empty and not are_means:
@@ -505,7 +506,7 @@ class GradBuffer:
     def _unchanged(self, grads: list[torch.Tensor | None]) -> bool:
         if not all(map(operator.is_, grads, self.exposed)):
             return False
-        if self.uses_placeholders or not self.has_reduced:
+        if self.exposes_sharded or not self.has_reduced:
             return True
         self._update_addresses()
         if len(self.with_mean) < len(grads):
@@ -517,7 +518,7 @@ class GradBuffer:
         replaced `p.grad.data`."""
         if grad is not self.exposed[i]:
             return False
-        return grad is None or self.uses_placeholders or i not in self.with_mean or grad.data_ptr() == self.means[1][i]
+        return grad is None or self.exposes_sharded or i not in self.with_mean or grad.data_ptr() == self.means[1][i]
 
     def _adopt(self, i: int, grad: torch.Tensor, call: str) -> None:
         """Takes a user's tensor as a parameter's mean, or as its local sum if nothing was reduced yet."""
@@ -530,7 +531,7 @@ class GradBuffer:
             self.buffer.zero_()
             self.has_reduced = True
         (self.with_mean if self.has_reduced else self.local.contributed).add(i)
-        if grad is not self.placeholders[i]:
+        if grad is not self.sharded_grads[i]:
             self.write(i, grad._read() if isinstance(grad, ShardedGradient) else grad.detach())
         if self.means[0]:  # the previous mean may have been given other memory
             self.means[0][i] = self._new_mean(i)

@@ -37,7 +37,7 @@ class HostGradients:
 
     def start_copy(self, bucket: Bucket) -> None:
         """Starts to copy a bucket's reduced gradient, if later changes of it can be noticed."""
-        if bucket in self._copies and bucket.gradient.uses_placeholders:
+        if bucket in self._copies and bucket.gradient.exposes_sharded:
             self._fetch(bucket)
 
     def _fetch(self, bucket: Bucket) -> None:
@@ -61,7 +61,7 @@ class HostGradients:
         for bucket in self._copies:
             gradient = bucket.gradient
             changed = self._versions.get(bucket) != _version(bucket)
-            if gradient.has_reduced and (changed or not gradient.uses_placeholders):
+            if gradient.has_reduced and (changed or not gradient.exposes_sharded):
                 self._fetch(bucket)
 
     def copy_back(self) -> None:

@@ -510,7 +510,7 @@ class ShardedOptimizer:
         else:
             shape, first = bucket.layout.segments[segments[0]].shape, bucket.params[segments[0]]
             values = values.view(shape)
-            own = bucket.stage == 0 and not bucket.gradient.uses_placeholders
+            own = bucket.stage == 0 and not bucket.gradient.exposes_sharded
             param = first if own else _like(first, values)
         return StepParameter(bucket, group, start, end, segments, param, values, values.data_ptr())
 

@@ -578,7 +578,7 @@ def test_unreferenced_gradients_stay_in_their_memory(stage: int) -> None:
         seen = set()
         for _ in range(3):
             model(torch.ones(2, 6)).sum().backward()
-            seen.add(id(gradient.placeholders[0]) if stage else gradient.means[0][0].data_ptr())
+            seen.add(id(gradient.sharded_grads[0]) if stage else gradient.means[0][0].data_ptr())
             optimizer.step()
             optimizer.zero_grad()
         assert len(seen) == 1
