@@ -390,4 +390,4 @@ def whole(module: nn.Module) -> Iterator[None]:
             for unit in sharded if not flat.gathered.graph_needs else ():
                 unit.release()
         finally:
-            flat.intercept()
+            flat.use_sharded_classes()

@@ -149,7 +149,7 @@ class ParamMemory:
         cached_views: other views, kept for the next backward pass.
         own_uses: how many of our tensors, cached views excluded, share the memory while the parameters are views of it.
         gathering: the all_gather in flight.
-        is_plain: whether the parameters have their own classes.
+        has_own_classes: whether the parameters have their own classes, not ``sharded_class``.
         borrowed: whether a module outside of the unit has read a parameter since the gather.
         replaced: parameters whose `p.data` was found to be another tensor; they may have another autograd node.
     """
@@ -158,7 +158,7 @@ class ParamMemory:
         self.params, self.sharded_class = params, sharded_class
         self.classes = [type(p) for p in params]
         self.gathering: Any = None
-        self.is_plain = False
+        self.has_own_classes = False
         self.borrowed = False
         self.replaced: set[int] = set()
 
@@ -196,19 +196,19 @@ class ParamMemory:
     def bind(self) -> None:
         """Makes the parameters views of the buffer, so that they can be computed with."""
         _set_values(self.params, self.views, self.classes)
-        self.is_plain = True
+        self.has_own_classes = True
         self.addresses = [*map(torch.Tensor.data_ptr, self.views)]
 
-    def set_plain(self, plain: bool) -> None:
-        """Gives the parameters, which keep their values, their own classes or the class of placeholders."""
-        if plain != self.is_plain:
-            _set_classes(self.params, self.classes if plain else [self.sharded_class] * len(self.params))
-            self.is_plain = plain
+    def use_sharded_class(self, sharded: bool) -> None:
+        """Gives the parameters the sharded class, or their own classes; they keep their values."""
+        if sharded == self.has_own_classes:
+            _set_classes(self.params, [self.sharded_class] * len(self.params) if sharded else self.classes)
+            self.has_own_classes = not sharded
 
     def free(self) -> None:
         """Makes the parameters placeholders."""
         _set_values(self.params, self.placeholders, [self.sharded_class] * len(self.params))
-        self.is_plain = False
+        self.has_own_classes = False
         self.buffer.untyped_storage().resize_(0)
 
     def cached_view(self, geometry: ViewGeometry) -> torch.Tensor:

@@ -139,7 +139,7 @@ class Unit:
         self.start_gather()
         for bucket in self.buckets:
             bucket.finish_gather()
-            bucket.memory.set_plain(True)
+            bucket.memory.use_sharded_class(False)
 
     def release(self) -> None:
         """Frees the other ranks' parameters, which the program may have written."""
@@ -768,7 +768,7 @@ class ShardedModel:
             for bucket in self.unit_of if not done or self.calls.depth == 0 else ():
                 if bucket.memory.borrowed or not done:
                     self._release(bucket)
-            self.intercept()
+            self.use_sharded_classes()
 
     def end_call(self, unit: Unit, module: nn.Module) -> int | None:
         """Ends a call that has returned, and frees gathered parameters. Returns the number of the last call that has
@@ -797,13 +797,13 @@ class ShardedModel:
             if isinstance(held, Bucket):
                 held.views.are_stale = True
 
-    def intercept(self) -> None:
-        """Stage 3, outside of calls: gives parameters that stay gathered the class of sharded ones, so that autograd
-        saves references to them."""
+    def use_sharded_classes(self) -> None:
+        """Stage 3, outside of calls: gives parameters that stay gathered the class of sharded ones. Reads of them then
+        go through us, so that autograd saves references to them."""
         if self.calls.depth or self.gathered.holders or self.sync.microbatches is not None:
             return
         for bucket in self.unit_of if self.stage == LAST_STAGE else ():
-            bucket.memory.set_plain(False)
+            bucket.memory.use_sharded_class(True)
 
     # Saved parameters, at stage 3.
 
@@ -1176,7 +1176,7 @@ class ShardedModel:
         for unit in self.units:
             if unit.reshard_after_backward and self.sync.microbatches is None:
                 self._release(unit)
-        self.intercept()
+        self.use_sharded_classes()
 
     def _abandon(self) -> None:
         """Drops a backward pass that failed, and all gradients with it."""

@@ -402,14 +402,14 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def _own_classes(given: Sequence[Any]) -> Iterator[None]:
     """Inside, gathered parameters have their own classes, so that they can be computed with."""
-    params = [x for x in given if isinstance(x, ShardedParameter) and not x._ringcomm.bucket.memory.is_plain]
+    params = [x for x in given if isinstance(x, ShardedParameter) and not x._ringcomm.bucket.memory.has_own_classes]
     for p in params:
         p.__class__ = p._ringcomm.bucket.memory.classes[p._ringcomm.index]
     try:
         yield
     finally:
         for p in params:
-            if not p._ringcomm.bucket.memory.is_plain:
+            if not p._ringcomm.bucket.memory.has_own_classes:
                 p.__class__ = ShardedParameter
 
 
