@@ -261,7 +261,7 @@ class Loader:
                 bucket.master[first - bucket.start : last - bucket.start].copy_(
                     master[first - bucket.start : last - bucket.start]
                 )
-            bucket.publish().wait()
+            bucket.sync_params_from_master().wait()
         for tensor, values in self.replicated:
             tensor.copy_(values)
         for module, value in self.extra_states:

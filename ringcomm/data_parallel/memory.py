@@ -292,7 +292,7 @@ class Plan:
             self._backward(sync)
         for bucket in self.order:
             for _ in range(self.stepped[bucket] if self.stage in (1, 2) else 0):
-                bucket.publish()
+                bucket.sync_params_from_master()
             bucket.gradient.drop()
             for p in bucket.params:
                 p.grad = None

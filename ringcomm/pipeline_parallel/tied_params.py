@@ -130,7 +130,7 @@ class _LocalTiedParam:
         else:
             like = torch.empty((), dtype=place.bucket.master.dtype, device=self.messages.device).expand(param.shape)
             place.bucket.load(place.index, self._received(like, self.owner))
-            place.bucket.publish().wait()
+            place.bucket.sync_params_from_master().wait()
 
     def _current(self) -> torch.nn.Parameter:
         """Returns the current parameter: load_state_dict(assign=True) replaces it."""

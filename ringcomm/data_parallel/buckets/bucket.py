@@ -493,7 +493,7 @@ class Bucket:
                 memory.borrowed = False
                 self.ranks.note_gathered(-memory.buffer.nbytes)
 
-    def publish(self, changed: Collection[int] = ()) -> Any:
+    def sync_params_from_master(self, changed: Collection[int] = ()) -> Any:
         """Copies changed master weights to the parameters, on this rank and the others. Returns a Work.
 
         Args:
@@ -522,7 +522,8 @@ class Bucket:
         return self.layout.piece(owned, self.start, i)[0]
 
     def load(self, i: int, values: torch.Tensor) -> None:
-        """Writes this rank's part of a parameter's new values; the caller calls `publish` afterwards."""
+        """Writes this rank's part of a parameter's new values, which is to be followed by
+        `sync_params_from_master`."""
         self._write(self.master, i, values)
 
     # ---- what users write into the parameters ---------------------------------------------------------------------
@@ -584,7 +585,7 @@ class Bucket:
         return found
 
     def adopt_writes(self, call: str) -> None:
-        """Applies what was written into the parameters since `publish` to the master weights."""
+        """Applies what was written into the parameters since `sync_params_from_master` to the master weights."""
         for i in self._keep_writes(call):
             view = self.memory.views[i].copy_(self._current_data(i))
             with torch._C.DisableTorchFunctionSubclass():
@@ -630,10 +631,10 @@ class Bucket:
         if not self.separate:
             return weight
         bits = _BITS.get(self.types.compute.itemsize, torch.int64)  # compared as bits, so that -0.0 differs from 0.0
-        published = self.master.to(self.types.compute).to(self.device).view(bits)
-        if self.device.type == "cpu" and torch.equal(published, weight.view(bits)):
+        synced = self.master.to(self.types.compute).to(self.device).view(bits)
+        if self.device.type == "cpu" and torch.equal(synced, weight.view(bits)):
             return self.master
-        kept, where = published == weight.view(bits), self.master.device
+        kept, where = synced == weight.view(bits), self.master.device
         if kept.numel() != weight.numel():  # complex128 is compared as two integers
             kept = kept.view(-1, 2).all(1)
         return torch.where(kept.to(where), self.master, weight.to(where, self.master.dtype))

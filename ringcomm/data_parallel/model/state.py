@@ -112,7 +112,7 @@ def _before_load(
             errors += _load(bucket, i, name, state[name])
             state[name] = bucket.params[i]
     for bucket in buckets:
-        bucket.publish().wait()
+        bucket.sync_params_from_master().wait()
 
 
 def _fits(value: Any, bucket: Bucket, i: int) -> bool:

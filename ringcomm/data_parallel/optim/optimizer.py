@@ -911,7 +911,7 @@ class ShardedOptimizer:
         works = []
         for bucket, part in self.parts.items():
             changed = bucket.gradient.with_mean & part.segments if bucket.gradient.has_reduced else set()
-            works.append((part.flat, bucket.publish(changed)))
+            works.append((part.flat, bucket.sync_params_from_master(changed)))
             part.flat.arrivals.expect_writes(bucket, changed)
         for flat, work in works:
             flat.timed(work.wait)

@@ -130,7 +130,7 @@ class _Buffer:
                 f"{p.device}), expected it where it was; make the optimizer after moving the module"
             )
 
-    def publish(self) -> None:
+    def sync_params(self) -> None:
         """Gathers the other ranks' pieces; a collective."""
         increment_version([p for p in self.params if p.grad is not None])  # autograd has not seen the step's writes
         for piece in self.pieces:
@@ -377,7 +377,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 buffer.expose_grads()
             self.optim.step()
             for buffer in self._buffers:
-                buffer.publish()
+                buffer.sync_params()
         for mine, theirs in zip(self.param_groups, self.optim.param_groups, strict=True):
             mine.update(_options(theirs))
         return loss

@@ -199,7 +199,7 @@ def gather_of_stale_values(right: Function) -> Function:
     return wrong
 
 
-@fault(Bucket, "publish")
+@fault(Bucket, "sync_params_from_master")
 def shard_that_the_others_do_not_get(right: Function) -> Function:
     def wrong(bucket: Bucket) -> Any:
         before = bucket.unsharded.clone() if bucket.stage in (1, 2) else None
