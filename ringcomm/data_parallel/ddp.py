@@ -277,7 +277,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         pass finds the parameters that it uses by itself, so these methods only set whether it averages them."""
         flat = self._flat
         return SimpleNamespace(
-            prepare_for_backward=lambda outputs: setattr(flat.sync, "decided", True),
+            prepare_for_backward=lambda outputs: setattr(flat.sync, "reduces_next_backward", True),
             _rebuild_buckets=lambda: False,
             _delay_all_reduce=lambda: None,
         )

@@ -124,7 +124,7 @@ def shadow(flat: ShardedModel) -> None:
     joining = flat.ranks.joining
     assert joining is not None
     joining.shadowing = True
-    flat.sync.decided = None  # from now on the other ranks' passes decide
+    flat.sync.reduces_next_backward = None  # from now on the other ranks' passes decide
     while received := joining.receive():
         kind, *details = received
         if kind in _FOLLOW:

@@ -303,7 +303,8 @@ class Synchronisation:
     Attributes:
         broadcast_buffers: whether every synchronised forward pass in training begins with rank 0's buffers.
         enabled: False inside `no_sync` and in a pipeline step.
-        decided: whether the next backward pass reduces, if a forward pass decided it as in torch.
+        reduces_next_backward: whether the next backward pass reduces, as its forward pass has determined; None: no
+            forward pass has, and `enabled` tells when backward runs.
         awaits_backward: whether a forward pass that reduces still waits for its backward pass.
         buffers_are_due: whether the next forward pass begins with rank 0's buffers.
         microbatches: the number of micro-batches so far in a pipeline's step, in which parts of the module run forward
@@ -317,7 +318,7 @@ class Synchronisation:
 
     broadcast_buffers: bool
     enabled: bool = True
-    decided: bool | None = None
+    reduces_next_backward: bool | None = None
     awaits_backward: bool = False
     buffers_are_due: bool = True
     microbatches: int | None = None
@@ -328,7 +329,7 @@ class Synchronisation:
     @property
     def reduces(self) -> bool:
         """Whether a backward pass now would reduce."""
-        return self.enabled if self.decided is None else self.decided
+        return self.enabled if self.reduces_next_backward is None else self.reduces_next_backward
 
     def decide(self) -> None:
         """Decides, in a forward pass, whether its backward pass reduces. A forward pass inside `no_sync`, or one run
@@ -336,7 +337,7 @@ class Synchronisation:
         if torch._C._current_graph_task_id() >= 0:
             return
         self.awaits_backward |= self.enabled
-        self.decided = self.awaits_backward
+        self.reduces_next_backward = self.awaits_backward
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -711,7 +712,7 @@ class ShardedModel:
         """Drops the records of this rank's passes, after the ranks ran different ones."""
         self.calls.forget_order()
         self.calls.used_up = self.gathered.graph_needs = False
-        self.sync.awaits_backward, self.sync.decided, self.sync.buffers_are_due = False, None, True
+        self.sync.awaits_backward, self.sync.reduces_next_backward, self.sync.buffers_are_due = False, None, True
         for unit in self.units:
             unit.calls, unit.recomputed = UnitCalls(), None
             self._release(unit)
@@ -719,12 +720,12 @@ class ShardedModel:
     def _records(self) -> Callable[[], None]:
         """Returns a function that resets the records of this rank's passes to what they are now."""
         used_up, graph_needs = self.calls.used_up, self.gathered.graph_needs
-        sync = self.sync.awaits_backward, self.sync.decided, self.sync.buffers_are_due
+        sync = self.sync.awaits_backward, self.sync.reduces_next_backward, self.sync.buffers_are_due
         units = [(unit, replace(unit.calls), unit.recomputed) for unit in self.units]
 
         def restore() -> None:
             self.calls.used_up, self.gathered.graph_needs = used_up, graph_needs
-            self.sync.awaits_backward, self.sync.decided, self.sync.buffers_are_due = sync
+            self.sync.awaits_backward, self.sync.reduces_next_backward, self.sync.buffers_are_due = sync
             for unit, counted, recomputed in units:
                 unit.calls, unit.recomputed = counted, recomputed
 
