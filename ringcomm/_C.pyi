@@ -39,11 +39,11 @@ class Arrivals:
     expected: int
     def __init__(self, current_task: Callable[[], int]) -> None: ...
     def hook(
-        self, group: int, params: int, index: int, noted: list[set[int]], prepare: Callable[[int], None]
+        self, group: int, params: int, index: int, arrival_sets: list[set[int]], prepare: Callable[[int], None]
     ) -> Callable[[tuple[Any, ...]], None]:
         """Returns the hook that a node calls before it accumulates a gradient. It adds the parameter's index to the
-        first set in ``noted`` and, if the gradient is defined, to the second. It calls ``prepare(index)`` first if
-        ``noted`` is empty or the pass is not the expected one."""
+        first set in ``arrival_sets`` and, if the gradient is defined, to the second. It calls ``prepare(index)`` first
+        if ``arrival_sets`` is empty or the pass is not the expected one."""
 
     def take_complete(self) -> int:
         """Returns the group whose last gradient this thread has added since the previous call; -1: none."""

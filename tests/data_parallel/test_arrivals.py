@@ -17,14 +17,14 @@ class Pass:
     def __init__(self) -> None:
         self.task = 7
         self.arrivals = _C.Arrivals(lambda: self.task)
-        self.noted: list[set[int]] = []
+        self.arrival_sets: list[set[int]] = []
         self.prepared: list[int] = []
-        self.hooks = [self.arrivals.hook(5, 3, i, self.noted, self.prepare) for i in range(3)]
+        self.hooks = [self.arrivals.hook(5, 3, i, self.arrival_sets, self.prepare) for i in range(3)]
 
     def prepare(self, i: int) -> None:
         self.prepared.append(i)
-        if not self.noted:
-            self.noted[:] = set(), set()
+        if not self.arrival_sets:
+            self.arrival_sets[:] = set(), set()
         self.arrivals.expected = self.task
 
     def add(self, i: int, gradient: Any = 0.0) -> None:
@@ -35,7 +35,7 @@ def test_python_is_called_once_in_a_pass() -> None:
     one = Pass()
     one.add(2)
     one.add(0, None)
-    assert (one.prepared, one.noted) == ([2], [{0, 2}, {2}])
+    assert (one.prepared, one.arrival_sets) == ([2], [{0, 2}, {2}])
     assert one.arrivals.take_complete() == -1
     one.add(1)
     assert one.prepared == [2]
@@ -61,10 +61,10 @@ def test_another_pass_is_not_expected() -> None:
 
 
 def test_what_is_not_prepared_is_not_noted() -> None:
-    noted: list[set[int]] = []
-    hook = _C.Arrivals(lambda: 1).hook(0, 1, 0, noted, lambda i: None)
+    arrival_sets: list[set[int]] = []
+    hook = _C.Arrivals(lambda: 1).hook(0, 1, 0, arrival_sets, lambda i: None)
     assert hook((0.0,)) is None
-    assert noted == []
+    assert arrival_sets == []
 
 
 def test_another_thread_s_last_gradient_may_not_be_added_yet() -> None:

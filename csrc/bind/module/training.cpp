@@ -24,8 +24,8 @@ constexpr const char* kHook = "ringcomm.arrival_hook";
 
 struct Arrivals {
   py::object current_task;   // () -> autograd's number of the current pass; negative: none
-  long long expected = -1;   // the pass whose gradients are noted without calling Python; -1: none
-  int adding = -1;           // the bucket of the last noted gradient, which autograd may still be adding
+  long long expected = -1;   // the pass whose gradients are recorded without calling Python; -1: none
+  int adding = -1;           // the bucket of the last recorded gradient, which autograd may still be adding
   unsigned long thread = 0;  // the thread that adds it
   bool is_last = false;      // whether that bucket has all its gradients, and Python has not been told yet
 };
@@ -33,22 +33,23 @@ struct Arrivals {
 struct Hook {
   std::shared_ptr<Arrivals> arrivals;
   int group;
-  Py_ssize_t params;  // number of parameters in the group
-  py::object index;   // of the parameter, within the group
-  py::list noted;     // two sets: parameters seen, and those with a gradient; empty: none expected
+  Py_ssize_t params;      // number of parameters in the group
+  py::object index;       // of the parameter, within the group
+  py::list arrival_sets;  // two sets: parameters seen, and those with a gradient; empty: none expected
   py::object prepare;
 };
 
 bool is_expected(const Hook& hook) {
-  if (hook.arrivals->expected < 0 || hook.noted.size() != 2) return false;
+  if (hook.arrivals->expected < 0 || hook.arrival_sets.size() != 2) return false;
   return hook.arrivals->current_task().cast<long long>() == hook.arrivals->expected;
 }
 
 void note(const Hook& hook, bool defined) {
   Arrivals& arrivals = *hook.arrivals;
-  PyObject* const come = PyList_GET_ITEM(hook.noted.ptr(), 0);
+  PyObject* const come = PyList_GET_ITEM(hook.arrival_sets.ptr(), 0);
   if (PySet_Add(come, hook.index.ptr())) throw py::error_already_set();
-  if (defined && PySet_Add(PyList_GET_ITEM(hook.noted.ptr(), 1), hook.index.ptr())) throw py::error_already_set();
+  if (defined && PySet_Add(PyList_GET_ITEM(hook.arrival_sets.ptr(), 1), hook.index.ptr()))
+    throw py::error_already_set();
   arrivals.adding = hook.group;
   arrivals.thread = PyThread_get_thread_ident();
   arrivals.is_last = PySet_GET_SIZE(come) >= hook.params;
@@ -60,7 +61,7 @@ PyObject* arrives(PyObject* self, PyObject* gradients) {
   try {
     const Hook& hook = *static_cast<const Hook*>(PyCapsule_GetPointer(self, kHook));
     if (!is_expected(hook)) hook.prepare(hook.index);
-    if (hook.noted.size() == 2) note(hook, !py::reinterpret_borrow<py::tuple>(gradients)[0].is_none());
+    if (hook.arrival_sets.size() == 2) note(hook, !py::reinterpret_borrow<py::tuple>(gradients)[0].is_none());
     Py_RETURN_NONE;
   } catch (py::error_already_set& error) {
     error.restore();
@@ -72,9 +73,9 @@ PyObject* arrives(PyObject* self, PyObject* gradients) {
 
 PyMethodDef hook_definition = {"arrival_hook", arrives, METH_O, nullptr};
 
-py::object make_hook(std::shared_ptr<Arrivals> arrivals, int group, Py_ssize_t params, py::int_ index, py::list noted,
-                     py::object prepare) {
-  auto hook = std::make_unique<Hook>(Hook{std::move(arrivals), group, params, index, noted, prepare});
+py::object make_hook(std::shared_ptr<Arrivals> arrivals, int group, Py_ssize_t params, py::int_ index,
+                     py::list arrival_sets, py::object prepare) {
+  auto hook = std::make_unique<Hook>(Hook{std::move(arrivals), group, params, index, arrival_sets, prepare});
   const py::capsule self(hook.release(), kHook,
                          [](PyObject* capsule) { delete static_cast<Hook*>(PyCapsule_GetPointer(capsule, kHook)); });
   return py::reinterpret_steal<py::object>(PyCFunction_New(&hook_definition, self.ptr()));
@@ -125,7 +126,7 @@ void define_training(py::module_& m) {
       .def("take_complete", &take_complete)
       .def("adding_elsewhere", &adding_elsewhere)
       .def("end", &end)
-      .def("hook", &make_hook, py::arg("group"), py::arg("params"), py::arg("index"), py::arg("noted"),
+      .def("hook", &make_hook, py::arg("group"), py::arg("params"), py::arg("index"), py::arg("arrival_sets"),
            py::arg("prepare"));
 }
 

@@ -385,9 +385,16 @@ class Bucket:
         self._gradient = self._new_gradient() if trained else None
 
     def _new_gradient(self) -> GradBuffer:
-        noted = self._gradient.local.noted if self._gradient is not None else []  # our hooks have it
+        arrival_sets = self._gradient.local.arrival_sets if self._gradient is not None else []  # our hooks have it
         return GradBuffer(
-            self.params, self.layout, self.ranks, self.types, self.device, self.stage, tree=self.tree, noted=noted
+            self.params,
+            self.layout,
+            self.ranks,
+            self.types,
+            self.device,
+            self.stage,
+            tree=self.tree,
+            arrival_sets=arrival_sets,
         )
 
     def restage(self, stage: int) -> None:

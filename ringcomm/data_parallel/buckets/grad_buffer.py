@@ -53,8 +53,9 @@ class LocalSums:
         tree: add up the passes in a balanced binary tree, as the ranks' gradients are added. If the number of passes is
             a power of two, the sum's bits do not depend on how the passes are distributed over the ranks. The tree
             needs one buffer per level.
-        noted: the list that holds, between the first gradient of a backward pass and `pack`, the parameters whose
-            gradients have arrived and the parameters whose gradients are defined; see `_C.Arrivals`.
+        arrival_sets: a list that the hooks of `_C.Arrivals` fill. Between the first gradient of a backward pass and
+            `pack` it holds two sets: the parameters whose gradients have arrived, and those whose gradients are
+            defined. Otherwise it is empty.
 
     Attributes:
         levels: the sums of 1, 2, 4, ... passes; without ``tree`` one sum of any number of passes.
@@ -65,8 +66,8 @@ class LocalSums:
         views: every parameter's part of the only level, once it is in `p.grad`.
     """
 
-    def __init__(self, layout: FlatLayout, ranks: DataParallelGroup, tree: bool, noted: list[set[int]]) -> None:
-        self.layout, self.ranks, self.tree, self.noted = layout, ranks, tree, noted
+    def __init__(self, layout: FlatLayout, ranks: DataParallelGroup, tree: bool, arrival_sets: list[set[int]]) -> None:
+        self.layout, self.ranks, self.tree, self.arrival_sets = layout, ranks, tree, arrival_sets
         self.levels: list[torch.Tensor | None] = []
         self.counts = [0] * len(layout.segments)
         self.base = 0
@@ -197,7 +198,7 @@ class GradBuffer:
 
     Args:
         params: the bucket's parameters, in the order of the layout's segments.
-        tree, noted: see `LocalSums`.
+        tree, arrival_sets: see `LocalSums`.
 
     Attributes:
         buffer: the memory that stays: unsharded at stages 0 and 1, else this rank's shard.
@@ -219,11 +220,11 @@ class GradBuffer:
         stage: int,
         *,
         tree: bool,
-        noted: list[set[int]],
+        arrival_sets: list[set[int]],
     ) -> None:
         self.params, self.layout, self.ranks, self.types, self.stage = params, layout, ranks, types, stage
         self._use_buffer(ranks.empty(layout.numel if stage < 2 else layout.shard_numel, types.master, device))
-        self.local = LocalSums(layout, ranks, tree, noted)
+        self.local = LocalSums(layout, ranks, tree, arrival_sets)
         self.sharded_grads = [ShardedGradient.of(self, i) for i in range(len(params))]
         self.has_reduced = False
         self.with_mean: set[int] = set()
@@ -306,7 +307,7 @@ class GradBuffer:
     @property
     def is_open(self) -> bool:
         """Whether a backward pass is adding gradients now."""
-        return len(self.local.noted) > 0
+        return len(self.local.arrival_sets) > 0
 
     def open(self, arrived: set[int]) -> None:
         """Prepares `p.grad` before the first gradient of a backward pass arrives, so that autograd adds to the right
@@ -317,7 +318,7 @@ class GradBuffer:
         """
         self.adopt_user_grads("backward", own=True)
         local = self.local
-        local.noted[:] = arrived, local.contributed
+        local.arrival_sets[:] = arrived, local.contributed
         if not self.is_empty:
             in_place = local.contributed if self.has_one_type and not local.tree and self.has_local else ()
             views = local.all_views() if in_place else []
@@ -334,11 +335,11 @@ class GradBuffer:
         params = self.params
         with torch._C.DisableTorchFunctionSubclass():
             fresh = self._fresh([*map(_grad_of, params)])
-        self.local.noted.clear()
+        self.local.arrival_sets.clear()
         if not fresh:
             return
         local = self.local
-        if len(local.contributed) < len(params):  # after `p.set_` a gradient arrives without being noted
+        if len(local.contributed) < len(params):  # after `p.set_` a gradient arrives without its hook being called
             local.contributed.update(i for i, _ in fresh)
         if local.tree and apart and not local.is_level(len(fresh), leaf):
             local.add_leaves(fresh, leaf, self._new_buffer)
@@ -427,7 +428,7 @@ class GradBuffer:
         _give_back(self.ranks, *self.local.levels)
         self.local.clear()
         self.local.views = None
-        self.local.noted.clear()
+        self.local.arrival_sets.clear()
         self.has_reduced = False
         self.local.contributed.clear()
         self.with_mean.clear()

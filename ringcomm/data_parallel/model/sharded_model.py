@@ -437,13 +437,13 @@ class GradArrivals:
     def renew(self, bucket: Bucket, which: Iterable[int]) -> None:
         """Installs the hooks of those parameters that have other nodes now: `p.set_` gives a parameter a new one. The
         hook of the old one stays, for graphs that hold it."""
-        nodes, noted = self.nodes[bucket], bucket.gradient.local.noted
+        nodes, arrival_sets = self.nodes[bucket], bucket.gradient.local.arrival_sets
         prepare = partial(_prepare, self._flat, weakref.ref(bucket))  # called before an unexpected gradient is added
         for i in which:
             node = _accumulator_of(bucket.params[i])
             if node is not nodes[i]:
                 nodes[i] = node
-                hook = self.native.hook(bucket.number, len(bucket.params), i, noted, prepare)
+                hook = self.native.hook(bucket.number, len(bucket.params), i, arrival_sets, prepare)
                 self._handles[bucket, i] = node.register_prehook(hook)
         self._written[bucket].difference_update(which)
 

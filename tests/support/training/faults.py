@@ -140,7 +140,7 @@ def parameters_used_on_another_rank_alone(right: Function) -> Function:
 @fault(GradBuffer, "pack", "block.undefined")
 def undefined_gradient_that_counts(right: Function) -> Function:
     def wrong(gradient: GradBuffer, *args: Any) -> None:
-        gradient.local.contributed.update(*gradient.local.noted)
+        gradient.local.contributed.update(*gradient.local.arrival_sets)
         right(gradient, *args)
 
     return wrong
