@@ -19,7 +19,7 @@ import operator
 import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -193,6 +193,24 @@ def _give_back(ranks: DataParallelGroup, *lent: torch.Tensor | None) -> None:
             ranks.give(tensor)
 
 
+class PendingReduction(NamedTuple):
+    """A reduction in flight.
+
+    Attributes:
+        work: the call to wait for.
+        wire: the buffer that is sent.
+        out: the buffer that gets the result; it may be ``wire``.
+        scales: what each parameter's result is to be multiplied by; None: nothing.
+        is_mean: whether the result is the mean already, because a communication hook has made it.
+    """
+
+    work: Any
+    wire: torch.Tensor
+    out: torch.Tensor
+    scales: torch.Tensor | None = None
+    is_mean: bool = False
+
+
 class GradBuffer:
     """Buffers and state of one bucket's gradient.
 
@@ -207,7 +225,7 @@ class GradBuffer:
         sharded_grads: the `ShardedGradient` of every parameter.
         exposed: what `expose_grads` put into `p.grad`.
         means: the tensors for `p.grad` and their addresses, unless `p.grad` is a `ShardedGradient`.
-        work: the reduction in flight.
+        pending: the reduction in flight.
     """
 
     def __init__(
@@ -230,7 +248,7 @@ class GradBuffer:
         self.with_mean: set[int] = set()
         self.exposed: list[torch.Tensor | None] = [None] * len(params)
         self.means: tuple[list[torch.Tensor], list[int]] = [], []
-        self.work: Any = None
+        self.pending: PendingReduction | None = None
 
     def _use_buffer(self, buffer: torch.Tensor) -> None:
         """Sets the memory of the reduced gradient."""
@@ -415,18 +433,14 @@ class GradBuffer:
 
     def drop(self) -> None:
         """Discards all gradients."""
-        if self.work is not None:
-            work, wire, out, *_ = self.work
-            self.work = None
+        pending, self.pending = self.pending, None
+        if pending is not None:
             with contextlib.suppress(RingcommError):  # the caller does not want the result
-                work.wait()
+                pending.work.wait()
             self.ranks.wait_for_side_streams()
-            _give_back(self.ranks, wire, out, *self.local.levels)
-            self.local.clear()
         self.exposed = [None] * len(self.exposed)
         self._detach_kept({*range(len(self.exposed))})
-        _give_back(self.ranks, *self.local.levels)
-        self.local.clear()
+        self._give_buffers_back(pending)
         self.local.views = None
         self.local.arrival_sets.clear()
         self.has_reduced = False
@@ -450,7 +464,7 @@ class GradBuffer:
             if kept is None and i in self.with_mean:
                 kept = copy.copy(self)
                 kept.buffer = kept.reduced = self.reduced.clone()
-                kept.local, kept.work = LocalSums(self.layout, self.ranks, False, []), None
+                kept.local, kept.pending = LocalSums(self.layout, self.ranks, False, []), None
                 kept.with_mean, kept.means, kept.exposed = set(self.with_mean), ([], []), []
             self.sharded_grads[i]._owner = partial(_same, kept if i in self.with_mean else None)
             self.sharded_grads[i] = ShardedGradient.of(self, i)
@@ -648,28 +662,30 @@ class GradBuffer:
                 for p in self.params:
                     p.grad = None
         if hook is not None:
-            self.work = (hook(local), local, local, None, True)
+            self.pending = PendingReduction(hook(local), local, local, is_mean=True)
             return
         wire, scales = self._on_the_wire(local)
         op = self.ranks.mean_op(wire.dtype)
         if self.stage == 0:
-            self.work = (self.ranks.all_reduce(wire, op), wire, wire, scales, False)
+            self.pending = PendingReduction(self.ranks.all_reduce(wire, op), wire, wire, scales)
         else:
             direct = not self.has_reduced and wire.dtype == self.dtype
             numel = self.layout.shard_numel
             out = self.reduced if direct else self.ranks.take(numel, wire.dtype, self.buffer.device)
-            self.work = (self.ranks.reduce_scatter(wire, out, op), wire, out, scales, False)
+            self.pending = PendingReduction(self.ranks.reduce_scatter(wire, out, op), wire, out, scales)
 
     def finish_reduce(self) -> None:
         """Waits for the reduction and adds its result to the earlier means."""
-        work, wire, out, scales, is_mean = self.work
-        work.wait()
-        self.work = None
+        pending = self.pending
+        assert pending is not None
+        pending.work.wait()
+        self.pending = None
+        out, scales = pending.out, pending.scales
         self.ranks.average_replicas(out)
         target = self.buffer if self.stage == 0 else self.reduced
         mean = out if out.dtype == self.dtype else out.to(self.dtype)
-        if not is_mean:
-            self.ranks.correct(mean, wire.dtype)
+        if not pending.is_mean:
+            self.ranks.correct(mean, pending.wire.dtype)
         if out.data_ptr() != target.data_ptr():
             if scales is not None:
                 for fragment in self.layout.fragments(*self.layout.owned_range(self.ranks.rank, self.stage)):
@@ -678,8 +694,7 @@ class GradBuffer:
                 target.add_(mean)
             else:
                 target.copy_(mean)
-        _give_back(self.ranks, wire, out, *self.local.levels)
-        self.local.clear()
+        self._give_buffers_back(pending)
         self.has_reduced = True
         self.changed()
         self.with_mean |= self.local.contributed
@@ -691,6 +706,12 @@ class GradBuffer:
         if self.stage < 2 and not self.has_reduced and all(level is not self.buffer for level in self.local.levels):
             return self.buffer
         return self.ranks.take(self.layout.numel, self.dtype, self.buffer.device)
+
+    def _give_buffers_back(self, pending: PendingReduction | None) -> None:
+        """Returns the buffers of the local sums, and those of a reduction that has ended, to the pool."""
+        lent = () if pending is None else (pending.wire, pending.out)
+        _give_back(self.ranks, *lent, *self.local.levels)
+        self.local.clear()
 
     def _packed(self, fresh: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
         """Returns an unsharded buffer with these gradients, and zeros elsewhere."""
