@@ -150,16 +150,27 @@ class ShardedParameter(ShardedView, nn.Parameter):
 
 def _alias(x: Any) -> ShardedView:
     """Returns the same parameter or view, detached from autograd, with the same version counter."""
+    versioned_by = x._versioned_by if isinstance(x, ShardedView) and x._versioned_by is not None else x
     with torch._C.DisableTorchFunctionSubclass():
-        alias = _describe(x.detach().as_subclass(ShardedView), x, _geometry_of(x))
-    alias._versioned_by = x._versioned_by if isinstance(x, ShardedView) and x._versioned_by is not None else x
-    return alias
+        return _describe(x.detach().as_subclass(ShardedView), x, _geometry_of(x), versioned_by=versioned_by)
 
 
-def _describe(view: Any, of: Any, geometry: ViewGeometry | None, copy: torch.Tensor | None = None) -> ShardedView:
-    """Makes ``view`` a view of what ``of`` is a view of; ``copy``: in whose memory it is, if not in that of ``of``."""
+def _describe(
+    view: Any,
+    of: Any,
+    geometry: ViewGeometry | None,
+    copy: torch.Tensor | None = None,
+    versioned_by: torch.Tensor | None = None,
+) -> ShardedView:
+    """Makes ``view`` a view of the parameter that ``of`` is, or is a view of.
+
+    Args:
+        copy: the copy of the parameter's values in whose memory the view is; None: that of ``of``.
+        versioned_by: see `ShardedView`.
+    """
     view._ringcomm, view._geometry, view._data = of._ringcomm, geometry, _data_of(of)
     view._copy = copy if copy is not None or not isinstance(of, ShardedView) else of._copy
+    view._versioned_by = versioned_by
     return view
 
 
@@ -331,9 +342,7 @@ def _on_gathered(
         copy = _copy_of(base, base._ringcomm.bucket.unsharded, renewed)
         memory = geometry.moved(-_start(base, x.itemsize)).on(copy)
         if not (torch.is_grad_enabled() and x.requires_grad):
-            view = _describe(memory.as_subclass(ShardedView), base, geometry, copy)
-            view._versioned_by = base
-            return view
+            return _describe(memory.as_subclass(ShardedView), base, geometry, copy, versioned_by=base)
         x = _without_view_metadata(x)
         x.data = memory
         x.__class__ = ShardedView
@@ -465,9 +474,8 @@ def _with_own_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if not _shares(x, memories):
             return x
         view = memories[x.untyped_storage()._cdata]
-        part = _describe(x.as_subclass(ShardedView), view, ViewGeometry.of(x).moved(_start(view, x.itemsize)))
-        part._versioned_by = view._versioned_by
-        return part
+        geometry = ViewGeometry.of(x).moved(_start(view, x.itemsize))
+        return _describe(x.as_subclass(ShardedView), view, geometry, versioned_by=view._versioned_by)
 
     return tree_map(shown, result)
 
