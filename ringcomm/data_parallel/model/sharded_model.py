@@ -86,7 +86,7 @@ class Unit:
 
     Attributes:
         recomputed: whether backward has run a call again; None: unknown.
-        came_twice: whether a gradient has arrived after the unit's gradients were reduced.
+        had_late_gradient: whether a gradient has arrived after the unit's gradients were reduced.
         calling: the module whose call is running.
         undo: calls that undo what wrapping did to the modules.
     """
@@ -102,7 +102,7 @@ class Unit:
         self.backward_prefetch: list[Unit] | None = None
         self.calls = UnitCalls()
         self.recomputed: bool | None = None
-        self.came_twice = False
+        self.had_late_gradient = False
         self.calling: nn.Module | None = None
         self.undo: list[Callable[[], Any]] = []
         self.flat: ShardedModel
@@ -111,7 +111,7 @@ class Unit:
     def repeats(self) -> bool:
         """Whether the unit's gradients may come in several parts of a backward pass, with other units in between:
         each reentrant checkpoint runs its own backward pass inside it."""
-        if self.came_twice:
+        if self.had_late_gradient:
             return True
         hidden = self.calls.checkpointed and self.recomputed is not False
         return hidden and (self in self.flat.backward.used_outside or self.calls.trained > 1)
@@ -964,7 +964,7 @@ class ShardedModel:
         self._handle_complete_bucket()
         if bucket in backward.launched:
             # From the next pass on the bucket waits until the end.
-            self.arrivals.nested = self.unit_of[bucket].came_twice = True
+            self.arrivals.nested = self.unit_of[bucket].had_late_gradient = True
             raise InvalidArgumentError(
                 f"backward: rank {self.ranks.rank} got a gradient of {bucket.names[i]} after its unit's had been "
                 "reduced, expected one in each backward pass; use non-reentrant activation checkpointing, or another "
