@@ -44,7 +44,8 @@ def in_transform() -> bool:
 
 
 def untransformed(function: _F) -> _F:
-    """Lets a function move parameters inside torch.func transforms, which would otherwise intercept its operations."""
+    """Makes a function, which moves parameters, run outside of the active transforms of torch.func, which would
+    otherwise intercept its operations."""
 
     @functools.wraps(function)
     def moved(*args: Any, **kwargs: Any) -> Any:
@@ -107,12 +108,15 @@ class ViewGeometry(NamedTuple):
 
 @dataclass(eq=False)
 class ViewData:
-    """The memory that a stage 3 parameter and its views share, or shared until `p.data = other`.
+    """The values that a stage 3 parameter and its views share.
+
+    `p.data = other` gives the parameter other values: it leaves this object to the views made before, with the old
+    values, and shares a new one with the views made afterwards.
 
     Attributes:
-        piece: this rank's part of the values, once they are no longer the parameter's.
-        unsharded: a buffer with the bucket's layout that holds these values, once it was gathered.
-        copy: returns a copy of the values, in whose memory the views are, as long as there are views; or None.
+        piece: after `p.data = other`, this rank's part of the old values; None: the values are the parameter's.
+        unsharded: after `p.data = other`, a buffer with the bucket's layout and the old values, once it was gathered.
+        copy: returns the copy of the values in whose memory the views are; None once there are no views.
     """
 
     piece: Any = None
@@ -125,9 +129,9 @@ class BucketViews:
     """The views of a bucket's parameters at stage 3. They may live longer than the bucket and the model.
 
     Attributes:
-        data: by parameter, the memory that its views made since the last `p.data = other` share.
-        are_stale: whether the parameters may have been written since the ranks last gathered the bucket and renewed all
-            copies: by an operation, a step or a forward pass; the same on all ranks.
+        data: by parameter, what it shares with its views made since the last `p.data = other`.
+        are_stale: whether the copies of the values may be out of date, because an operation, a step or a forward pass
+            may have written the parameters since the copies were last renewed; the same on all ranks.
     """
 
     data: dict[int, ViewData] = field(default_factory=dict)
@@ -135,13 +139,13 @@ class BucketViews:
 
 
 class ParamMemory:
-    """The unsharded buffer of a bucket. The parameters are views of it while it has memory; at stage 3, where it has
-    memory from a gather to a release, they are placeholders in between.
+    """The unsharded buffer of a bucket. While it has memory, the parameters are views of it. At stage 3 it has memory
+    from a gather until the release; at other times the parameters are placeholders.
 
     Args:
         sharded_class: the class of placeholders, which gathers what a program reads. Parameters that stay gathered
-            after the outermost call have it too: autograd would save the parameter itself, and it may be a placeholder
-            when a backward pass needs the values.
+            after the outermost call have it too, because otherwise autograd would save the parameter itself, which may
+            be a placeholder by the time that backward needs the values.
 
     Attributes:
         classes: the parameters' own classes.
@@ -181,7 +185,7 @@ class ParamMemory:
 
     @cached_property
     def placeholders(self) -> list[torch.Tensor]:
-        """Tensors with the parameters' shapes and without values; code that reads them all the same gets NaN."""
+        """Tensors with the parameters' shapes and without values; code that reads them anyway gets NaN."""
         dtype = self.buffer.dtype
         with torch.inference_mode(False):
             nothing = torch.full((), math.nan if dtype.is_floating_point else -1).to(dtype).to(self.buffer.device)
@@ -338,7 +342,7 @@ class Bucket:
 
     @property
     def separate(self) -> bool:
-        """Whether the master weights are not the weights."""
+        """Whether the master weights have memory of their own, because their type or device is not the weights'."""
         return self.master is not self.weight
 
     @property
@@ -418,7 +422,7 @@ class Bucket:
         self.weight = self.master = self.memory.buffer = torch.empty(0)
         self.memory.views, self.memory.cached_views, self._gradient = [], {}, None
         self.views.are_stale = True  # for good
-        self.gathered = UnshardedState()  # the model's refers to this bucket too, a circle
+        self.gathered = UnshardedState()  # the model's references this bucket, which would be a reference cycle
 
     def thaw(self) -> None:
         """Makes frozen parameters trainable."""
@@ -520,8 +524,8 @@ class Bucket:
         return DONE
 
     def gather_owned(self, owned: torch.Tensor) -> torch.Tensor:
-        """Returns the unsharded buffer for values that every rank has for its owned range: ``owned`` at stage 0, else
-        new memory."""
+        """Gathers values that every rank has for its owned range. Returns an unsharded buffer with them: ``owned``
+        itself at stage 0, else new memory."""
         return owned if self.stage == 0 else self.ranks.gather_apart(owned, self.device, self.stage)
 
     def piece(self, owned: torch.Tensor, i: int) -> torch.Tensor:
@@ -544,7 +548,8 @@ class Bucket:
 
     @untransformed
     def renew_copies(self) -> None:
-        """Stage 3: called once all ranks have gathered the parameters: copies the values for the views again."""
+        """Stage 3: called when all ranks have gathered the parameters. Renews the copies of the values in which the
+        views are, if they are stale."""
         if self.views.are_stale:
             self.views.are_stale = False
             for i, data in self.views.data.items():

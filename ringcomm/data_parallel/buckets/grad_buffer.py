@@ -38,6 +38,7 @@ _layout_of = operator.attrgetter("layout")
 
 
 def _same(gradient: GradBuffer | None) -> GradBuffer | None:
+    """Returns its argument; a partial of it takes the place of a weak reference, and keeps the gradient alive."""
     return gradient
 
 
@@ -59,11 +60,11 @@ class LocalSums:
 
     Attributes:
         levels: the sums of 1, 2, 4, ... passes; without ``tree`` one sum of any number of passes.
-        counts: with ``tree``, by parameter, the number of passes in its sums. A level of the tree holds a part for the
-            parameter if the number has that bit set, and zeros otherwise.
+        counts: with ``tree``, by parameter, the number of passes in its sums. Level k holds a part of the parameter's
+            sum if bit k of the number is set, and zeros otherwise.
         base: the count at the beginning of a pipeline step.
         contributed: parameters with a gradient in the sums.
-        views: every parameter's part of the only level, once it is in `p.grad`.
+        views: without ``tree``, every parameter's part of the only level, once some of them were put into `p.grad`.
     """
 
     def __init__(self, layout: FlatLayout, ranks: DataParallelGroup, tree: bool, arrival_sets: list[set[int]]) -> None:
@@ -128,7 +129,8 @@ class LocalSums:
     # Partial passes: each parameter has a tree of its own; all trees share the same buffers.
 
     def is_level(self, given: int, leaf: int | None) -> bool:
-        """Whether gradients of ``given`` parameters are the next leaf of every parameter."""
+        """Whether a pass that left gradients of ``given`` parameters adds the next leaf to the tree of every parameter,
+        so that all can be added as one buffer."""
         expected = self.counts[0] if leaf is None else self.base + leaf
         return given == len(self.counts) and all(count == expected for count in self.counts)
 
@@ -187,7 +189,7 @@ class LocalSums:
 
 
 def _give_back(ranks: DataParallelGroup, *lent: torch.Tensor | None) -> None:
-    """Returns buffers that were taken from the pool, each once."""
+    """Returns to the pool those of the buffers that were taken from it. A buffer may be named more than once."""
     for tensor in {id(each): each for each in lent}.values():
         if tensor is not None and hasattr(tensor, "own") and tensor.own.pool is not None:
             ranks.give(tensor)

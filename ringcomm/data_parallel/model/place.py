@@ -47,7 +47,7 @@ class Place:
 
     @property
     def data(self) -> ViewData:
-        """At stage 3, the memory that the views made since the last `p.data = other` share."""
+        """At stage 3, what the parameter shares with its views made since the last `p.data = other`."""
         return self.views.data.setdefault(self.index, ViewData())
 
     def is_of(self, p: Any) -> bool:

@@ -36,7 +36,11 @@ class SavedParameter:
     def of(
         bucket: Bucket, number: int, geometry: ViewGeometry, index: int, counter: torch.Tensor | None
     ) -> SavedParameter:
-        """Returns the object for what has that version counter now."""
+        """Returns the object with the current version.
+
+        Args:
+            counter: a tensor that shares the version counter of what is saved; None: the parameter.
+        """
         p = bucket.params[index]
         counter = None if counter is p else counter
         return SavedParameter(

@@ -64,12 +64,12 @@ IN_FLIGHT = 2  # reductions at stages 2 and 3 at the same time, each with its ow
 
 @dataclass
 class UnitCalls:
-    """Records of a unit's calls whose graph no backward pass has used up.
+    """Records of a unit's calls since the last backward pass.
 
     Attributes:
         first: number of the first call; None: there is no call; 0: the call belongs to an older forward pass.
         trained: the number of calls in training.
-        checkpointed: whether a call in training had no graph, as in reentrant checkpointing.
+        checkpointed: whether a call in training recorded no graph, as in reentrant checkpointing.
     """
 
     first: int | None = None
@@ -86,7 +86,8 @@ class Unit:
 
     Attributes:
         recomputed: whether backward has run a call again; None: unknown.
-        had_late_gradient: whether a gradient has arrived after the unit's gradients were reduced.
+        had_late_gradient: whether a gradient arrived, in any backward pass so far, after the unit's gradients had been
+            reduced. That pass failed; later ones reduce the unit at their end.
         calling: the module whose call is running.
         undo: calls that undo what wrapping did to the modules.
     """
@@ -109,8 +110,8 @@ class Unit:
 
     @property
     def repeats(self) -> bool:
-        """Whether the unit's gradients may come in several parts of a backward pass, with other units in between:
-        each reentrant checkpoint runs its own backward pass inside it."""
+        """Whether the unit's gradients may arrive more than once in a backward pass, with other units' in between.
+        Reentrant checkpoints do this: each runs a backward pass of its own inside the outer one."""
         if self.had_late_gradient:
             return True
         hidden = self.calls.checkpointed and self.recomputed is not False
@@ -135,14 +136,15 @@ class Unit:
             bucket.start_gather()
 
     def gather(self) -> None:
-        """Gathers the parameters, and waits for them; they have their own classes."""
+        """Gathers the parameters, waits for them, and gives them their own classes."""
         self.start_gather()
         for bucket in self.buckets:
             bucket.finish_gather()
             bucket.memory.use_sharded_class(False)
 
     def release(self) -> None:
-        """Frees the other ranks' parameters, which the program may have written."""
+        """Frees the other ranks' parameters. Copies for views become stale, because the program may have written the
+        parameters."""
         for bucket in self.buckets:
             bucket.release()
             bucket.views.are_stale = True
@@ -267,9 +269,11 @@ class BackwardPass:
         makes_graph: whether it runs with create_graph.
         gathers: whether it gathers each unit that it reaches, so that all ranks reach the same ones, in one order.
         reached: the units that it has reached and not passed, in this order.
-        used_outside: the units with reentrant checkpoints that have a parameter which it also reaches outside of them.
-        arrived: by bucket, the parameters whose gradients have arrived on this rank. The last one is added when the
-            next event comes in the same thread, which costs less than a second hook.
+        used_outside: the units with reentrant checkpoints that have a parameter whose gradient the pass also computes
+            outside of those checkpoints.
+        arrived: by bucket, the parameters whose gradients have arrived on this rank. Autograd calls our hook just
+            before it adds a gradient to `p.grad`. That it has added the last one is known at the next event in the same
+            thread; a second hook, after the addition, would cost more.
         filled: at stages 2 and 3, the buckets to which no more gradients come, because backward has passed their unit.
         launched: the buckets whose reductions have begun.
         next: the index, in the order of buckets, of the first one that may not be launched yet.
@@ -358,14 +362,17 @@ class ForwardCalls:
         saving_references: at stage 3, returns the context in which autograd saves references to a model's parameters.
         packing: for each running call, the context that it is in.
         trains: whether the last outermost call had a graph.
-        used_up: whether a backward pass has run; its graph may be used again until the next forward pass.
+        used_up: whether a backward pass has run. The units' records of calls are kept until the next forward pass with
+            a graph, because until then a backward pass may use the same graph again.
         seen: the units of this forward pass, in order. Calls inside `whole` are left out, because there the ranks may
             make different calls, and all ranks must prefetch the same units.
         last: the units of the previous forward pass.
-        restore: inside `whole`, removes the records of the passes there.
+        restore: resets the records of calls and passes at the end of `whole`, inside which ranks may run different
+            passes, to what they were at its beginning or after the last backward pass inside. None: not inside.
         warned: whether the warning about a read outside of a unit's call was given.
-        counters: while an operation reads parameters and views, which may have another version counter, such as
-            `p.data[0]`: a tensor with that counter, by the parameter's bucket and index, and by the view's geometry.
+        counters: while an operation runs on gathered values, the version counters of what it was given, for autograd to
+            check what it saves: a tensor with the counter, by the parameter's bucket and index, then by the geometry.
+            A view such as `p.data[0]` may have another counter than its parameter.
     """
 
     saving_references: Callable[[ShardedModel], AbstractContextManager[None]]
@@ -414,7 +421,7 @@ class GradArrivals:
     Attributes:
         native: tells which bucket's last gradient a thread has added.
         nodes: the nodes of each bucket that is trained. Autograd does not keep them alive, so we do: they hold our
-            hooks, and add gradients in the parameters' final type.
+            hooks, and expect gradients of the type that the parameters have since they were wrapped.
         nested: whether backward passes contain other backward passes, as reentrant checkpoints do; None: unknown.
     """
 
@@ -458,22 +465,30 @@ class GradArrivals:
         return written
 
     def expect_writes(self, bucket: Bucket, which: Iterable[int]) -> None:
-        """Called after a step has written parameters, which have the same nodes as before."""
+        """Records that a step has written parameters in place: they have the same nodes as before, so their hooks need
+        not be renewed."""
         versions = self._versions[bucket]
         for i in which:
             versions[i] = bucket.params[i]._version
 
     def renew_written(self, bucket: Bucket, arrived: Collection[int] = ()) -> None:
-        """Installs the hooks of parameters that were written, except those whose gradients have arrived in this pass,
-        at the nodes that we know."""
+        """Installs the hooks of parameters that were written.
+
+        Args:
+            arrived: the parameters to leave out: their gradients have arrived in this pass, so their hooks work.
+        """
         which = self._written[bucket].difference(arrived)
         if which:
             self.renew(bucket, which)
 
     def renew_before_forward(self, bucket: Bucket) -> None:
         """Installs the hooks of parameters whose `p.data` was replaced and, if the bucket has gradients, of those that
-        were written: what a node without a hook leaves in `p.grad` would be taken for a mean. Without gradients this is
-        done after the pass, and only where a gradient was missed, because optimizers write all parameters."""
+        were written.
+
+        If the bucket has gradients, what a node without a hook adds to `p.grad` would be taken for a part of the mean.
+        If it has none, a gradient without a hook is noticed at the end of the pass, and `renew_after_backward` installs
+        the hook then. This saves looking up every node in every step, because an optimizer writes all parameters.
+        """
         replaced = bucket.memory.replaced
         if replaced:
             self.renew(bucket, replaced)
@@ -484,8 +499,12 @@ class GradArrivals:
                 self.renew_written(bucket)
 
     def renew_after_backward(self, bucket: Bucket, arrived: Collection[int]) -> None:
-        """Installs the hooks of parameters that were written between forward and backward, and of those whose gradients
-        have not been noticed."""
+        """Installs the hooks of written parameters that may have a node without one.
+
+        A parameter whose gradient arrived through its hook in this pass is left out: its node has the hook. The
+        exception is a parameter written since forward began: the gradient came through the node that forward used, and
+        `p.set_` may have given the parameter a new one since. Hence ``arrived - written``.
+        """
         written = self.note_writes(bucket)
         self.renew_written(bucket, set(arrived) - written)
         self._written[bucket].clear()
@@ -498,8 +517,8 @@ class GradArrivals:
             each.clear()
 
     def recheck_nesting(self, buckets: Sequence[Bucket]) -> None:
-        """Forgets that passes are not nested if other parameters are trained now: reentrant checkpoints are not
-        noticed while all their parameters are frozen."""
+        """Makes it unknown again whether passes are nested, unless they are, if other parameters are trained than
+        before: a reentrant checkpoint is not noticed while all its parameters are frozen."""
         with torch._C.DisableTorchFunctionSubclass():
             trained = [*map(_requires_grad, chain.from_iterable(bucket.params for bucket in buckets))]
         if trained != self._trained:
@@ -734,8 +753,11 @@ class ShardedModel:
     @contextmanager
     def holding(self) -> Iterator[None]:
         """Inside, unsharded parameters stay unsharded, and forward sends no buffers. Entering sends the buffers that
-        the next forward pass would send. Passes inside leave no records, because the ranks' may differ, except for
-        those before a backward pass, which all ranks run."""
+        the next forward pass would send.
+
+        Ranks may run different forward passes inside, so leaving forgets these; see `ForwardCalls.restore`. What came
+        up to the last backward pass inside is kept, because all ranks run every backward pass.
+        """
         if not self.gathered.holders:
             if self.ranks.joining is None:
                 self._announce_forward()

@@ -58,14 +58,14 @@ class ShardedView(torch.Tensor):
     Its shape needs no communication. Operations that need values gather them first, a collective that every rank must
     call. Writes into it are kept, by each rank for its own part; write the same values on every rank.
 
-    A view is in the memory of a copy of the parameter's values. One that has a gradient (`p[0]` outside
-    `torch.no_grad()`) is used there, and the copy is renewed if the values were written since.
+    Every view lies in the memory of a copy of the parameter's values. An operation on a view that has a gradient
+    (`p[0]` outside `torch.no_grad()`) uses this copy, which is renewed first if the values were written since.
     """
 
     _ringcomm: Place
     _geometry: ViewGeometry | None = None  # None: the whole parameter
     _data: ViewData | None = None
-    _copy: torch.Tensor | None = None  # kept alive here, see ViewData
+    _copy: torch.Tensor | None = None  # the copy in whose memory the view is; ViewData refers to it weakly
     _versioned_by: torch.Tensor | None = None  # whose version counts writes into this view; None: its own
 
     @classmethod
@@ -183,7 +183,7 @@ def _counters_of(x: Any) -> list[torch.Tensor]:
 
 
 def _count_write(x: Any) -> None:
-    """Counts a write that was made in the bucket's buffer."""
+    """Increments the version counters of a parameter or view after a write that was made in the bucket's buffer."""
     place: Place = x._ringcomm
     place.views.are_stale = True
     if x is place.bucket.params[place.index] or x.is_inference():
@@ -195,7 +195,7 @@ def _count_write(x: Any) -> None:
 
 
 def _start(x: Any, itemsize: int) -> int:
-    """Returns where the parameter begins in the bucket's buffer, in elements of a size."""
+    """Returns where the parameter begins in the bucket's buffer, in elements of ``itemsize`` bytes."""
     bucket = x._ringcomm._bucket()
     if bucket is None:  # dropped with its model
         return 0
@@ -423,8 +423,9 @@ def _own_classes(given: Sequence[Any]) -> Iterator[None]:
 
 
 def _without_values(name: str, args: Any, kwargs: Any) -> Any:
-    """Replaces, in the arguments of `torch.autograd.grad` and `backward`, views and leaves of which autograd needs only
-    the place in the graph; None: there are none. While it runs, programs may read their values."""
+    """Returns the arguments of `torch.autograd.grad` or `backward` with plain tensors in place of views and leaves that
+    have a gradient; None: there are none. Autograd needs only their places in the graph, not their values, so nothing
+    is gathered for the call; hooks may read the values while it runs."""
     found = False
 
     def replaced(x: Any) -> Any:
@@ -517,8 +518,9 @@ def _buffer_of(x: Any) -> torch.Tensor:
 
 
 def _values(x: Any, renewed: Collection[Bucket], copies: dict[int, tuple[Any, torch.Tensor]]) -> torch.Tensor:
-    """Returns the values of a gathered parameter, as the parameter itself if it can be computed with, or of a view. For
-    a leaf with a gradient of its own it returns, and notes in ``copies``, the copy in which its views are."""
+    """Returns the values of a gathered parameter or view, as a tensor that operations can use: the parameter itself, or
+    a view of the buffer. For a leaf with a gradient of its own it is the copy in which the leaf's views are, which is
+    added to ``copies``."""
     geometry, place, buffer = _geometry_of(x), x._ringcomm, _buffer_of(x)
     if geometry is not None:
         return geometry.on(buffer)
@@ -551,7 +553,7 @@ def _has_storage(x: torch.Tensor) -> bool:
 
 
 def _is_separate_leaf(x: Any) -> bool:
-    """Whether ``x`` shares a parameter's values but has a gradient of its own."""
+    """Whether ``x`` shares a parameter's values but has a gradient of its own, as `p.detach().requires_grad_()` has."""
     if not isinstance(x, ShardedView) or isinstance(x, ShardedParameter) or x._geometry is not None:
         return False
     with torch._C.DisableTorchFunctionSubclass():
@@ -598,6 +600,6 @@ def _data_of(x: Any) -> Any:
 
 
 def _replaced(x: Any) -> ViewData | None:
-    """Returns the memory of a view made before `p.data` was replaced; None: it shares the parameter's memory."""
+    """Returns the old values of a view made before `p.data` was replaced; None: it shares the parameter's values."""
     data = x._data if isinstance(x, ShardedView) else None
     return None if data is None or data is x._ringcomm.data else data
