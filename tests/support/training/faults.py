@@ -6,7 +6,8 @@ features a program must have to see it, so that the search need not run the othe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +37,12 @@ class Fault:
     needs: frozenset[str]
 
     def plant(self, patch: Callable[[Any, str, Any], None]) -> None:
-        """Puts it in with such as ``monkeypatch.setattr``."""
-        patch(self.home, self.attribute, self.wrong(getattr(self.home, self.attribute)))
+        """Puts it in with such as ``monkeypatch.setattr``. Raises TypeError if the wrong function does not take the
+        right one's arguments: every call would raise, and any program would find that."""
+        right = getattr(self.home, self.attribute)
+        wrong = self.wrong(right)
+        inspect.signature(wrong).bind(*inspect.signature(right).parameters)
+        patch(self.home, self.attribute, wrong)
 
 
 def registry(faults: list[Fault]) -> Callable[..., Callable[[Callable[[Function], Function]], None]]:
@@ -161,7 +166,7 @@ def gradient_left_out_of_its_bucket(right: Function) -> Function:
 
 @fault(GradBuffer, "adopt_user_grads")
 def gradients_kept_after_zero_grad(right: Function) -> Function:
-    return lambda gradient, call: None
+    return lambda gradient, call, own=False: right(gradient, call, own) if own else None
 
 
 @fault(GradBuffer, "_replace_kept_buffer", "grad_keep")
@@ -201,9 +206,9 @@ def gather_of_stale_values(right: Function) -> Function:
 
 @fault(Bucket, "sync_params_from_master")
 def shard_that_the_others_do_not_get(right: Function) -> Function:
-    def wrong(bucket: Bucket) -> Any:
+    def wrong(bucket: Bucket, changed: Collection[int] = ()) -> Any:
         before = bucket.unsharded.clone() if bucket.stage in (1, 2) else None
-        work = right(bucket)
+        work = right(bucket, changed)
         if before is not None and bucket.ranks.rank != 0:
             work.wait()
             numel = bucket.layout.shard_numel
@@ -234,7 +239,11 @@ def backward_on_released_parameters(right: Function) -> Function:
 
 @fault(sharded_parameter, "_values", "write")
 def writes_into_copies_of_views(right: Function) -> Function:
-    return lambda x: right(x) if sharded_parameter._geometry_of(x) is None else right(x).clone()
+    def wrong(x: Any, *args: Any) -> torch.Tensor:
+        values = right(x, *args)
+        return values if isinstance(x, torch.nn.Parameter) else values.clone()
+
+    return wrong
 
 
 # ---- what goes through -------------------------------------------------------------------------------------------
