@@ -35,7 +35,7 @@ from ringcomm.pipeline_parallel.shape_only import ShapeOnlyTensor
 from ringcomm.pipeline_parallel.split import Chain, Stages, split
 from ringcomm.pipeline_parallel.stage_runner import StageMetadata, StageRunner, is_staged
 from ringcomm.pipeline_parallel.tied_params import TiedParams
-from ringcomm.pipeline_parallel.weight_grads import DeferredGrad, DeferWeightGrads, backward, run_weight_grads
+from ringcomm.pipeline_parallel.weight_grads import DeferWeightGrads, backward, run_weight_grads
 from ringcomm.validation import FLAG, FUNCTION, Requirement, a, expects, one_of, several, validate_int
 
 
@@ -377,7 +377,7 @@ class _Step:
         self.clock: list[tuple[Action, float, float]] = []
         self._local_messages: dict[tuple[str, int, int], Any] = {}  # between stages of this rank
         self._open: dict[tuple[int, int], tuple[_Gradients, Sequence[Sent] | torch.Tensor]] = {}
-        self._deferred: dict[tuple[int, int], list[DeferredGrad]] = {}
+        self._deferring_of: dict[tuple[int, int], DeferWeightGrads] = {}
 
     @property
     def rank(self) -> int:
@@ -394,7 +394,7 @@ class _Step:
             self._forward(*at, received, metadata)
         elif action.kind is Kind.WEIGHT:
             start = time.perf_counter()
-            run_weight_grads(self._deferred.pop(at))
+            run_weight_grads(self._deferring_of.pop(at).deferred)
         else:
             gradients = self._receive_gradients(*at)
             start = time.perf_counter()
@@ -415,7 +415,9 @@ class _Step:
     def _deferring(self, stage: int, number: int) -> DeferWeightGrads | None:
         if not self.train or not self.pipe.schedule.splits_backward:
             return None
-        return DeferWeightGrads(self._deferred.setdefault((stage, number), []), self.multi_use, self.kept)
+        if (stage, number) not in self._deferring_of:
+            self._deferring_of[stage, number] = DeferWeightGrads(self.multi_use, self.kept)
+        return self._deferring_of[stage, number]
 
     def _forward(self, stage: int, number: int, received: list[torch.Tensor], metadata: StageMetadata | None) -> None:
         (args, kwargs, target), share = self.inputs[number]

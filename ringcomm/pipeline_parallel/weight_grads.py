@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,10 @@ def backward(
     if deferring is None:
         torch.autograd.backward(ends, gradients)
         return
+    for end in ends:
+        node = end.grad_fn if torch.is_tensor(end) else end.node
+        if node is not None:
+            node.register_prehook(deferring.enter_pass)
     found = tuple(torch.ones_like(x) if g is None else g for x, g in zip(ends, gradients, strict=True))
     with deferring:
         _engine_run_backward(tuple(ends), found, False, False, (), allow_unreachable=True, accumulate_grad=True)
@@ -50,22 +55,35 @@ class DeferWeightGrads(TorchFunctionMode):
     their gradients first; and layers whose parameters have hooks. Enter it for a forward pass, and for its backward
     pass too, in which checkpoints run their forward passes.
 
+    Only the function `backward` defers. In any other backward pass, such as one of torch.autograd.grad that forward
+    calls, layers compute what torch's own layers do.
+
     Args:
         multi_use: ids of parameters for which autograd adds up several gradients; their layers stay torch's own.
         kept: ids of parameters that get their gradients at once; other functions' parameters are added. Which tensors a
             checkpoint saves of a layer does not depend on it.
     """
 
-    def __init__(self, deferred: list[DeferredGrad], multi_use: frozenset[int], kept: set[int]) -> None:
+    def __init__(self, multi_use: frozenset[int], kept: set[int]) -> None:
         super().__init__()
-        self.deferred, self.multi_use, self.kept = deferred, multi_use, kept
+        self.deferred: list[DeferredGrad] = []
+        self.multi_use, self.kept = multi_use, kept
+        self.pass_id: int | None = None  # that torch gives to the backward pass that defers
+
+    def enter_pass(self, gradients: Any) -> None:
+        """Called in the backward pass that defers, before its first node."""
+        if self.pass_id is None:
+            self.pass_id = torch._C._current_graph_task_id()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.linear and self._defers(*args, **kwargs):
-            return _Linear.apply(*_linear(*args, **kwargs), self, False)
+            x, weight, bias = _linear(*args, **kwargs)
+            flat = x.flatten(0, -2) if x.dim() > 2 and x.is_contiguous() else x
+            result = _Linear.apply(flat, weight.t(), bias, (weight, bias), self)
+            return result if flat is x else result.view(*x.shape[:-1], weight.shape[0])
         if func is torch.addmm and not kwargs and len(args) == 3 and self._defers(args[1], args[2], args[0]):
-            return _Linear.apply(args[1], args[2], args[0], self, True)
+            return _Linear.apply(args[1], args[2], args[0], (args[2], args[0]), self)
         result = func(*args, **kwargs)
         if func is torch.Tensor.__setitem__ or any(True for _ in _trained([result])):
             self.kept.update(id(x) for x in _trained([args, [*kwargs.values()]]) if x.is_leaf)
@@ -101,51 +119,83 @@ def _trained(nest: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer; ``transposed``: its weight has the shape (in, out)."""
+    """A linear layer. It leaves the graph of torch's own layer, which first makes a matrix of the input and transposes
+    the weight, since autograd adds up second derivatives with respect to these two. It also saves the same tensors in
+    the same order: where forward calls torch.autograd.grad, a checkpoint computes them again without the mode."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        factor: torch.Tensor,
         bias: torch.Tensor | None,
+        own: tuple[torch.Tensor, torch.Tensor | None],
         deferring: DeferWeightGrads,
-        transposed: bool,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.own = weight, bias  # a checkpoint returns other objects from saved_tensors
-        ctx.deferring, ctx.transposed = deferring, transposed
-        if transposed:
+        weight = own[0]  # the parameter; ``factor`` has its values with the shape (in, out)
+        saved = x, factor if ctx.needs_input_grad[0] else None
+        ctx.save_for_backward(*(saved[::-1] if bias is None else saved))
+        ctx.set_materialize_grads(False)
+        ctx.own, ctx.deferring = own, deferring  # a checkpoint returns other objects from saved_tensors
+        ctx.transposes, ctx.column_major = factor is not weight, _is_column_major(factor)
+        if not ctx.transposes:
             assert bias is not None
             return torch.addmm(bias, x, weight)
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        x, values = ctx.saved_tensors
-        rows = grad.reshape(-1, grad.shape[-1])
-        transposed = ctx.transposed
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, ...]:
+        if grad is None:
+            return None, None, None, None, None
+        weight, bias = ctx.own
+        x, factor = ctx.saved_tensors[::-1] if bias is None else ctx.saved_tensors
+        deferring, needed = ctx.deferring, ctx.needs_input_grad
+        rows, inputs = _matrix(grad), _matrix(x)
+        later = deferring.pass_id == torch._C._current_graph_task_id()
 
-        def of_weight() -> torch.Tensor:
-            inputs = x.detach().reshape(-1, x.shape[-1])
-            return inputs.t().mm(rows) if transposed else rows.t().mm(inputs)
+        def is_now(p: torch.Tensor) -> bool:
+            if not later and torch.is_grad_enabled():  # the results depend on p, so autograd will add up its gradients
+                deferring.kept.add(id(p))
+            return not later or id(p) in deferring.kept  # functions used it later in this forward pass
 
-        def of_bias() -> torch.Tensor:
-            return rows.sum(0)
+        of_input = of_factor = of_bias = None
+        if needed[1] and weight.requires_grad:
+            if is_now(weight):
+                of_factor = _of_factor(rows, inputs, ctx.column_major)
+            else:
+                gradient = partial(_of_weight, rows, inputs, ctx.column_major, ctx.transposes)
+                deferring.deferred.append((weight, gradient))
+        if needed[2] and bias.requires_grad:
+            if is_now(bias):
+                of_bias = rows.sum(0)
+            else:
+                deferring.deferred.append((bias, partial(rows.sum, 0)))
+        if needed[0]:
+            of_input = _of_input(rows, factor, inputs)
+            of_input = of_input if inputs is x else of_input.view(x.shape)
+        return of_input, of_factor, of_bias, None, None
 
-        now: list[torch.Tensor | None] = []
-        for p, gradient in zip(ctx.own, (of_weight, of_bias), strict=True):
-            wanted = p is not None and p.requires_grad
-            others = wanted and id(p) in ctx.deferring.kept  # functions used it later in this forward pass
-            now.append(gradient() if others else None)
-            if wanted and not others:
-                ctx.deferring.deferred.append((p, gradient))
-        dx = _of_input(rows, values.t() if transposed else values, x).view(x.shape) if ctx.needs_input_grad[0] else None
-        return dx, *now, None, None
+
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def _of_input(rows: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _of_weight(rows: torch.Tensor, inputs: torch.Tensor, column_major: bool, transposes: bool) -> torch.Tensor:
+    of_factor = _of_factor(rows, inputs.detach(), column_major)
+    return of_factor.t() if transposes else of_factor
+
+
+def _of_input(rows: torch.Tensor, factor: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
     """Computes the input's gradient as autograd does, whose kernel depends on whether the input is column-major."""
-    inputs = x.reshape(-1, x.shape[-1])
-    column_major = inputs.stride() == (1, inputs.shape[0])
-    return weight.t().mm(rows.t()).t() if column_major else rows.mm(weight)
+    factor = factor.conj()
+    return factor.mm(rows.t()).t() if _is_column_major(inputs) else rows.mm(factor.t())
+
+
+def _of_factor(rows: torch.Tensor, inputs: torch.Tensor, column_major: bool) -> torch.Tensor:
+    """Computes the factor's gradient as autograd does, whose kernel depends on whether the factor is column-major."""
+    inputs = inputs.conj()
+    return rows.t().mm(inputs).t() if column_major else inputs.t().mm(rows)
+
+
+def _is_column_major(x: torch.Tensor) -> bool:
+    return x.stride() == (1, x.shape[0])

@@ -236,6 +236,130 @@ def test_zero_bubble_adds_gradients_of_all_uses_of_a_weight(how: str) -> None:
     assert differing(on_ranks(model, [], 1, step, **options), expected) == []
 
 
+class Differentiates(nn.Module):
+    """Layers that a backward pass inside of forward goes through: a force, a gradient penalty, an inner step."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.second, self.energy = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1, bias=False)
+
+    def energy_of(self, x: torch.Tensor) -> torch.Tensor:
+        return self.energy(torch.tanh(self.second(x) + x)).square().sum()
+
+    def within(self, x: torch.Tensor) -> torch.Tensor:
+        more = self.how not in ("first order", "checkpoint inside")
+        of: Any = partial(checkpoint, self.energy_of, use_reentrant=False) if "inside" in self.how else self.energy_of
+        (force,) = torch.autograd.grad(of(x), x, create_graph=more)
+        if self.how == "twice":
+            (force,) = torch.autograd.grad(force.square().sum(), x, create_graph=True)
+        return force
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(x)) + x
+        if self.how == "inner step":
+            weight, bias = self.second.weight, self.second.bias
+            steps = torch.autograd.grad(self.energy_of(h), (weight, bias), create_graph=True)
+            return self.energy(F.linear(h, weight - 0.1 * steps[0], bias - 0.1 * steps[1])).square().mean()
+        z = h if self.how == "connected" else h.detach().requires_grad_()
+        force = checkpoint(self.within, z, use_reentrant=False) if self.how == "checkpoint" else self.within(z)
+        return (self.second(h) + self.energy(h) * force).square().mean()
+
+
+DERIVATIVES = ["second order", "first order", "connected", "twice", "inner step", "checkpoint", "checkpoint inside"]
+
+
+@pytest.mark.parametrize("length", [0, 3])
+@pytest.mark.parametrize("how", DERIVATIVES)
+def test_a_backward_pass_inside_of_forward_has_the_bits_of_one_process(how: str, length: int) -> None:
+    """``length``: of the sequences in x, if it has any."""
+    shape = (6, length, 6) if length else (6, 6)
+    model, x = make(Differentiates, how), torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    _, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
+
+    def step(pipe: Pipeline, rank: int) -> Gradients:
+        pipe.step(x)
+        return gradients(pipe)
+
+    assert differing(on_ranks(model, [], 1, step, microbatches=3, schedule="zero-bubble"), expected) == []
+
+
+class InBackward(torch.autograd.Function):
+    """Calls a layer whose gradients come from a backward pass inside of backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        with torch.enable_grad():
+            z = ctx.saved_tensors[0].detach().requires_grad_()
+            return torch.autograd.grad(ctx.layer(z), z, grad)[0], None
+
+
+class Undefined(torch.autograd.Function):
+    """Has no gradient for its second argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class Few(nn.Module):
+    """Layers whose parameters get a gradient in some of their calls, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.frozen, self.unused = (nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.b(InBackward.apply(self.b(x), self.a)) + self.a(x)
+        self.frozen.bias.requires_grad_(False)
+        x = self.frozen(x)
+        self.frozen.bias.requires_grad_(True)
+        return Undefined.apply(x, self.unused(x)).square().mean()
+
+
+def test_zero_bubble_gives_no_more_gradients_than_one_process() -> None:
+    model, x = make(Few), torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
+    _, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
+    assert expected["frozen.bias"] is expected["unused.weight"] is None
+
+    def step(pipe: Pipeline, rank: int) -> Gradients:
+        pipe.step(x)
+        return gradients(pipe)
+
+    assert differing(on_ranks(model, [], 1, step, microbatches=3, schedule="zero-bubble"), expected) == []
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_complex_layers(schedule: str) -> None:
+    model = nn.Sequential(*(nn.Linear(6, 6, dtype=torch.complex64) for _ in range(2)))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, dtype=p.dtype, generator=generator))
+    x = torch.randn(6, 6, dtype=torch.complex64, generator=generator)
+
+    def size(output: torch.Tensor) -> torch.Tensor:
+        return output.abs().square().mean()
+
+    _, expected = plain(model, [lambda net, a=a: size(net(a)) for a in x.chunk(3)], 3)
+
+    def step(pipe: Pipeline, rank: int) -> Gradients:
+        pipe.step(x)
+        return gradients(pipe)
+
+    assert differing(on_ranks(model, ["1"], 2, step, microbatches=3, schedule=schedule, loss=size), expected) == []
+
+
 class Transposed(nn.Module):
     """Passes on tensors with another memory layout, and receives their gradients."""
 
