@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
@@ -50,10 +51,11 @@ class DeferWeightGrads(TorchFunctionMode):
     have the bits that autograd would compute.
 
     This applies to calls of torch.nn.functional.linear, and of torch.addmm as transformers' Conv1D makes them, on
-    parameters themselves. Everything else gets its gradients at once: calls whose arguments autocast converts; weights
-    that another torch function uses as well, such as an embedding that is also the output layer, since autograd adds up
-    their gradients first; and layers whose parameters have hooks. Enter it for a forward pass, and for its backward
-    pass too, in which checkpoints run their forward passes.
+    parameters themselves. Everything else gets its gradients at once: calls whose arguments autocast converts; calls
+    inside of torch.func and of forward-mode differentiation; weights that are no matrices, and biases that are not one
+    number for each output; weights that another torch function uses as well, such as an embedding that is also the
+    output layer, since autograd adds up their gradients first; and layers whose parameters have hooks. Enter it for a
+    forward pass, and for its backward pass too, in which checkpoints run their forward passes.
 
     Only the function `backward` defers. In any other backward pass, such as one of torch.autograd.grad that forward
     calls, layers compute what torch's own layers do.
@@ -82,15 +84,22 @@ class DeferWeightGrads(TorchFunctionMode):
             flat = x.flatten(0, -2) if x.dim() > 2 and x.is_contiguous() else x
             result = _Linear.apply(flat, weight.t(), bias, (weight, bias), self)
             return result if flat is x else result.view(*x.shape[:-1], weight.shape[0])
-        if func is torch.addmm and not kwargs and len(args) == 3 and self._defers(args[1], args[2], args[0]):
+        if func is torch.addmm and not kwargs and len(args) == 3 and self._defers(args[1], args[2], args[0], 1):
             return _Linear.apply(args[1], args[2], args[0], (args[2], args[0]), self)
         result = func(*args, **kwargs)
-        if func is torch.Tensor.__setitem__ or any(True for _ in _trained([result])):
+        hides = torch._C._are_functorch_transforms_active()  # under vmap a result does not say that it wants a gradient
+        if hides or func is torch.Tensor.__setitem__ or any(True for _ in _trained([result])):
             self.kept.update(id(x) for x in _trained([args, [*kwargs.values()]]) if x.is_leaf)
         return result
 
-    def _defers(self, input: Any, weight: Any, bias: Any = None) -> bool:
+    def _defers(self, input: Any, weight: Any, bias: Any = None, features: int = 0) -> bool:
+        """Returns whether the gradients of a layer's parameters are computed later; ``features``: the dimension of the
+        weight that counts the layer's outputs."""
         if not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
+            return False
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            return False
+        if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[features : features + 1]):
             return False
         own = [p for p in (weight, bias) if p is not None]
         if any_shape_only(own):

@@ -360,6 +360,42 @@ def test_complex_layers(schedule: str) -> None:
     assert differing(on_ranks(model, ["1"], 2, step, microbatches=3, schedule=schedule, loss=size), expected) == []
 
 
+class Unusual(nn.Module):
+    """Calls of linear layers that zero-bubble leaves to torch."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        bias = {"row": (1, 6), "row of linear": (1, 6), "number": (), "one": (1,)}.get(how, (6,))
+        self.how, self.bias = how, nn.Parameter(torch.ones(bias))
+        self.weight = nn.Parameter(torch.ones(6) if how == "vector" else torch.ones(6, 6))
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "row of linear":
+            x = F.linear(x, self.weight, self.bias)
+        elif self.how == "vector":
+            x = x * F.linear(x, self.weight)[:, None]
+        elif self.how == "vmap":
+            x = torch.vmap(self.layer)(x)
+        elif self.how == "grad":
+            x = torch.func.vmap(torch.func.grad(lambda row: torch.tanh(self.layer(row)).sum()))(x)
+        else:
+            x = torch.addmm(self.bias, x, self.weight)
+        return torch.tanh(self.layer(torch.tanh(x))).square().mean()
+
+
+@pytest.mark.parametrize("how", ["row", "row of linear", "number", "one", "vector", "vmap", "grad"])
+def test_zero_bubble_leaves_unusual_layers_to_torch(how: str) -> None:
+    model, x = make(Unusual, how), torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
+    _, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
+
+    def step(pipe: Pipeline, rank: int) -> Gradients:
+        pipe.step(x)
+        return gradients(pipe)
+
+    assert differing(on_ranks(model, [], 1, step, microbatches=3, schedule="zero-bubble"), expected) == []
+
+
 class Transposed(nn.Module):
     """Passes on tensors with another memory layout, and receives their gradients."""
 
