@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from ringcomm.errors import InvalidArgumentError, ShapeError
 
@@ -25,45 +25,59 @@ MicroBatch = tuple[Any, Fraction | None]
 where no tensor was split here."""
 
 
-def split_inputs(inputs: Any, count: int, rank: int) -> list[MicroBatch]:
+def split_inputs(inputs: tuple[Any, Any, Any], count: int, rank: int) -> list[MicroBatch]:
     """Returns a nest for each micro-batch.
 
     Tensors are split along dimension 0; a list of ``count`` items is taken as already split; a `Replicate` value goes
     to each micro-batch. Where ``count`` does not divide the rows, the first micro-batches have one row more than the
     last, as with ``torch.tensor_split``.
 
-    Raises: ShapeError: fewer rows than micro-batches; or tensors of different numbers of rows, one of which ``count``
-            does not divide. InvalidArgumentError: a list of another length.
+    The first tensor tells the number of the batch's rows. Every other tensor must have as many, with these exceptions:
+    a tensor of the target may have a multiple of them; a tensor without dimensions, or with one row in a batch of
+    several, goes to each micro-batch.
+
+    Args:
+        inputs: positional arguments, arguments by name, and the target.
+    Raises: ShapeError: fewer rows than micro-batches, or another number of rows than the batch. InvalidArgumentError: a
+            list of another length.
     """
-    leaves, spec = tree_flatten(inputs, is_leaf=lambda x: isinstance(x, (list, Replicate)))
-    shapes = [tuple(leaf.shape) for leaf in leaves if torch.is_tensor(leaf)]
-    rows = _rows(shapes, count, rank)
-    by_leaf = [_parts(leaf, count, rank) for leaf in leaves]
-    shares = [None if rows is None else Fraction(rows // count + (i < rows % count), rows) for i in range(count)]
+    leaves, spec = tree_flatten_with_path(inputs, is_leaf=lambda x: isinstance(x, (list, Replicate)))
+    first = next(((path, x) for path, x in leaves if torch.is_tensor(x) and x.dim()), None)
+    rows = None if first is None else len(first[1])
+    if first is not None and len(first[1]) < count:
+        raise ShapeError(
+            f"Pipeline: rank {rank} got {_text(*first)}, expected at least a row in dimension 0 for each of {count} "
+            "micro-batches; change the batch, or pass a list of micro-batches, or Replicate(tensor)"
+        )
+    sizes = [] if rows is None else [rows // count + (i < rows % count) for i in range(count)]
+    by_leaf = []
+    for path, leaf in leaves:
+        if not torch.is_tensor(leaf):
+            by_leaf.append(_copies(leaf, count, rank))
+            continue
+        times = _rows_for_one(leaf, rows, of_target=path[0].idx == 2)
+        if count > 1 and times is None:
+            assert first is not None
+            raise ShapeError(
+                f"Pipeline: rank {rank} got {_text(path, leaf)}, expected {rows} rows in dimension 0 as in "
+                f"{_text(*first)}; pass Replicate(tensor) if each micro-batch needs all of it, or a list of {count} "
+                "micro-batches"
+            )
+        by_leaf.append(_parts(leaf, [size * times for size in sizes]) if times else [leaf] * count)
+    shares = [None if rows is None else Fraction(size, rows) for size in sizes] or [None] * count
     return [(tree_unflatten([parts[i] for parts in by_leaf], spec), shares[i]) for i in range(count)]
 
 
-def _rows(shapes: Sequence[tuple[int, ...]], count: int, rank: int) -> int | None:
-    """Returns the number of rows of the batch; None where nothing is split."""
-    for shape in shapes:
-        if not shape or shape[0] < count:
-            raise ShapeError(
-                f"Pipeline: rank {rank} got a tensor of shape {shape}, expected at least a row in dimension 0 for each "
-                f"of {count} micro-batches; change the batch, or pass a list of micro-batches, or Replicate(tensor)"
-            )
-    uneven = next((shape for shape in shapes if shape[0] % count), None)
-    other = next((shape for shape in shapes if uneven is not None and shape[0] != uneven[0]), None)
-    if other is not None:
-        raise ShapeError(
-            f"Pipeline: rank {rank} got tensors of shapes {uneven} and {other}, expected as many rows in dimension 0 "
-            f"of each where {count} micro-batches do not divide them; change the batch, or pass a list of "
-            "micro-batches, or Replicate(tensor)"
-        )
-    return shapes[0][0] if shapes else None
+def _rows_for_one(x: torch.Tensor, rows: int | None, of_target: bool) -> int | None:
+    """Returns how many rows a tensor has for each of the batch's; 0 if it is not split; None if it does not fit."""
+    if not x.dim() or rows is None or (len(x) == 1 and rows > 1):
+        return 0
+    times, rest = divmod(len(x), rows)
+    return times if not rest and (times == 1 or of_target) else None
 
 
-def _parts(leaf: Any, count: int, rank: int) -> Sequence[Any]:
-    """Returns the part of an argument's leaf for each micro-batch."""
+def _copies(leaf: Any, count: int, rank: int) -> Sequence[Any]:
+    """Returns, for each micro-batch, what it gets of an argument that is no tensor."""
     if isinstance(leaf, Replicate):
         return [leaf.value] * count
     if isinstance(leaf, list):
@@ -73,12 +87,22 @@ def _parts(leaf: Any, count: int, rank: int) -> Sequence[Any]:
                 "pass a tensor to be split, or Replicate(list)"
             )
         return leaf
-    if not torch.is_tensor(leaf):
-        return [leaf] * count
+    return [leaf] * count
+
+
+def _parts(x: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
     # All views of a tensor share one version counter. Where code writes into one part, as FSMT does into its labels,
     # autograd would treat what it has saved of the other parts as modified.
-    parts = leaf.tensor_split(count)
-    return parts if leaf.requires_grad else [part.data for part in parts]
+    parts = x.split([*sizes])
+    return parts if x.requires_grad else [part.data for part in parts]
+
+
+def _text(path: Any, x: torch.Tensor) -> str:
+    """Returns the name and shape of a tensor among the inputs."""
+    kind, *rest = path
+    key = (rest[0].idx if kind.idx == 0 else repr(rest[0].key)) if kind.idx < 2 else ""
+    name = f"the argument {key}{keystr(tuple(rest[1:]))}" if kind.idx < 2 else f"the target{keystr(tuple(rest))}"
+    return f"{name} of shape {tuple(x.shape)}"
 
 
 def merge_outputs(outputs: Sequence[Any]) -> Any:

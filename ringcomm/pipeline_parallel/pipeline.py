@@ -226,19 +226,20 @@ class Pipeline(nn.Module):
 
         Args:
             args, kwargs: the model's arguments: tensors, or nests of them, split along dimension 0 as by
-                ``torch.tensor_split``. A list is taken to be split already, one item for each micro-batch; a
-                `Replicate` value goes to each micro-batch unchanged. Ranks without the first stage may omit the
+                ``torch.tensor_split``. A list is taken to be split already, one item for each micro-batch. A
+                `Replicate` value goes to each micro-batch unchanged, and so does a tensor without dimensions or with
+                one row; all others have as many rows as the first tensor. Ranks without the first stage may omit the
                 arguments; keyword arguments that another stage's modules need, such as labels, are passed on that
                 stage's rank too. A tensor that requires a gradient, such as a trained prompt, gets it on the rank of
                 the first stage.
-            target: the target of the loss, split likewise; on the rank of the last stage.
+            target: the target of the loss, split likewise, with as many rows or a multiple; on the rank of the last
+                stage.
             scaler: multiplies the losses before backward.
         Returns: the loss of the batch, detached, on every rank.
-        Raises:  ShapeError: fewer rows than micro-batches, or tensors of different numbers of rows, one of which the
-                 number of micro-batches does not divide. InvalidArgumentError: a model that calls its modules in
-                 another order than its stages; an argument that requires a gradient and that a later stage uses, on
-                 another rank than the first. An error on one rank aborts the communicator: the others raise
-                 AbortedError.
+        Raises:  ShapeError: fewer rows than micro-batches, or a tensor with another number of rows than the batch.
+                 InvalidArgumentError: a model that calls its modules in another order than its stages; an argument that
+                 requires a gradient and that a later stage uses, on another rank than the first. An error on one rank
+                 aborts the communicator: the others raise AbortedError.
         """
         if not torch.is_grad_enabled():
             raise InvalidArgumentError(

@@ -223,6 +223,17 @@ class Foreign(nn.Module):
         return self.first(self.second(self.first(x)))
 
 
+class Positioned(nn.Module):
+    """Adds a table of positions, which has no rows of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, pos: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x + pos["table"]))).square().mean()
+
+
 class Words(nn.Module):
     """Passes a string, not a tensor, to its second module."""
 
@@ -274,12 +285,22 @@ def raises_at(number: int, schedule: str) -> Callable[[Communicator], Any]:
         (lambda c: pipeline(c, Foreign(), ["second"]).step(torch.ones(2, 6)), 2, InvalidArgumentError, "of stage 0"),
         (lambda c: pipeline(c, Words(), ["second"]).step(torch.ones(2, 6)), 2, InvalidArgumentError, "no tensor on"),
         (lambda c: pipeline(c, row(), ["2"]).step(torch.ones(1, 6)), 2, ShapeError, "(1, 6)"),
-        (lambda c: pipeline(c, row(), ["2"]).step(torch.ones(())), 2, ShapeError, "shape (),"),
         (
-            lambda c: pipeline(c, row(), ["2"], loss=raising).step(torch.ones(5, 6), target=torch.ones(10, 6)),
+            lambda c: pipeline(c, row(), ["2"], loss=raising).step(torch.ones(5, 6), target=(torch.ones(7, 6),)),
             2,
             ShapeError,
-            "(5, 6) and (10, 6)",
+            "the target[0] of shape (7, 6), expected 5 rows",
+        ),
+        *(
+            (
+                lambda c, shape=shape: pipeline(c, Positioned(), ["second"]).step(
+                    torch.ones(8, 4, 6), pos={"table": torch.ones(shape)}
+                ),
+                2,
+                ShapeError,
+                "the argument 'pos'['table'] of shape",
+            )
+            for shape in [(4, 6), (16, 6), (0, 6)]
         ),
         (
             lambda c: pipeline(c, row(), ["2"], loss=raising).step(

@@ -1029,6 +1029,34 @@ def test_an_argument_may_go_to_each_micro_batch_as_a_whole() -> None:
     assert all(torch.equal(found, loss) for found in on_ranks(model, ["middle"], 2, step, microbatches=3))
 
 
+@pytest.mark.parametrize("rows", [6, 7])
+def test_a_number_and_a_single_row_go_to_each_micro_batch(rows: int) -> None:
+    model, x = make(Beside), torch.randn(rows, 4)
+    mask, label = torch.ones(1, 1), torch.zeros((), dtype=torch.long)
+    targets = x.repeat_interleave(2, 0)  # two for each row
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return output + target.unflatten(0, (-1, 2)).square().mean()
+
+    parts = [(a, targets[2 * first : 2 * (first + len(a))]) for first, a in _numbered(x.tensor_split(3))]
+    total, _ = plain(
+        model,
+        [lambda net, a=a, t=t: loss(net(a, mask, label=label), t) * (3 * len(a) / rows) for a, t in parts],
+        3,
+    )
+
+    def step(pipe: Pipeline, _: int) -> torch.Tensor:
+        return pipe.step(x, mask, label=label, target=targets)
+
+    for found in on_ranks(model, ["middle"], 2, step, microbatches=3, loss=loss):
+        torch.testing.assert_close(found, total)
+
+
+def _numbered(parts: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
+    """Each part, after the number of its first row."""
+    return [(sum(map(len, parts[:i])), part) for i, part in enumerate(parts)]
+
+
 def test_a_chain_of_modules() -> None:
     model, x = make(lambda: nn.Sequential(*(Block(6) for _ in range(3)))), torch.randn(6, 6)
     loss, expected = plain(model, [lambda net, a=a: net(a).square().mean() for a in x.chunk(3)], 3)
