@@ -504,9 +504,10 @@ class _Step:
             if not self.train:
                 self.computes = False
                 return None
+            cure = "return the loss alone from the function passed as loss=, and put all else into a list of yours"
             raise InvalidArgumentError(
                 f"Pipeline: rank {self.rank} got {_kind(value)} as the loss of a micro-batch, expected one number; "
-                "pass loss=, which makes one of the output and the target"
+                + (cure if loss is not None else "pass loss=, which makes one of the output and the target")
             )
         if self.pipe.reduction == "mean":
             share = Fraction(1, self.pipe.schedule.microbatches) if share is None else share

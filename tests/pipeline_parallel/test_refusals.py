@@ -329,6 +329,13 @@ def raises_at(number: int, schedule: str) -> Callable[[Communicator], Any]:
             InvalidArgumentError,
             "a float as the loss",
         ),
+        (lambda c: pipeline(c, row(), ["2"], loss=None).step(torch.ones(2, 6)), 2, InvalidArgumentError, "pass loss="),
+        (
+            lambda c: pipeline(c, row(), ["2"], loss=lambda output: (output.mean(), {})).step(torch.ones(2, 6)),
+            2,
+            InvalidArgumentError,
+            "a tuple as the loss of a micro-batch, expected one number; return the loss alone",
+        ),
         (lambda c: pipeline(c, row(), ["2"], loss=raising).step(torch.ones(2, 6)), 2, ZeroDivisionError, "in the loss"),
         (raises_at(0, "1f1b"), 3, ZeroDivisionError, "middle"),
         slow(raises_at(1, "gpipe"), 3, ZeroDivisionError, "middle"),
