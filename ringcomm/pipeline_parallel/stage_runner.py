@@ -731,8 +731,10 @@ def _argument(call: tuple[tuple[Any, ...], dict[str, Any]], at: int) -> str:
 
 
 def _is_users(hook: Callable[..., Any]) -> bool:
-    """Returns whether a hook is the user's; ringcomm's own hooks count as part of the module."""
-    return not (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith("ringcomm.")
+    """Returns whether a hook is the user's. Those of ringcomm, and those of torch.nn.utils, which compute a weight (as
+    spectral_norm does), count as part of the module."""
+    name = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+    return not name.startswith(("ringcomm.", "torch.nn.utils."))
 
 
 def _run_hooks(module: nn.Module, args: Any, kwargs: Any, outputs: Sequence[Any]) -> None:

@@ -235,6 +235,23 @@ def test_batch_norm(at: list[str]) -> None:
     parity(model, x, at, 2, microbatches=3)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_the_hook_of_spectral_norm(schedule: str) -> None:
+    """It writes into the module's buffers and attributes, which only the stage of the module has."""
+    blocks = [nn.utils.spectral_norm(nn.Linear(6, 6)) for _ in range(3)]
+    model, x = make(lambda: Row([*blocks])), torch.randn(6, 6)
+
+    def step(pipe: Pipeline, rank: int) -> tuple[torch.Tensor, Gradients, dict[str, torch.Tensor]]:
+        return pipe.step(x), gradients(pipe), pipe.state_dict()
+
+    ((loss, expected, values),) = on_ranks(model, [], 1, step, microbatches=3)
+    done = on_ranks(model, ["blocks.1", "blocks.2"], 3, step, microbatches=3, schedule=schedule)
+    assert all(torch.equal(found, loss) for found, _, _ in done)
+    assert differing([found for _, found, _ in done], expected) == []
+    assert all(torch.equal(found, values[name]) for _, _, state in done for name, found in state.items())
+
+
 def test_dropout_draws_as_one_process_where_one_rank_has_all() -> None:
     model = make(lambda: Row([nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)) for _ in range(2)]))
     x = torch.randn(6, 6)
