@@ -30,7 +30,7 @@ def split_inputs(inputs: tuple[Any, Any, Any], count: int, rank: int) -> list[Mi
 
     Tensors are split along dimension 0; a list of ``count`` items is taken as already split; a `Replicate` value goes
     to each micro-batch. Where ``count`` does not divide the rows, the first micro-batches have one row more than the
-    last, as with ``torch.tensor_split``.
+    last, as with ``torch.tensor_split``; the share of micro-batches without rows is 0.
 
     The first tensor tells the number of the batch's rows. Every other tensor must have as many, with these exceptions:
     a tensor of the target may have a multiple of them; a tensor without dimensions, or with one row in a batch of
@@ -38,16 +38,21 @@ def split_inputs(inputs: tuple[Any, Any, Any], count: int, rank: int) -> list[Mi
 
     Args:
         inputs: positional arguments, arguments by name, and the target.
-    Raises: ShapeError: fewer rows than micro-batches, or another number of rows than the batch. InvalidArgumentError: a
-            list of another length.
+    Raises: ShapeError: no rows, fewer than micro-batches in lists, or another number of rows than the batch.
+            InvalidArgumentError: a list of another length.
     """
     leaves, spec = tree_flatten_with_path(inputs, is_leaf=lambda x: isinstance(x, (list, Replicate)))
     first = next(((path, x) for path, x in leaves if torch.is_tensor(x) and x.dim()), None)
     rows = None if first is None else len(first[1])
-    if first is not None and len(first[1]) < count:
+    if first is not None and not rows:
         raise ShapeError(
-            f"Pipeline: rank {rank} got {_text(*first)}, expected at least a row in dimension 0 for each of {count} "
-            "micro-batches; change the batch, or pass a list of micro-batches, or Replicate(tensor)"
+            f"Pipeline: rank {rank} got {_text(*first)}, expected at least a row in dimension 0; leave empty batches "
+            "out, or pass Replicate(tensor)"
+        )
+    if first is not None and len(first[1]) < count and any(isinstance(leaf, list) for _, leaf in leaves):
+        raise ShapeError(
+            f"Pipeline: rank {rank} got {_text(*first)} and a list of micro-batches, expected at least a row in "
+            f"dimension 0 for each of {count} micro-batches; pass lists alone, or change the batch"
         )
     sizes = [] if rows is None else [rows // count + (i < rows % count) for i in range(count)]
     by_leaf = []
@@ -73,7 +78,7 @@ def _rows_for_one(x: torch.Tensor, rows: int | None, of_target: bool) -> int | N
     if not x.dim() or rows is None or (len(x) == 1 and rows > 1):
         return 0
     times, rest = divmod(len(x), rows)
-    return times if not rest and (times == 1 or of_target) else None
+    return times if not rest and (times == 1 or (times and of_target)) else None
 
 
 def _copies(leaf: Any, count: int, rank: int) -> Sequence[Any]:

@@ -32,6 +32,7 @@ from ringcomm.pipeline_parallel.messages import Messages, Sent, sent_tensors
 from ringcomm.pipeline_parallel.microbatches import MicroBatch, Replicate, merge_outputs, split_inputs
 from ringcomm.pipeline_parallel.schedules import MOST, Action, Kind, Schedule, schedule_of
 from ringcomm.pipeline_parallel.shape_only import ShapeOnlyTensor
+from ringcomm.pipeline_parallel.side_effects import TensorShape
 from ringcomm.pipeline_parallel.split import Chain, Stages, split
 from ringcomm.pipeline_parallel.stage_runner import StageMetadata, StageRunner, is_staged
 from ringcomm.pipeline_parallel.tied_params import TiedParams
@@ -228,7 +229,8 @@ class Pipeline(nn.Module):
             args, kwargs: the model's arguments: tensors, or nests of them, split along dimension 0 as by
                 ``torch.tensor_split``. A list is taken to be split already, one item for each micro-batch. A
                 `Replicate` value goes to each micro-batch unchanged, and so does a tensor without dimensions or with
-                one row; all others have as many rows as the first tensor. Ranks without the first stage may omit the
+                one row; all others have as many rows as the first tensor. If these are fewer than the micro-batches,
+                there are as many micro-batches as rows. Ranks without the first stage may omit the
                 arguments; keyword arguments that another stage's modules need, such as labels, are passed on that
                 stage's rank too. A tensor that requires a gradient, such as a trained prompt, gets it on the rank of
                 the first stage.
@@ -236,7 +238,7 @@ class Pipeline(nn.Module):
                 stage.
             scaler: multiplies the losses before backward.
         Returns: the loss of the batch, detached, on every rank.
-        Raises:  ShapeError: fewer rows than micro-batches, or a tensor with another number of rows than the batch.
+        Raises:  ShapeError: a batch without rows, or a tensor with another number of rows than the batch.
                  InvalidArgumentError: a model that calls its modules in another order than its stages; an argument that
                  requires a gradient and that a later stage uses, on another rank than the first. An error on one rank
                  aborts the communicator: the others raise AbortedError.
@@ -376,6 +378,7 @@ class _Step:
         self.kept = {*self.multi_use}
         self.outputs: list[Any] = []
         self.clock: list[tuple[Action, float, float]] = []
+        self._skipped: set[tuple[int, int]] = set()  # stage and micro-batch
         self._local_messages: dict[tuple[str, int, int], Any] = {}  # between stages of this rank
         self._open: dict[tuple[int, int], tuple[_Gradients, Sequence[Sent] | torch.Tensor]] = {}
         self._deferring_of: dict[tuple[int, int], DeferWeightGrads] = {}
@@ -387,20 +390,31 @@ class _Step:
     def execute(self, action: Action) -> None:
         """Executes an action."""
         at = (action.stage, action.microbatch)
-        if self.flat is not None and self.train:
-            self.flat.begin_part(action.microbatch)
         if action.kind is Kind.FORWARD:
             received, metadata = self._receive(*at)
             start = time.perf_counter()
-            self._forward(*at, received, metadata)
+            share = self._share(*at, metadata)
+            if share == 0:
+                self._skip(*at)
+            else:
+                self._begin_part(action.microbatch)
+                self._forward(*at, received, metadata, share)
+        elif at in self._skipped:
+            start = time.perf_counter()
         elif action.kind is Kind.WEIGHT:
             start = time.perf_counter()
+            self._begin_part(action.microbatch)
             run_weight_grads(self._deferring_of.pop(at).deferred)
         else:
             gradients = self._receive_gradients(*at)
             start = time.perf_counter()
+            self._begin_part(action.microbatch)
             self._backward(*at, gradients)
         self.clock.append((action, start, time.perf_counter()))
+
+    def _begin_part(self, microbatch: int) -> None:
+        if self.flat is not None and self.train:
+            self.flat.begin_part(microbatch)
 
     # ---- forward --------------------------------------------------------------------------------------------------
 
@@ -420,12 +434,30 @@ class _Step:
             self._deferring_of[stage, number] = DeferWeightGrads(self.multi_use, self.kept)
         return self._deferring_of[stage, number]
 
-    def _forward(self, stage: int, number: int, received: list[torch.Tensor], metadata: StageMetadata | None) -> None:
-        (args, kwargs, target), share = self.inputs[number]
-        if metadata is not None and metadata.share is not None:
-            if share not in (None, metadata.share):
-                raise self._share_error(stage, share, metadata.share)
-            share = metadata.share
+    def _share(self, stage: int, number: int, metadata: StageMetadata | None) -> Fraction | None:
+        """Returns a micro-batch's share of the batch's rows, as far as this rank knows it."""
+        share = self.inputs[number][1]
+        if metadata is None or metadata.share is None:
+            return share
+        if share not in (None, metadata.share):
+            raise self._share_error(stage, share, metadata.share)
+        return metadata.share
+
+    def _skip(self, stage: int, number: int) -> None:
+        """Skips a micro-batch that has no rows, and tells the next stage to skip it."""
+        self._skipped.add((stage, number))
+        nothing = StageMetadata((), None, TensorShape((), torch.float32), {}, 0, share=Fraction(0))
+        self._hand_on(stage, number, [], nothing)
+
+    def _forward(
+        self,
+        stage: int,
+        number: int,
+        received: list[torch.Tensor],
+        metadata: StageMetadata | None,
+        share: Fraction | None,
+    ) -> None:
+        args, kwargs, target = self.inputs[number][0]
         if self.train and self.pipe.schedule.rank_of[0] != self.rank:
             args, kwargs = self._without_input_grads(stage, (args, kwargs))
         if self.flat is not None:  # as on every rank of a model that is not split
@@ -445,12 +477,16 @@ class _Step:
         # The next micro-batch may overwrite a buffer, or what a module keeps otherwise, before the next stage has read
         # this one's values.
         output = [x if x.requires_grad else x.clone() for x in output]
-        after = replace(after, share=share)
+        self._hand_on(stage, number, output, replace(after, share=share))
+
+    def _hand_on(self, stage: int, number: int, output: list[torch.Tensor], metadata: StageMetadata) -> None:
+        if stage == self.pipe.schedule.stages - 1:
+            return
         following = self.pipe.schedule.rank_of[stage + 1]
         if following == self.rank:
-            self._local_messages["forward", stage + 1, number] = (output, after)
+            self._local_messages["forward", stage + 1, number] = (output, metadata)
         else:
-            self.pipe.messages.send(output, after, stage + 1, number, following)
+            self.pipe.messages.send(output, metadata, stage + 1, number, following)
 
     def _without_input_grads(self, stage: int, inputs: Any) -> Any:
         """Returns the inputs so that backward raises where one of them gets a gradient on this rank: it would be the

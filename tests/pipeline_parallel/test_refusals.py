@@ -284,7 +284,25 @@ def raises_at(number: int, schedule: str) -> Callable[[Communicator], Any]:
         (wrong_order, 2, InvalidArgumentError, "order of their calls"),
         (lambda c: pipeline(c, Foreign(), ["second"]).step(torch.ones(2, 6)), 2, InvalidArgumentError, "of stage 0"),
         (lambda c: pipeline(c, Words(), ["second"]).step(torch.ones(2, 6)), 2, InvalidArgumentError, "no tensor on"),
-        (lambda c: pipeline(c, row(), ["2"]).step(torch.ones(1, 6)), 2, ShapeError, "(1, 6)"),
+        (lambda c: pipeline(c, row(), ["2"]).step(torch.ones(0, 6)), 2, ShapeError, "(0, 6)"),
+        (
+            lambda c: pipeline(c, row(), ["2"], loss=raising).step(torch.ones(4, 6), target=torch.ones(0)),
+            2,
+            ShapeError,
+            "the target of shape (0,)",
+        ),
+        (
+            lambda c: pipeline(c, row(), ["2"], loss=raising).step(torch.ones(1, 6), target=[0, 1]),
+            2,
+            ShapeError,
+            "(1, 6) and a list",
+        ),
+        (
+            lambda c: pipeline(c, row(), ["2"], static_shapes=True).step(torch.ones(1, 6)),
+            2,
+            ShapeError,
+            "static_shapes=False",
+        ),
         (
             lambda c: pipeline(c, row(), ["2"], loss=raising).step(torch.ones(5, 6), target=(torch.ones(7, 6),)),
             2,

@@ -150,7 +150,9 @@ class Program:
             found |= {f"{name} {place.size(name)}" for name, _ in place.axes}
             found |= {f"stage {place.stage}", f"{place.world_size} ranks", f"{place.microbatches} micro-batches"}
             found |= {f"schedule {place.schedule}"} if place.size("pp") > 1 else set()
-            found |= {"micro-batches that do not divide"} if self.rows // place.data % place.microbatches else set()
+            rows = self.rows // place.data
+            found |= {"micro-batches that do not divide"} if rows % min(rows, place.microbatches) else set()
+            found |= {"micro-batches without rows"} if rows < place.microbatches else set()
             found |= {"carry"} if place.carry else set()
         return found
 
@@ -209,7 +211,7 @@ def generate(seed: int, edits: tuple[str, ...] = ()) -> Program:
         places=tuple(places),
         styles=styles,
         hooks=hooks,
-        rows=_rows(draw, places),
+        rows=_rows(draw, places, features),
         length=4 * math.lcm(*(place.size("cp") for place in places)) * (3 if thirds else 1),
         passes=2 if "accumulate" in features else 1,
     )
@@ -426,10 +428,12 @@ _REGIONS = {
 }
 
 
-def _rows(draw: Draw, places: list[Place]) -> int:
-    """Of the whole batch: as many on every rank, and a row for each micro-batch at least."""
+def _rows(draw: Draw, places: list[Place], features: set[str]) -> int:
+    """Of the whole batch: as many on every rank, and for most programs a row for each micro-batch at least."""
     least = max(place.data * place.microbatches for place in places)
     step = math.lcm(*(place.data for place in places))
+    if not features & {"lists", "static_shapes", "bare"} and draw.dice("short").random() < 0.15:
+        least = step
     return step * (-(-least // step) + draw.dice("rows").randrange(2))
 
 

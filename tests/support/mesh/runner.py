@@ -129,7 +129,7 @@ def _in_shares(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The loss of a rank's rows, and those of its micro-batches, which count as much as their shares."""
     found = []
-    for some in zip(*(x.tensor_split(place.microbatches) for x in rows), strict=True):
+    for some in zip(*(x.tensor_split(min(len(x), place.microbatches)) for x in rows), strict=True):
         share, loss = Fraction(len(some[0]), len(rows[0])), _loss(model, step, *some)
         if "bare" not in program:
             loss = loss / share.denominator if share.numerator == 1 else loss * float(share)
@@ -188,7 +188,7 @@ def has_bits(program: Program) -> bool:
     """Whether the documentation promises the bits of one process with the same micro-batches."""
     kinds = {block.kind for block in program.model.blocks}
     for place in program.places:
-        passes = place.microbatches * program.passes
+        passes = min(place.microbatches, program.rows // place.data) * program.passes
         if place.size("tp", "cp") > 1 or place.carry or (place.data > 1 and "tree" not in program):
             return False
         if "tree" in program and (passes & (passes - 1) or place.data & (place.data - 1)):
