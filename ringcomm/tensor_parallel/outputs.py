@@ -4,6 +4,7 @@ do."""
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,19 +14,37 @@ import torch
 
 from ringcomm.errors import InvalidArgumentError
 
+_ARITHMETIC = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 KEEPS = {
-    "contiguous", "clone", "to", "float", "double", "half", "bfloat16", "type_as", "clamp", "clamp_", "add", "__add__",
-    "__radd__", "mul", "__mul__", "__rmul__", "sub", "__sub__", "__rsub__", "div", "__truediv__", "neg", "abs",
-    "square", "pow", "__pow__", "exp", "erf", "dropout", "gelu", "silu", "relu", "relu_", "relu6", "elu", "selu",
-    "leaky_relu", "softplus", "softsign", "mish", "hardswish", "hardtanh", "logsigmoid", "tanh", "sigmoid",
+    "contiguous", "clone", "to", "float", "double", "half", "bfloat16", "int", "long", "bool", "type", "type_as", "cpu",
+    "cuda", "detach", "alias", "positive", "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide",
+    "floor_divide", "remainder", "fmod", "rsub", "pow", "float_power", "neg", "negative", "abs", "absolute", "square",
+    "sqrt", "rsqrt", "reciprocal", "sign", "sgn", "exp", "exp2", "expm1", "log", "log1p", "log2", "log10", "xlogy",
+    "erf", "erfc", "erfinv", "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "arctan2", "sinh", "cosh", "asinh",
+    "acosh", "atanh", "sinc", "floor", "ceil", "round", "trunc", "fix", "frac", "lerp", "addcmul", "addcdiv", "hypot",
+    "clamp", "clamp_min", "clamp_max", "clip", "maximum", "minimum", "fmax", "fmin", "where", "masked_fill", "copysign",
+    "nan_to_num", "logaddexp", "threshold", "dropout", "alpha_dropout", "feature_alpha_dropout", "gelu", "silu", "relu",
+    "relu6", "elu", "selu", "celu", "leaky_relu", "prelu", "rrelu", "softplus", "softsign", "softshrink", "hardshrink",
+    "tanhshrink", "mish", "hardswish", "hardsigmoid", "hardtanh", "logsigmoid", "tanh", "sigmoid", "expit", "logit",
+    "gt", "greater", "ge", "greater_equal", "lt", "less", "le", "less_equal", "eq", "ne", "not_equal", "logical_and",
+    "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not", "bitwise_xor",
+    "requires_grad",
+    *(f"{kind}{each}" for each in _ARITHMETIC for kind in ("", "r", "i")),
 }  # fmt: skip
-"""Functions whose result has the same outputs in the same places."""
+"""Functions whose result has the same outputs in the same places, without the underscores of their names. Tests for NaN
+and infinity are left out: programs stop at these values of any rank."""
+_READS = {
+    "numpy", "tolist", "item", "__array__", "__dlpack__", "__float__", "__int__", "__bool__", "__index__",
+    "__complex__", "__contains__",
+}  # fmt: skip
+"""Functions that return values to Python or another library, where nothing watches them."""
 VIEWS = ("view", "reshape", "unflatten")
 _MOVES = {
-    "flatten", "squeeze", "unsqueeze", "expand", "expand_as", "select", "narrow", "__getitem__", "index_select",
-    "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "__get__", "t",
+    "flatten", "squeeze", "unsqueeze", "expand", "expand_as", "select", "narrow", "getitem", "index_select",
+    "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "get", "t", "adjoint",
 }  # fmt: skip
-"""Functions that may take rows or change the order of dimensions. (`__get__` is that of `x.mT`.)"""
+"""Functions that may take rows or change the order of dimensions. (`get` is that of `x.mT`.)"""
+PADS = ("pad", "constant_pad_nd")
 _JOINS = ("cat", "concat", "concatenate")
 FUSED = (2, 3)
 """The usual numbers of outputs fused in one layer: gate and up; queries, keys and values."""
@@ -42,6 +61,7 @@ class OutputSharding:
         divided: the numbers of heads of the modules around the layer, as this rank computes with them.
         width: the width of a head; 1: unknown.
         done: whether the first output has been watched; reset by an error, so that the next output is watched too.
+        is_read: whether the program has read how many outputs this rank has.
     """
 
     name: str
@@ -51,6 +71,7 @@ class OutputSharding:
     divided: frozenset[int]
     width: int = 1
     done: bool = False
+    is_read: bool = False
 
     def watch_first(self, y: torch.Tensor) -> torch.Tensor:
         """Returns the layer's output; `watch` watches the first one."""
@@ -76,13 +97,20 @@ class OutputSharding:
     def check_ends(self, function: str, ends: Iterable[int], step: int) -> None:
         """Refuses ends of slices that are not ends of the rank's parts.
 
+        The end of the rank's outputs is one only if the program can know it: it has read the shape of the outputs, or
+        computes with a number of heads that a style divides. Else it is a number of the unsharded model that happens
+        to be the same.
+
         Args:
+            ends: those that the program names; an end that it leaves out is not among them.
             step: the distance of one output to the next. A step above 1 takes interleaved outputs, which stay together
-                only if they were sharded as one part.
+                only if they were sharded as one part of a multiple of the step.
         """
-        known = {0, *accumulate(self.extents)}
+        width = sum(self.extents)
+        knows = self.is_read or len(self.extents) > 1 or any(width % each == 0 for each in self.divided)
+        known = {0, *accumulate(self.extents)} - ({width} if not knows and width < self.total else set())
         wrong = sorted({*ends} - known)
-        if not wrong and (step == 1 or len(self.extents) == 1):
+        if not wrong and (step == 1 or (len(self.extents) == 1 and width % step == 0)):
             return
         where = f"at {wrong[0]}" if wrong else f"in steps of {step}"
         if len(self.extents) > 1:
@@ -139,31 +167,110 @@ class _WatchedOutput(torch.Tensor):
     ) -> Any:
         given = dict(kwargs or {})
         x: Any = args[0] if args else given.get("input", given.get("tensors"))
-        sharding, name = _sharding_of(x), getattr(func, "__name__", "")
-        is_last = sharding is not None and x._dim == -1
-        if sharding is not None and name in _SPLITS and is_last:
-            ends, step = _SPLITS[name](x, *args[1:], **{key: each for key, each in given.items() if key != "input"})
-            sharding.check_ends(name.strip("_"), ends, step)
-        if sharding is not None and _mixes(name, x, args[1:], given):
-            sharding.refuse_mixed(name.removeprefix("linalg_"))
-        if name in _JOINS and _holds_outputs(x[0], given.get("dim", args[1] if len(args) > 1 else 0)):
-            joined = next((each for each in map(_sharding_of, x) if each is not None), None)
-            if joined is not None:  # the next layer is sharded as if all inputs were concatenated before
-                joined.refuse_mixed(name, "joins others to them")
+        sharding, called = _sharding_of(x), getattr(func, "__name__", "")
+        name = called.strip("_").removesuffix("_copy")
+        if not is_ours(sys._getframe(1)):
+            _check(func, called, name, x, args, given)
         with torch._C.DisableTorchFunctionSubclass():
             made = func(*args, **given)
-        if sharding is None or type(made) not in (torch.Tensor, _WatchedOutput):
+        if type(made) not in (torch.Tensor, _WatchedOutput):
+            return made
+        if name in KEEPS or func == torch.Tensor.data.__get__:
+            given_outputs = [each for each in (*args, *given.values()) if isinstance(each, _WatchedOutput)]
+            kept = next((each for each in given_outputs if each.shape == made.shape), None)
+            return made if kept is None or kept._sharding is None else kept._sharding.watch(made, kept._dim)
+        if sharding is None:
             return made
         if name in _MOVES:
             return sharding.watch(made, at) if (at := _place_in(x, made)) is not None else made
+        if name in PADS:
+            return sharding.watch(made, x._dim)
         if name in VIEWS:
-            if not is_last:
+            if x._dim != -1:
                 return made
             asked = _factors(name, x, made, args[1:], given)
-            if len(asked) > 1:
+            if len(asked) > 1 and not is_ours(sys._getframe(1)):
                 sharding.check_factors(name, asked)
             return sharding.watch(made) if len(asked) == 1 and made.dim() <= x.dim() else made
-        return sharding.watch(made, x._dim) if name in KEEPS and made.shape == x.shape else made
+        return made
+
+
+def _check(func: Any, called: str, name: str, x: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """Refuses a function of torch that would compute something else with a rank's outputs than with all of them.
+
+    Args:
+        called, name: the function's name, and the same without underscores.
+        x: the first argument.
+    """
+    sharding = _sharding_of(x)
+    if sharding is not None and (func == torch.Tensor.shape.__get__ or called == "size"):
+        sharding.is_read = True
+    if sharding is not None and name in _SPLITS and x._dim == -1:
+        found = _SPLITS[name](x, *args[1:], **{key: each for key, each in given.items() if key != "input"})
+        if found is None:
+            sharding.refuse_mixed(name, "takes single outputs")
+        sharding.check_ends(name, *found)
+    operand = next((each for each in (x, *args[1:2], *given.values()) if isinstance(each, _WatchedOutput)), None)
+    owner = _sharding_of(operand)
+    if owner is not None and _mixes(name.removeprefix("special_"), operand, args[1:], given):
+        owner.refuse_mixed(name.removeprefix("linalg_").removeprefix("special_"))
+    if owner is not None and called in _READS and _in_forward(sys._getframe(2)):
+        owner.refuse_mixed(name.strip("_"), "reads this rank's")
+    if sharding is not None and _moves(name, x, args[1:], given):
+        sharding.refuse_mixed(name, "moves them")
+    dim = given.get("dim", args[1] if len(args) > 1 else 0)
+    if name in _JOINS and isinstance(x, (list, tuple)) and x and _holds_outputs(x[0], dim):
+        joined = next((each for each in map(_sharding_of, x) if each is not None), None)
+        if joined is not None:  # the next layer is sharded as if all inputs were concatenated before
+            joined.refuse_mixed(name, "joins others to them")
+
+
+def is_ours(frame: Any) -> bool:
+    """Returns whether code of ringcomm calls a function of torch, and no module of torch in between."""
+    while frame is not None:
+        watches = frame.f_code.co_name == "__torch_function__"  # hands on the call of other code
+        if not watches and not frame.f_globals.get("__name__", "").startswith("torch."):
+            return frame.f_globals.get("__name__", "").startswith("ringcomm.")
+        if frame.f_code.co_name == "_call_impl":
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _in_forward(frame: Any) -> bool:
+    """Returns whether a module's forward pass calls, so that it may compute with the values that it reads."""
+    while frame is not None and frame.f_code.co_name != "_call_impl":
+        frame = frame.f_back
+    return frame is not None
+
+
+def _moves(name: str, x: Any, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
+    """Returns whether a function pads or repeats the outputs, or makes one dimension of theirs and of those before
+    it, in which a rank's outputs of one row are followed by its outputs of the next."""
+    if name in PADS:
+        pad = list(given.get("pad", args[0] if args else ()))
+        at = 2 * (-1 - x._dim)
+        return any(pad[at : at + 2])
+    if name in ("repeat", "tile"):
+        counts = given.get("repeats", given.get("dims", args))
+        counts = counts[0] if counts and isinstance(counts[0], (list, tuple)) else counts
+        return len(counts) >= -x._dim and counts[x._dim] != 1
+    if name not in ("flatten", "ravel", *VIEWS) or x._dim != -1 or x.numel() == x.shape[-1]:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            made = getattr(x, name)(*args, **given)
+        except (RuntimeError, TypeError):  # the call itself raises it
+            return False
+    return made.numel() > 0 and _width(made, x.shape[-1]) is None
+
+
+def _width(made: torch.Tensor, length: int) -> int | None:
+    """Returns how many last dimensions have ``length`` elements together; None: no number of them has."""
+    count = 1
+    while count < made.dim() and math.prod(made.shape[-count:]) < length:
+        count += 1
+    return count if math.prod(made.shape[-count:]) == length else None
 
 
 def _sharding_of(x: Any) -> OutputSharding | None:
@@ -210,37 +317,70 @@ def _factors(
 
 # ---- where functions split the last dimension ----------------------------------------------------------------------
 
+_LAST_TWO = (
+    "diag", "diagflat", "diag_embed", "diagonal", "fill_diagonal", "tril", "triu", "rot90", "trace", "cov", "corrcoef",
+    "linalg_diagonal", "adaptive_avg_pool2d", "adaptive_max_pool2d", "avg_pool2d", "max_pool2d", "lp_pool2d",
+    "fft_fft2", "fft_ifft2", "fft_rfft2", "fft_irfft2", "fft_hfft2", "fft_ihfft2", "qr", "svd", "lu", "geqrf",
+    "pinverse", "svd_lowrank", "pca_lowrank", "linalg_qr", "linalg_svd", "linalg_svdvals", "linalg_lu",
+    "linalg_lu_factor", "linalg_lu_factor_ex", "linalg_pinv", "linalg_cond", "linalg_matrix_norm",
+    "linalg_matrix_rank", "linalg_lstsq", "linalg_inv", "linalg_det", "linalg_slogdet", "linalg_eigh", "linalg_solve",
+)  # fmt: skip
+_ALL = (
+    "nonzero", "argwhere", "masked_select", "take", "unique", "unique_consecutive", "histc", "histogram", "histogramdd",
+    "bincount", "kron", "block_diag", "dist", "trapezoid", "trapz", "cumulative_trapezoid", "gradient", "hash_tensor",
+    "resize", "nuclear_norm", "norm_except_dim", "sum_to_size", "renorm", "channel_shuffle", "local_response_norm",
+)  # fmt: skip
 _MIXES = {
+    **dict.fromkeys(_LAST_TWO, (99, (-2, -1))),
+    **dict.fromkeys(_ALL, (99, None)),
     **dict.fromkeys(("mean", "sum", "prod", "std", "var", "std_mean", "var_mean", "softmax", "log_softmax"), (1, None)),
     **dict.fromkeys(("logsumexp", "amax", "amin", "max", "min", "argmax", "argmin", "cumsum", "cumprod"), (1, None)),
     **dict.fromkeys(("cummax", "cummin", "logcumsumexp", "median", "nanmedian", "nansum", "nanmean"), (1, None)),
+    **dict.fromkeys(("all", "any", "aminmax", "count_nonzero", "softmin", "frobenius_norm"), (1, None)),
+    **dict.fromkeys(("fft_fftshift", "fft_ifftshift"), (1, None)),
+    **dict.fromkeys(("fft_fftn", "fft_ifftn", "fft_rfftn", "fft_irfftn", "fft_hfftn", "fft_ihfftn"), (2, None)),
     **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm", "vector_norm", "quantile", "roll"), (2, None)),
+    **dict.fromkeys(("nanquantile", "repeat_interleave"), (2, None)),
     **dict.fromkeys(("sort", "argsort", "mode"), (1, -1)),
+    "msort": (99, 0),
     **dict.fromkeys(("normalize", "cosine_similarity"), (2, 1)),
     "flip": (1, ()),
+    "fliplr": (99, 1),
+    "flipud": (99, 0),
     **dict.fromkeys(("topk", "kthvalue", "diff", "fft_fft", "fft_ifft", "fft_rfft", "fft_irfft"), (2, -1)),
+    **dict.fromkeys(("fft_hfft", "fft_ihfft"), (2, -1)),
     "gumbel_softmax": (4, -1),
     **dict.fromkeys(("layer_norm", "rms_norm", "group_norm", "instance_norm"), (9, -1)),
-    **dict.fromkeys(("cdist", "inner", "pairwise_distance", "linalg_vecdot"), (9, -1)),
-    **dict.fromkeys(("max_pool1d", "avg_pool1d", "adaptive_max_pool1d", "adaptive_avg_pool1d"), (9, -1)),
+    **dict.fromkeys(("cdist", "pdist", "inner", "pairwise_distance", "linalg_vecdot", "linalg_vander"), (9, -1)),
+    **dict.fromkeys(("cosine_embedding_loss", "triplet_margin_loss", "multinomial", "searchsorted"), (9, -1)),
+    **dict.fromkeys(("multilabel_soft_margin_loss", "multilabel_margin_loss", "multi_margin_loss"), (9, -1)),
+    **dict.fromkeys(("max_pool1d", "avg_pool1d", "adaptive_max_pool1d", "adaptive_avg_pool1d", "lp_pool1d"), (9, -1)),
+    **dict.fromkeys(("max_pool1d_with_indices", "adaptive_max_pool1d_with_indices", "interpolate"), (9, -1)),
     **dict.fromkeys(("cross_entropy", "nll_loss"), (9, 1)),
-    **dict.fromkeys(("gather", "take_along_dim"), (1, None)),
+    **dict.fromkeys(("gather", "take_along_dim", "scatter", "scatter_add", "scatter_reduce"), (1, None)),
+    **dict.fromkeys(("index_add", "index_copy", "index_fill", "index_reduce", "unfold"), (1, None)),
+    **dict.fromkeys(("select_scatter", "slice_scatter"), (2, 0)),
     "unbind": (1, 0),
 }
-"""Functions over a dimension: the dimension's place among the arguments, and its default; None: all dimensions."""
+"""Functions over a dimension: the dimension's place among the arguments, and its default; None: all dimensions. Their
+names have no underscores at the ends."""
 _LOSSES = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy"}
 _LOSSES |= {"binary_cross_entropy_with_logits", "soft_margin_loss", "poisson_nll_loss", "gaussian_nll_loss"}
+_LOSSES |= {"hinge_embedding_loss", "margin_ranking_loss"}
 """Functions that reduce all dimensions unless they are told not to."""
 
 
-def _mixes(name: str, x: torch.Tensor, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
+def _mixes(name: str, x: Any, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
     """Returns whether a function reduces, or mixes elements, along the dimension of the outputs."""
+    if name == "where" and not args and not given.keys() - {"condition"}:  # the places of the values that are not 0
+        return True
     if name in _LOSSES:
         return given.get("reduction", "mean") != "none"
     if name not in _MIXES:
         return False
     at, default = _MIXES[name]
-    dims = given.get("dim", given.get("dims", given.get("axis", args[at - 1] if len(args) >= at else default)))
+    asked = next((given[key] for key in ("dim", "dims", "axis", "dimension") if given.get(key) is not None), None)
+    dims = (args[at - 1] if len(args) >= at else default) if asked is None else asked
     if torch.is_tensor(dims):  # torch.max(x, y): the larger of two tensors
         return False
     dims = range(x.dim()) if dims is None or isinstance(dims, bool) else [dims] if isinstance(dims, int) else dims
@@ -261,14 +401,14 @@ def _holds_outputs(x: torch.Tensor, dim: Any) -> bool:
 
 
 def _chunk(x: torch.Tensor, chunks: int, dim: int = 0) -> Ends:
-    return _split(x, -(-x.shape[-1] // chunks), dim) if _is_last(x, dim) else NOWHERE
+    return _split(x, -(-x.shape[-1] // chunks), dim) if _is_last(x, dim) and chunks > 1 else NOWHERE
 
 
 def _split(x: torch.Tensor, split_size: Any, dim: int = 0) -> Ends:
     if not _is_last(x, dim):
         return NOWHERE
     if isinstance(split_size, int):
-        return [*range(0, x.shape[-1], max(split_size, 1))], 1
+        return [*range(0, x.shape[-1], max(split_size, 1)), *([split_size] if split_size >= x.shape[-1] else [])], 1
     return [*accumulate(split_size)], 1
 
 
@@ -287,6 +427,10 @@ def _narrow(x: torch.Tensor, dim: int, start: Any, length: int) -> Ends:
     return ([int(start), int(start) + length], 1) if _is_last(x, dim) else NOWHERE
 
 
+def _slice(x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Ends | None:
+    return _getitem(x, (Ellipsis, slice(start, end, step))) if _is_last(x, dim) else NOWHERE
+
+
 def _glu(x: torch.Tensor, dim: int = -1) -> Ends:
     return _chunk(x, 2, dim)
 
@@ -295,21 +439,31 @@ def _hsplit(x: torch.Tensor, where: Any) -> Ends:
     return _tensor_split(x, where, min(1, x.dim() - 1))
 
 
-def _getitem(x: torch.Tensor, index: Any) -> Ends:
+def _getitem(x: torch.Tensor, index: Any, value: Any = None) -> Ends | None:
+    """Returns where an index splits the outputs; None: it takes single ones."""
     index = index if isinstance(index, tuple) else (index,)
-    known = all(each is None or each is Ellipsis or type(each) in (int, slice) for each in index)
     used = [each for each in index if each is not None]
-    if not known or not used or not (Ellipsis in used or len(used) == x.dim()) or not isinstance(used[-1], slice):
+    if not used or not all(each is Ellipsis or type(each) in (int, slice) for each in used):
+        masks = [each for each in used if torch.is_tensor(each) and each.dtype == torch.bool]
+        return None if any(each.dim() == x.dim() for each in masks) else NOWHERE
+    if not (any(each is Ellipsis for each in used) or len(used) == x.dim()) or used[-1] is Ellipsis:
         return NOWHERE
     last, length = used[-1], x.shape[-1]
+    if isinstance(last, int):
+        return None
     first, end, step = last.indices(length)
     if last.stop is not None and length < last.stop < 1 << 31:  # counted in all ranks' outputs, not this rank's
         end = last.stop
-    return ([first if step == 1 else 0, end], step)
+    ends = [] if last.stop is None else [end]
+    return ([first if step == 1 or first >= step else 0, *ends], step)
+
+
+def _select(x: torch.Tensor, dim: int = 0, index: int = 0) -> Ends | None:
+    return None if _is_last(x, dim) else NOWHERE
 
 
 _SPLITS: dict[str, Any] = {
     "chunk": _chunk, "split": _sections, "split_with_sizes": _sections, "tensor_split": _tensor_split,
     "unsafe_chunk": _chunk, "unsafe_split": _sections, "hsplit": _hsplit, "glu": _glu,
-    "narrow": _narrow, "__getitem__": _getitem,
+    "narrow": _narrow, "getitem": _getitem, "setitem": _getitem, "select": _select, "slice": _slice,
 }  # fmt: skip

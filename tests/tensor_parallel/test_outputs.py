@@ -124,7 +124,25 @@ USES: list[tuple[tuple[int, ...], Callable[[torch.Tensor], Any], str | None]] = 
     (ONE, lambda y: y.view(2, -1, 12)[..., :6], None),  # one
     (ONE, lambda y: y.view(2, 3, 3, -1) if y.shape[-1] == 36 else y, None),
     (ONE, lambda y: y[:1], None),
-    (ONE, lambda y: y[..., :12], None),
+    (ONE, lambda y: y[..., : y.shape[-1]], None),
+    (ONE, lambda y: y[..., :12], "getitem splits the outputs at 12"),
+    (ONE, lambda y: y[:, 0], "getitem takes single outputs"),
+    (ONE, lambda y: y.select(-1, 0), "select takes single outputs"),
+    (ONE, lambda y: y.narrow(1, 0, 12), "narrow splits the outputs at 12"),
+    (ONE, lambda y: y.split(12, 1)[0], "split splits the outputs at 12"),
+    (ONE, lambda y: y[..., ::5], "getitem splits the outputs in steps of 5"),
+    (ONE, lambda y: y[y > 3], "getitem takes single outputs"),
+    (ONE, lambda y: y.detach().abs().amax(-1), "amax needs all of them"),
+    (ONE, lambda y: y.data.mean(), "mean needs all of them"),
+    (ONE, lambda y: (y > 0).any(), "any needs all of them"),
+    (ONE, lambda y: (2 * y).sum(), "sum needs all of them"),
+    (ONE, lambda y: (torch.ones(12) * y).sum(), "sum needs all of them"),
+    (ONE, lambda y: F.mse_loss(torch.ones(2, 12), y), "mse_loss needs all of them"),
+    (ONE, lambda y: F.pad(y, (1, -1)), "pad moves them"),
+    (ONE, lambda y: F.pad(y, (0, 0, 1, 0)).softmax(-1), "softmax needs all of them"),
+    (ONE, lambda y: y.repeat(1, 2), "repeat moves them"),
+    (ONE, lambda y: y.flatten(), "flatten moves them"),
+    (ONE, lambda y: y.repeat(2, 1) + y.isnan().any(), None),
     (ONE, lambda y: y[..., ::2] * y[..., 1::2], None),  # interleaved
     (ONE, lambda y: y.chunk(2, 0), None),
     (ONE, lambda y: torch.nn.functional.linear(y, torch.ones(12, 12)).chunk(3, -1), None),
@@ -246,5 +264,51 @@ def test_outputs_are_watched_once() -> None:
         assert type(model(torch.ones(4))) is not torch.Tensor
         assert vars(model[0]) == before  # a pipeline hands on what a module leaves in its attributes
         assert type(model(torch.ones(4))) is torch.Tensor
+
+    on_ranks(rank, 2)
+
+
+class Uses(nn.Module):
+    """Uses the outputs of a sharded layer in its forward pass, where something is read or taken."""
+
+    def __init__(self, use: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.use, self.up, self.down = use, nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        return self.down(h * self.use(h))
+
+
+@pytest.mark.parametrize(
+    ("use", "sentence"),
+    [
+        (lambda h: float(h[:1, :].detach().numpy().mean()), "numpy reads this rank's"),
+        (lambda h: sum(h.tolist()[0]), "tolist reads this rank's"),
+        (lambda h: h.detach().amax(-1, True), "amax needs all of them"),
+        (lambda h: h[:, :4], "getitem splits the outputs at 4"),
+        (lambda h: h[:, :1], "getitem splits the outputs at 1"),
+        (lambda h: h[:, : h.shape[-1]] * len(str(h)), None),
+    ],
+)
+def test_uses_in_a_forward_pass(use: Callable[[torch.Tensor], Any], sentence: str | None) -> None:
+    models = [Uses(use) for _ in range(2)]
+
+    def rank(comm: Any) -> None:
+        model = parallelize(models[comm.rank], {"up": "colwise", "down": "rowwise"}, comm)
+        if sentence is None:
+            model(torch.ones(2, 4))
+            return
+        with pytest.raises(InvalidArgumentError, match=f"up, whose 8 outputs are cut.* but {sentence}"):
+            model(torch.ones(2, 4))
+
+    on_ranks(rank, 2)
+
+
+def test_a_rank_that_has_its_outputs_may_read_them() -> None:
+    def rank(comm: Any) -> None:
+        model = parallelize(nn.Sequential(nn.Linear(4, 8)), {"0": "colwise"}, comm)
+        h = model(torch.ones(2, 4)).detach()
+        assert len(h.tolist()) == len(h.numpy()) == comm.all_gather(h).shape[0] // 2 == 2
 
     on_ranks(rank, 2)
