@@ -18,8 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 from ringcomm.data_parallel.model.partition import is_compiled
 from ringcomm.errors import InvalidArgumentError, RingcommError
+from ringcomm.modules.shard_spec import part_of
 from ringcomm.tensor_parallel.group import TensorParallelGroup
 from ringcomm.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from ringcomm.tensor_parallel.outputs import is_ours
 from ringcomm.tensor_parallel.styles import COUNTS
 from ringcomm.tensor_parallel.verify import digest
 
@@ -167,7 +169,7 @@ def explain_first_errors(module: nn.Module, layers: Mapping[str, nn.Module], gro
 class _WeightGuard(TorchFunctionMode):
     """Refuses code outside of our layers that multiplies with the rows of an embedding, since a rank has only its part
     of them. Code whose input comes from `f` is allowed: it handles ranks itself. Warns of code that computes with the
-    weight of a linear layer, which may be right where it uses a rank's own heads.
+    weight or the bias of a linear layer, which may be right where it uses a rank's own heads.
 
     Args:
         rows: the embeddings, by name.
@@ -178,7 +180,12 @@ class _WeightGuard(TorchFunctionMode):
         self, rows: Mapping[str, nn.Module], linear: Mapping[str, nn.Module], group: TensorParallelGroup
     ) -> None:
         self.names, self.group = {id(each.weight): name for name, each in rows.items()}, group
-        self.linear = {id(each.weight): name for name, each in linear.items() if id(each.weight) not in self.names}
+        self.linear = {
+            id(p): f"the {key} of {name}"
+            for name, each in linear.items()
+            for key, p in each.named_parameters(recurse=False)
+            if part_of(p).is_cut and id(p) not in self.names
+        }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._refuse_rows(func, args, kwargs)
@@ -188,18 +195,18 @@ class _WeightGuard(TorchFunctionMode):
         return result
 
     def _warn_of_linear(self, func: Any, given: Any, result: Any) -> None:
-        """Warns of results that have a gradient from the weight; reading shapes or setting hooks is allowed."""
+        """Warns of results that have a gradient from the parameter; reading shapes or setting hooks is allowed."""
         known = [id(x) for x in tree_leaves(given) if id(x) in self.linear]
         with torch._C.DisableTorchFunctionSubclass():
             made = [x for x in tree_leaves(result) if known and isinstance(x, torch.Tensor) and x.requires_grad]
-        if all(id(x) in known for x in made) or _is_ours(sys._getframe(2)):
+        if all(id(x) in known for x in made) or is_ours(sys._getframe(2)):
             return
         name = self.linear[known[0]]
         self.linear.clear()  # warns only once
         warnings.warn(
-            f"parallelize: rank {self.group.rank} saw {func.__name__.strip('_')} with the weight of {name} outside of "
-            "the layer, which is cut: a rank has only a part of the weight, and computes only its part of the result; "
-            "add the parts up over the ranks, or leave the layer out of the plan",
+            f"parallelize: rank {self.group.rank} saw {func.__name__.strip('_')} with {name} outside of the layer, "
+            f"which is cut: a rank has only a part of {name.split(' of ')[0]}, and computes only its part of the "
+            "result; add the parts up over the ranks, or leave the layer out of the plan",
             stacklevel=3,
         )
 
@@ -209,7 +216,7 @@ class _WeightGuard(TorchFunctionMode):
             with torch._C.DisableTorchFunctionSubclass():  # may be called with tensors of another pipeline stage
                 known = [id(y) for x in given for y in (x, x._base)]
             found = [self.names[each] for each in known if each in self.names]
-            if found and not any(map(_is_entered, given)) and not _is_ours(sys._getframe(2)):
+            if found and not any(map(_is_entered, given)) and not is_ours(sys._getframe(2)):
                 raise InvalidArgumentError(
                     f"parallelize: rank {self.group.rank} got {func.__name__.strip('_')} with the weight of {found[0]}"
                     ", an embedding that is cut, expected the embedding alone to read it: a rank has its part of the "
@@ -224,13 +231,6 @@ def _is_entered(x: torch.Tensor) -> bool:
     while node is not None and type(node).__name__ in ("ToCopyBackward0", "ViewBackward0"):
         node = node.next_functions[0][0]
     return getattr(node, "backward_op", None) in ("all_reduce", "reduce_scatter")  # set by `_Operator`
-
-
-def _is_ours(frame: Any) -> bool:
-    """Returns whether a layer of ours calls a function of torch."""
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
-        frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__", "").startswith("ringcomm.")
 
 
 def _is_inner(new: nn.Module) -> bool:

@@ -257,11 +257,13 @@ class Penalised(nn.Module):
         loss = x.square().mean()
         if self.how == "all":
             return loss + sum(p.square().sum() for p in self.parameters())
+        if self.how == "bias":
+            return loss + self.up.bias.mean() + self.down.bias.mean()
         return loss + (x @ self.down.weight.T.T[:, :1].repeat(1, 2)).sum() if self.how == "turned" else loss
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("how", "name"), [("all", "square"), ("turned", "__get__"), ("none", "")])
+@pytest.mark.parametrize(("how", "name"), [("all", "square"), ("turned", "__get__"), ("bias", "mean"), ("none", "")])
 def test_code_that_computes_with_a_cut_weight_is_noticed(how: str, name: str, compiled: bool) -> None:
     """In the first forward pass with gradients, once; not under torch.compile, which would look at what looks on."""
     models = [Penalised(how) for _ in range(2)]
@@ -280,7 +282,9 @@ def test_code_that_computes_with_a_cut_weight_is_noticed(how: str, name: str, co
         on_ranks(rank, 2)
     said = [str(each.message) for each in seen if "outside of the layer" in str(each.message)]
     assert len(said) == (2 if name and not compiled else 0)
-    assert all(f"saw {name.strip('_')} with the weight of " in each for each in said)
+    assert all(
+        f"saw {name.strip('_')} with the {'bias of up' if how == 'bias' else 'weight of '}" in each for each in said
+    )
 
 
 def test_frozen_parameters_that_are_trained_later() -> None:
