@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -60,7 +60,8 @@ class OutputSharding:
         total: the number of outputs on all ranks.
         divided: the numbers of heads of the modules around the layer, as this rank computes with them.
         width: the width of a head; 1: unknown.
-        done: whether the first output has been watched; reset by an error, so that the next output is watched too.
+        watched: with which gradient modes an output has been watched: the first one with gradients, and the first one
+            without. Emptied by an error, so that the next output is watched too.
         is_read: whether the program has read how many outputs this rank has.
     """
 
@@ -70,14 +71,14 @@ class OutputSharding:
     total: int
     divided: frozenset[int]
     width: int = 1
-    done: bool = False
+    watched: set[bool] = field(default_factory=set)
     is_read: bool = False
 
     def watch_first(self, y: torch.Tensor) -> torch.Tensor:
-        """Returns the layer's output; `watch` watches the first one."""
-        if self.done or torch.compiler.is_compiling():
+        """Returns the layer's output; `watch` watches the first one, and the first one with gradients."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() in self.watched:
             return y
-        self.done = True
+        self.watched.add(torch.is_grad_enabled())
         return self.watch(y)
 
     def watch(self, y: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -133,15 +134,26 @@ class OutputSharding:
 
     def refuse_mixed(self, function: str, does: str = "needs all of them") -> None:
         """Refuses a function over all outputs, since it would only see this rank's."""
-        self.done = False
+        self.watched.clear()
         raise InvalidArgumentError(
             f"parallelize: rank {self.rank} got {self.name}, whose {self.total} outputs are cut, here "
             f"{sum(self.extents)}, but {function} {does}, expected functions of each output or within a head; cut it "
             "as 'colwise_gather_output', with 'rowwise_split_input' for the layer behind, or leave both out of the plan"
         )
 
+    def refuse_unsummed(self, function: str) -> None:
+        """Refuses a function of the outputs and of a tensor that every rank has in full, and whose gradient nothing
+        sums over the ranks."""
+        self.watched.clear()
+        raise InvalidArgumentError(
+            f"parallelize: rank {self.rank} got {function} of outputs of {self.name}, which are cut, here "
+            f"{sum(self.extents)} of {self.total}, and of a tensor that a layer cut along its inputs has added up, "
+            "expected its gradient to be summed over the ranks; pass that tensor through ringcomm.tensor_parallel.f "
+            "before, or cut the first as 'colwise_gather_output', with 'rowwise_split_input' for the layer behind"
+        )
+
     def _refuse(self, saw: str, expected: str) -> None:
-        self.done = False
+        self.watched.clear()
         several = len(self.extents) > 1
         how = f"parts, here of {list(self.extents)}" if several else f"one, here of {self.extents[0]}"
         advice = (
@@ -214,6 +226,10 @@ def _check(func: Any, called: str, name: str, x: Any, args: tuple[Any, ...], giv
     owner = _sharding_of(operand)
     if owner is not None and _mixes(name.removeprefix("special_"), operand, args[1:], given):
         owner.refuse_mixed(name.removeprefix("linalg_").removeprefix("special_"))
+    if owner is not None and name in KEEPS and torch.is_grad_enabled():
+        others = [each for each in (*args, *given.values()) if torch.is_tensor(each) and _sharding_of(each) is None]
+        if any(map(_loses_gradients, others)):
+            owner.refuse_unsummed(name)
     if owner is not None and called in _READS and _in_forward(sys._getframe(2)):
         owner.refuse_mixed(name.strip("_"), "reads this rank's")
     if sharding is not None and _moves(name, x, args[1:], given):
@@ -223,6 +239,22 @@ def _check(func: Any, called: str, name: str, x: Any, args: tuple[Any, ...], giv
         joined = next((each for each in map(_sharding_of, x) if each is not None), None)
         if joined is not None:  # the next layer is sharded as if all inputs were concatenated before
             joined.refuse_mixed(name, "joins others to them")
+
+
+def _loses_gradients(x: torch.Tensor) -> bool:
+    """Returns whether the gradient of a tensor passes an operator that takes it for that of all ranks, the backward of
+    `f_bar` or `gather`, and none before that sums it over the ranks, that of `f` or `g`."""
+    nodes, seen = [x.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        backward_op = getattr(node, "backward_op", None)  # set by the operators of `group`
+        if backward_op in ("identity", "own"):
+            return True
+        nodes += [] if backward_op else [each for each, _ in node.next_functions]
+    return False
 
 
 def is_ours(frame: Any) -> bool:

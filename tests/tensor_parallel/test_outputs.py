@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from ringcomm.errors import InvalidArgumentError
+from ringcomm.tensor_parallel.group import f
 from ringcomm.tensor_parallel.outputs import OutputSharding
 from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import Colwise
-from tests.support.mesh.tensor_cases import on_ranks
+from tests.support.mesh.tensor_cases import on_ranks, unlike
 from tests.tensor_parallel.test_transformers import VOCABULARY, check, gpt2, run, spread
 
 pytestmark = [
@@ -310,5 +311,51 @@ def test_a_rank_that_has_its_outputs_may_read_them() -> None:
         model = parallelize(nn.Sequential(nn.Linear(4, 8)), {"0": "colwise"}, comm)
         h = model(torch.ones(2, 4)).detach()
         assert len(h.tolist()) == len(h.numpy()) == comm.all_gather(h).shape[0] // 2 == 2
+
+    on_ranks(rank, 2)
+
+
+class Gate(nn.Module):
+    """Multiplies sharded outputs with what a rowwise layer, or one behind it, makes of them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.comm = how, None
+        self.up, self.down, self.score = nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 1)
+        self.gate = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.gelu(self.up(x))
+        if self.how == "residual":
+            return x + self.down(h) * torch.sigmoid(self.gate(h))
+        gate = torch.sigmoid(self.score(self.down(h)) if self.how == "behind" else self.gate(h).float().view(-1, 1))
+        if self.how == "f" and self.comm is not None:
+            gate = f(gate, self.comm)
+        return self.down(h.clone().mul_(gate) if self.how == "in place" else gate * h)
+
+
+@pytest.mark.parametrize("how", ["direct", "behind", "in place", "f", "residual"])
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_gate_whose_gradient_nothing_sums(how: str, evaluates: bool) -> None:
+    whole, models = Gate(how), [Gate(how) for _ in range(2)]
+    x = torch.arange(8.0).view(2, 4) / 8
+    whole(x).square().sum().backward()
+
+    def rank(comm: Any) -> None:
+        model = models[comm.rank]
+        model.comm = comm
+        model = parallelize(model, {"up": "colwise", "down": "rowwise", "gate": "rowwise"}, comm)
+        if evaluates:
+            with torch.no_grad():
+                model(x)
+        if how in ("f", "residual"):
+            model(x).square().sum().backward()
+            model.score.requires_grad_(False)
+            del model.score, model.comm
+            assert unlike(model, whole) == []
+            return
+        with pytest.raises(InvalidArgumentError, match=r"got i?mul of outputs of up, .* pass that tensor through"):
+            model(x)
 
     on_ranks(rank, 2)
