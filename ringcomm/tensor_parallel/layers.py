@@ -16,7 +16,7 @@ from torch import nn
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.modules.arguments import DEVICE, DTYPE
-from ringcomm.modules.shard_spec import ShardSpec, note, renew_parts, take
+from ringcomm.modules.shard_spec import ShardSpec, copy_part, note, part_of, renew_parts, take
 from ringcomm.tensor_parallel import overlapped
 from ringcomm.tensor_parallel.group import TensorParallelGroup, f, f_bar, g, g_bar, gather, scatter
 from ringcomm.tensor_parallel.outputs import OutputSharding
@@ -91,19 +91,21 @@ LINEAR = {
 
 
 class _ParallelLayer(nn.Module):
-    """A layer with sharded parameters, which stay marked as shards where torch replaces parameters.
+    """A layer with sharded parameters, which stay marked as shards where torch replaces parameters. It is a subclass of
+    torch's layer too, so that programs which look for linear layers or embeddings find it.
 
     Attributes:
         transposed: whether the weight has the shape (in, out), like that of transformers' Conv1D.
+        unsharded_class: the class of the layer that it replaces.
     """
 
     transposed: bool
-    bias: nn.Parameter | None
+    unsharded_class: type[nn.Module]
     _init_from: Callable[..., None]
     """Takes over a module's values; the module's name is empty where the layer was constructed by itself."""
 
     def __init__(self, group: TensorParallelGroup, sequence_dim: int | None, overlap: bool = False) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # torch's layers would draw unsharded values
         self.group, self.sequence_dim, self.overlap = group, sequence_dim, overlap and group.world_size > 1
         if overlap and sequence_dim is None:
             raise InvalidArgumentError(
@@ -142,6 +144,47 @@ class _ParallelLayer(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
         renew_parts([self])
 
+    def apply(self, fn: Callable[[nn.Module], None]) -> _ParallelLayer:
+        """Applies ``fn`` to the layer, whose sharded parameters are unsharded meanwhile: an initialisation sees the
+        unsharded shapes and draws what it would draw for the unsharded layer, and every rank keeps its part.
+
+        The elements of other ranks are zeros before ``fn`` writes them. Sends no message: seed the ranks' generators
+        alike. Needs memory for the unsharded parameters of one layer.
+        """
+        local = {key: (p, p.data) for key, p in self._parameters.items() if p is not None and _has_elsewhere(p)}
+        for p, mine in local.values():
+            p.data = mine.new_zeros(part_of(p).unsharded_shape(p.shape))
+            _copy_back(p.data, mine, part_of(p))
+        try:
+            fn(self)
+        finally:
+            for key, (p, mine) in local.items():
+                part, now = part_of(p), self._parameters[key]
+                assert part.dim is not None
+                if now is not None and now is not p and now.shape == p.shape:
+                    now.data = take(now.data, part, mine.shape[part.dim])
+                if p.dtype == mine.dtype and p.device == mine.device:
+                    copy_part(mine, p.data, part)
+                    p.data = mine
+                else:
+                    p.data = take(p.data, part, mine.shape[part.dim])
+            renew_parts([self])
+        return self
+
+    def reset_parameters(self) -> None:
+        """Gives every rank its part of the values that the unsharded layer draws, from the same random numbers. Sends
+        no message: seed the ranks' generators alike.
+
+        Raises: UnsupportedError: the class of the unsharded layer has no reset_parameters.
+        """
+        reset = getattr(self.unsharded_class, "reset_parameters", None)
+        if reset is None:
+            raise UnsupportedError(
+                f"reset_parameters: rank {self.group.rank} got a layer that was a {self.unsharded_class.__name__}, "
+                "which has no reset_parameters, expected a class that has; initialise it with apply(), or load values"
+            )
+        self.apply(reset)
+
     def weight_of(self) -> torch.Tensor:
         """Returns the weight with the shape (out, in)."""
         return self.weight.t() if self.transposed else self.weight
@@ -153,11 +196,11 @@ class _ParallelLayer(nn.Module):
         )
 
 
-class ColumnParallelLinear(_ParallelLayer):
+class ColumnParallelLinear(_ParallelLayer, nn.Linear):
     """Computes ``x W^T + b`` with W sharded along its outputs: rank r computes the r-th part of the last dimension.
 
     Args:
-        in_features, out_features: those of the unsharded layer.
+        in_features, out_features: those of the unsharded layer, also as attributes; ``weight.shape`` is the shard's.
         comm: the ranks.
         gather_output: whether every rank gets the complete output.
         sequence_dim: the input is this rank's part along this dimension, and is gathered first; None: the input is
@@ -211,6 +254,7 @@ class ColumnParallelLinear(_ParallelLayer):
         multiple: int = 1,
     ) -> None:
         self.transposed, self.in_features, self.out_features = linear_shape(linear, self.group, name)
+        self.unsharded_class = type(linear)
         extents = [self.out_features] if parts is None else list(parts)
         if sum(extents) != self.out_features or min(extents) < 1:
             raise InvalidArgumentError(
@@ -228,7 +272,7 @@ class ColumnParallelLinear(_ParallelLayer):
         if not gather_output:
             self.group.outputs.setdefault(self.local_features, set()).add(self.out_features)
         set_shard(self, "weight", linear.weight, part, int(self.transposed), self.local_features)
-        self.bias = None
+        self.register_parameter("bias", None)
         if linear.bias is not None:
             set_shard(self, "bias", linear.bias, part, 0, self.local_features)
 
@@ -264,12 +308,12 @@ class ColumnParallelLinear(_ParallelLayer):
         return torch.cat([torch.cat([rank[i] for rank in by_rank], -1) for i in range(len(each))], -1)
 
 
-class RowParallelLinear(_ParallelLayer):
+class RowParallelLinear(_ParallelLayer, nn.Linear):
     """Computes ``x W^T + b`` with W sharded along its inputs: every rank multiplies its part of the last dimension, and
     the products are added.
 
     Args:
-        in_features, out_features: those of the unsharded layer.
+        in_features, out_features: those of the unsharded layer, also as attributes; ``weight.shape`` is the shard's.
         comm: the ranks.
         input_is_parallel: whether the input is this rank's part, as a ColumnParallelLinear returns it.
         sequence_dim: every rank gets its part of the sum along this dimension; None: the complete sum.
@@ -297,6 +341,7 @@ class RowParallelLinear(_ParallelLayer):
 
     def _init_from(self, linear: nn.Module, name: str, input_is_parallel: bool = True, multiple: int = 1) -> None:
         self.transposed, self.in_features, self.out_features = linear_shape(linear, self.group, name)
+        self.unsharded_class = type(linear)
         self.input_is_parallel = input_is_parallel
         part = shard_along([self.in_features], self.group, _call(self, name), f"inputs{_of(name)}", multiple=multiple)
         set_shard(self, "weight", linear.weight, part, int(not self.transposed))
@@ -318,7 +363,7 @@ class RowParallelLinear(_ParallelLayer):
         return y + bias.to(y.dtype)
 
 
-class VocabParallelEmbedding(_ParallelLayer):
+class VocabParallelEmbedding(_ParallelLayer, nn.Embedding):
     """An embedding with its rows sharded over the ranks; a vocabulary that does not divide is padded with rows of
     zeros.
 
@@ -326,7 +371,8 @@ class VocabParallelEmbedding(_ParallelLayer):
         embed_scale: a factor of the rows, as in transformers' scaled word embeddings; None: there is none.
 
     Args:
-        num_embeddings, embedding_dim, padding_idx: those of the unsharded embedding.
+        num_embeddings, embedding_dim, padding_idx: those of the unsharded embedding, also as attributes;
+            ``weight.shape`` is the shard's.
         comm: the ranks.
         sequence_dim: every rank gets its part of the output along this dimension; None: the complete output.
     Cost:    one all_reduce of the output; with ``sequence_dim`` a reduce_scatter, and in backward an all_gather.
@@ -371,6 +417,9 @@ class VocabParallelEmbedding(_ParallelLayer):
             for hooks in _HOOKS:  # they see the same inputs and outputs as before
                 self.__dict__[hooks] = vars(embedding)[hooks]
         self.num_embeddings, self.embedding_dim = embedding.weight.shape
+        self.unsharded_class = type(embedding)
+        self.max_norm, self.norm_type = None, embedding.norm_type
+        self.scale_grad_by_freq, self.sparse = False, False
         part = shard_along([self.num_embeddings], group, "VocabParallelEmbedding", "rows", pad=True)
         self.rows = -(-self.num_embeddings // group.world_size)
         self.first, self.count = part.pieces[0]
@@ -409,6 +458,21 @@ class VocabParallelEmbedding(_ParallelLayer):
 
 
 # ---- helpers -----------------------------------------------------------------------------------------------------
+
+
+def _has_elsewhere(p: nn.Parameter) -> bool:
+    """Returns whether a parameter has values here, of which other ranks have others, and is not unsharded just now."""
+    is_here = not p.is_meta and p.numel() > 0
+    return is_here and part_of(p).is_cut and part_of(p).unsharded_shape(p.shape) != p.shape
+
+
+def _copy_back(unsharded: torch.Tensor, mine: torch.Tensor, part: ShardSpec) -> None:
+    """Copies this rank's part to its place in the unsharded tensor."""
+    assert part.dim is not None
+    at = 0
+    for start, count in part.pieces:
+        unsharded.narrow(part.dim, start, count).copy_(mine.narrow(part.dim, at, count))
+        at += count
 
 
 def linear_shape(linear: Any, group: TensorParallelGroup, name: str = "") -> tuple[bool, int, int]:

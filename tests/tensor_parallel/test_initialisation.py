@@ -1,0 +1,128 @@
+"""Split layers are layers of torch's classes, and are initialised as the layers that they replace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ringcomm.errors import UnsupportedError
+from ringcomm.modules.shard_spec import part_of
+from ringcomm.tensor_parallel.plan import parallelize
+from ringcomm.tensor_parallel.styles import Colwise
+from tests.support.mesh.tensor_cases import on_ranks, part
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PLAN = {"0": "vocab", "1": Colwise(parts=(8, 4, 4)), "3": "rowwise", "4": Colwise(gather_output=True, pad=True)}
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Embedding(13, 8, padding_idx=12), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Linear(8, 13)]
+    return nn.Sequential(*layers)
+
+
+def reset(module: nn.Module) -> None:
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
+def replaces(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        module.weight = nn.Parameter(torch.randn(module.out_features, module.in_features))
+
+
+def with_weight(init: Callable[[torch.Tensor], Any]) -> Callable[[nn.Module], None]:
+    def change(module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            init(module.weight)
+
+    return change
+
+
+CHANGES: dict[str, Callable[[nn.Module], None]] = {
+    "reset_parameters": reset,
+    "normal": with_weight(lambda w: nn.init.normal_(w, std=0.02)),
+    "trunc_normal": with_weight(nn.init.trunc_normal_),
+    "kaiming": with_weight(nn.init.kaiming_normal_),
+    "xavier": with_weight(nn.init.xavier_uniform_),
+    "orthogonal": with_weight(nn.init.orthogonal_),
+    "scaled": with_weight(lambda w: w.data.mul_(0.5)),
+    "another type": with_weight(lambda w: setattr(w, "data", w.data.double())),
+    "another parameter": replaces,
+    "nothing": lambda module: None,
+}
+
+
+@pytest.mark.parametrize("change", [*CHANGES])
+def test_apply_gives_a_rank_its_part_of_the_values_of_the_whole(change: str) -> None:
+    whole, models = make(), [make() for _ in range(2)]
+    torch.manual_seed(5)
+    whole.apply(CHANGES[change])
+    after = torch.rand(1)
+    expected = dict(whole.named_parameters())
+
+    for model in on_ranks(lambda comm: parallelize(models[comm.rank], PLAN, comm), 2):
+        before = dict(model.named_parameters())
+        shapes = {name: p.shape for name, p in before.items()}
+        torch.manual_seed(5)
+        model.apply(CHANGES[change])  # sends nothing
+        assert torch.equal(torch.rand(1), after)
+        for name, p in model.named_parameters():
+            assert torch.equal(p, part(expected[name], p)), name
+            assert p.dtype == expected[name].dtype
+            assert p.shape == shapes[name]
+            assert part_of(p) == part_of(before[name])
+            assert p is before[name] or change == "another parameter"
+
+
+def test_a_layer_of_its_own_is_initialised_again() -> None:
+    def rank(comm: Any) -> None:
+        model = parallelize(nn.Sequential(nn.Linear(4, 8)), {"0": "colwise"}, comm)
+        assert (model[0].in_features, model[0].out_features, model[0].weight.shape) == (4, 8, (4, 4))
+        before = model[0].weight.detach().clone()
+        model[0].reset_parameters()
+        assert not torch.equal(model[0].weight, before)
+
+    on_ranks(rank, 2)
+
+
+def test_groups_by_class() -> None:
+    """As minGPT decides which parameters decay."""
+
+    models = [make() for _ in range(2)]
+
+    def rank(comm: Any) -> None:
+        model = parallelize(models[comm.rank], PLAN, comm)
+        kinds = {kind: [name for name, each in model.named_modules() if isinstance(each, kind)] for kind in KINDS}
+        assert kinds == {nn.Linear: ["1", "3", "4"], nn.Embedding: ["0"]}
+        assert model[0].max_norm is None
+
+    on_ranks(rank, 2)
+
+
+KINDS = (nn.Linear, nn.Embedding)
+
+
+class Conv1D(nn.Module):
+    """As in transformers: a linear layer with a transposed weight, which initialises itself when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(4, 8)), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.bias
+
+
+def test_a_class_that_cannot_be_initialised_again() -> None:
+    def rank(comm: Any) -> None:
+        model = parallelize(nn.Sequential(Conv1D()), {"0": "colwise"}, comm)
+        with pytest.raises(UnsupportedError, match=r"reset_parameters: rank \d got a layer that was a Conv1D"):
+            model[0].reset_parameters()
+
+    on_ranks(rank, 2)
