@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.context.blocks import FLOATS, Kernel, ScoreParams, kernel_for, merge, wide_type, with_dense_rows
@@ -27,6 +26,7 @@ from ringcomm.context.sequence import Block, blocks_of, check_layout
 from ringcomm.errors import DeviceError, DtypeError, ShapeError, UnsupportedError
 from ringcomm.modules.arguments import TENSOR
 from ringcomm.modules.dynamo import eager
+from ringcomm.modules.once_differentiable import once_differentiable
 from ringcomm.validation import COMMUNICATOR, FLAG, POSITIVE, expects, number, validate_int
 
 CALL = "ring_attention"
@@ -346,11 +346,11 @@ class _RingAttention(torch.autograd.Function):
             out, lse = call.forward(q, k, v)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = call
+        ctx.call, ctx.rank = call, call.comm.rank
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]  # the other ranks' part is a constant to autograd
+    @once_differentiable("ring_attention")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         (grad,) = with_dense_rows(grad)

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import communicator_of
 from ringcomm.data_parallel.model.place import place_of
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.modules.arguments import DEVICE, DTYPE, MODULE
+from ringcomm.modules.once_differentiable import once_differentiable
 from ringcomm.validation import COMMUNICATOR, FLAG, expects, number, or_none, validate_int
 
 # Communicators of unpickled layers, one per process group.
@@ -176,7 +176,7 @@ class _Normalize(torch.autograd.Function):
         scale = torch.rsqrt(var + eps).to(wide.dtype)
         normal = (wide - mean.to(wide.dtype).view(_shape(x))) * scale.view(_shape(x))
         ctx.save_for_backward(normal, scale, weight)
-        ctx.comm, ctx.count, ctx.dtype = comm, float(count), x.dtype
+        ctx.comm, ctx.rank, ctx.count, ctx.dtype = comm, comm.rank, float(count), x.dtype
         output = normal
         if weight is not None:
             output = output * weight.view(_shape(x))
@@ -186,7 +186,7 @@ class _Normalize(torch.autograd.Function):
         return output.to(x.dtype), mean, var, count
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]  # the sums of the other ranks are constants to autograd
+    @once_differentiable("SyncBatchNorm")
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         normal, scale, weight = ctx.saved_tensors
         grad = grads[0].to(normal.dtype)

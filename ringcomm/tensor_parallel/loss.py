@@ -9,6 +9,7 @@ import torch
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError, ShapeError
 from ringcomm.modules.arguments import TENSOR
+from ringcomm.modules.once_differentiable import once_differentiable
 from ringcomm.tensor_parallel.group import TensorParallelGroup
 from ringcomm.tensor_parallel.outputs import unwatched
 from ringcomm.validation import expects, number, one_of, validate_int
@@ -124,10 +125,11 @@ class _CrossEntropy(torch.autograd.Function):
         ignored = target == ignore
         ctx.save_for_backward(exps.div_(sums[0].unsqueeze(-1)), column, here, ignored)
         ctx.valid, ctx.classes, ctx.smoothing, ctx.dtype = valid, classes, smoothing, logits.dtype
+        ctx.rank = group.rank
         return loss.masked_fill(ignored, 0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable("vocab_parallel_cross_entropy")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         softmax, column, here, ignored = ctx.saved_tensors
         out = softmax.clone()

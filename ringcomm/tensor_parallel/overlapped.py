@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from ringcomm.comm import schedule
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.work import Group
+from ringcomm.modules.once_differentiable import once_differentiable
 from ringcomm.tensor_parallel.group import TensorParallelGroup, multiplied_in
 
 TAG = 0x7470  # the tag of these messages
@@ -59,7 +60,7 @@ class _GatherLinear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: TensorParallelGroup, dim: int
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.dim, ctx.has_bias = group, dim, bias is not None
+        ctx.group, ctx.rank, ctx.dim, ctx.has_bias = group, group.rank, dim, bias is not None
         own = x.movedim(dim, 0).contiguous()
         shape = [*x.shape[:-1], weight.shape[0]]
         shape[dim] *= group.world_size
@@ -73,7 +74,7 @@ class _GatherLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable("parallelize with overlap=True")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         group: TensorParallelGroup = ctx.group
@@ -97,12 +98,12 @@ class _LinearScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: TensorParallelGroup, dim: int) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.dim = group, dim
+        ctx.group, ctx.rank, ctx.dim = group, group.rank, dim
         parts = _parts(x, group, dim).contiguous()
         return _summed(group, lambda part: F.linear(parts[part], weight))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable("parallelize with overlap=True")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         group: TensorParallelGroup = ctx.group
