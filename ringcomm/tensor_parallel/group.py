@@ -61,10 +61,14 @@ class TensorParallelGroup:
         self.traffic[f"{op} calls"] += 1
         self.traffic[f"{op} elements"] += elements
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelGroup:
+        """Returns this group: the copy of a model, such as an average of its weights, has the same ranks."""
+        return self
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
-            f"parallelize: rank {self.rank} got layers that are cut over the ranks to copy or to pickle, expected a "
-            "state_dict(): their communicator is this process's alone; copy the module before, and load the state_dict"
+            f"parallelize: rank {self.rank} got layers that are cut over the ranks to pickle, expected a state_dict(): "
+            "their communicator is this process's alone; pickle the state_dict, or copy the module with copy.deepcopy"
         )
 
     def enter(self, layer: object, operator: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any) -> torch.Tensor:

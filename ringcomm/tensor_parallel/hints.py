@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
-from functools import wraps
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -118,8 +118,9 @@ def check_sequence_is_split(modules: Mapping[str, nn.Module], group: TensorParal
         mine = json.dumps(digest(found[0]) if varied else group.rank).encode()
         if len({*group.comm.exchange(mine)}) > 1:
             return
+        name = names.get(id(module), type(module).__name__)
         said = (
-            f"parallelize: rank {group.rank} got the same input of {names[id(module)]} on all ranks, expected this "
+            f"parallelize: rank {group.rank} got the same input of {name} on all ranks, expected this "
             "rank's part of the sequence; name in the plan where a 'sequence_region' begins and ends, or cut the "
             "sequence before"
         )
@@ -133,37 +134,48 @@ def check_sequence_is_split(modules: Mapping[str, nn.Module], group: TensorParal
 def explain_first_errors(module: nn.Module, layers: Mapping[str, nn.Module], group: TensorParallelGroup) -> None:
     """Makes errors in modules with sharded layers mention the sharding, until a forward pass of the module has
     succeeded: such a module may use the number of heads, or parameters, of the unsharded model."""
-    if group.world_size == 1 or not layers:
-        return
+    if group.world_size > 1 and layers:  # a partial object, since a copy of the module gets one with the copied module
+        own, forward = vars(module).get("forward"), module.forward
+        module.forward = update_wrapper(partial(_explained, module, forward, own, dict(layers), group), forward)
+
+
+def _explained(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    own: Callable[..., Any] | None,
+    layers: Mapping[str, nn.Module],
+    group: TensorParallelGroup,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Runs the module's forward pass with checks, and removes itself after one that has succeeded with gradients.
+
+    Args:
+        own: the ``forward`` that was set on the module object; None: its class has it.
+    """
+    if torch.compiler.is_compiling():
+        return forward(*args, **kwargs)
     inner = {id(new): name for name, new in layers.items() if _is_inner(new)}
     rows = {name: new for name, new in layers.items() if isinstance(new, VocabParallelEmbedding)}
     linear = {name: new for name, new in layers.items() if isinstance(new, (ColumnParallelLinear, RowParallelLinear))}
-    own, forward = vars(module).get("forward"), module.forward
-
-    @wraps(forward)
-    def explained(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return forward(*args, **kwargs)
-        grads = torch.is_grad_enabled()
-        compiled = grads and any(map(is_compiled, module.modules()))  # Dynamo would compile the checks, too
-        try:
-            with _WeightGuard(rows, {} if compiled else linear, group) if grads else nullcontext():
-                output = forward(*args, **kwargs)
-        except RingcommError:
+    grads = torch.is_grad_enabled()
+    compiled = grads and any(map(is_compiled, module.modules()))  # Dynamo would compile the checks, too
+    try:
+        with _WeightGuard(rows, {} if compiled else linear, group) if grads else nullcontext():
+            output = forward(*args, **kwargs)
+    except RingcommError:
+        raise
+    except Exception as error:
+        said = _explanation(error, inner)
+        if said is None:
             raise
-        except Exception as error:
-            said = _explanation(error, inner)
-            if said is None:
-                raise
-            raise InvalidArgumentError(f"parallelize: rank {group.rank} {said}") from error
-        if vars(module).get("forward") is explained and grads:
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
-        return output
-
-    module.forward = explained
+        raise InvalidArgumentError(f"parallelize: rank {group.rank} {said}") from error
+    if grads and getattr(vars(module).get("forward"), "func", None) is _explained:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+    return output
 
 
 class _WeightGuard(TorchFunctionMode):

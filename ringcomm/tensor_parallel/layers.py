@@ -140,6 +140,10 @@ class _ParallelLayer(nn.Module):
         renew_parts([self])
         return self
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        renew_parts([self])  # copied parameters have none
+
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         renew_parts([self])

@@ -208,15 +208,27 @@ def test_refusals() -> None:
         assert refusal(make) == sentence
 
 
-@pytest.mark.parametrize("take_away", [copy.deepcopy, pickle.dumps])
-def test_a_copy_is_refused(take_away: Any) -> None:
-    """A copy would lose the marks of its parameters, and their gradients would not be summed."""
+def test_a_pickled_layer_is_refused() -> None:
     for kind in (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding):
         sentence = (
-            "parallelize: rank 1 got layers that are cut over the ranks to copy or to pickle, expected a state_dict(): "
-            "their communicator is this process's alone; copy the module before, and load the state_dict"
+            "parallelize: rank 1 got layers that are cut over the ranks to pickle, expected a state_dict(): their "
+            "communicator is this process's alone; pickle the state_dict, or copy the module with copy.deepcopy"
         )
-        assert refusal(lambda comm, kind=kind: take_away(kind(6, 6, comm=comm))) == sentence
+        assert refusal(lambda comm, kind=kind: pickle.dumps(kind(6, 6, comm=comm))) == sentence
+
+
+def test_a_copy_keeps_the_marks_of_its_parameters() -> None:
+    def rank(comm: Any) -> None:
+        for kind in (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding):
+            layer = kind(6, 6, comm=comm)
+            twin = copy.deepcopy(layer)
+            assert twin.group is layer.group
+            for p, mine in zip(layer.parameters(), twin.parameters(), strict=True):
+                assert torch.equal(p, mine)
+                assert p is not mine
+                assert part_of(p) == part_of(mine)
+
+    on_ranks(rank, 2)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
