@@ -163,19 +163,38 @@ def multiplied_in(x: torch.Tensor) -> torch.dtype:
 # ---- operators ---------------------------------------------------------------------------------------------------
 
 
+_BATCHED = torch._C._parse_dispatch_key("Batched")
+
+
 class _Operator(torch.autograd.Function):
     """A collective of TensorParallelGroup in forward, and its conjugate in backward, which can be differentiated
-    too."""
+    too. The rules of torch.func: the operators are linear, and a batch is one message."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, group: TensorParallelGroup, dim: int, forward_op: str, backward_op: str
-    ) -> torch.Tensor:
-        ctx.group, ctx.dim, ctx.forward_op, ctx.backward_op = group, dim, forward_op, backward_op
+    def forward(x: torch.Tensor, group: TensorParallelGroup, dim: int, forward_op: str, backward_op: str) -> Any:
         return getattr(group, forward_op)(x, dim)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, ctx.group, ctx.dim, ctx.forward_op, ctx.backward_op = inputs
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *others: None) -> Any:
+        return _Operator.apply(tangent, ctx.group, ctx.dim, ctx.forward_op, ctx.backward_op)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, group: Any, dim: int, *ops: str) -> tuple[Any, int]:
+        batch = x.movedim(in_dims[0], 0)
+        return _Operator.apply(batch, group, 1 + dim % max(x.dim() - 1, 1), *ops), 0
+
+    @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        if torch._C._dispatch_keys(grad).has(_BATCHED):  # of torch's vmap before torch.func
+            raise UnsupportedError(
+                f"parallelize: rank {ctx.group.rank} got a batch of gradients, as jacobian(vectorize=True) and "
+                "grad(is_grads_batched=True) send through a backward pass, expected one gradient; use torch.func, or "
+                "compute one at a time"
+            )
         ctx.group.forget_entered()  # else a leaf as input would keep the result alive
         return _Operator.apply(grad, ctx.group, ctx.dim, ctx.backward_op, ctx.forward_op), None, None, None, None
 

@@ -167,7 +167,7 @@ def _explained(
         raise
     except Exception as error:
         said = _explanation(error, inner)
-        if said is None:
+        if said is None or torch._C._are_functorch_transforms_active():  # an error of the transform
             raise
         raise InvalidArgumentError(f"parallelize: rank {group.rank} {said}") from error
     if grads and getattr(vars(module).get("forward"), "func", None) is _explained:
