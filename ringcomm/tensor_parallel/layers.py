@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.modules.arguments import DEVICE, DTYPE
-from ringcomm.modules.shard_spec import ShardSpec, copy_part, note, part_of, renew_parts, take
+from ringcomm.modules.shard_spec import ShardSpec, note, part_of, renew_parts, take
 from ringcomm.tensor_parallel import overlapped
 from ringcomm.tensor_parallel.group import TensorParallelGroup, f, f_bar, g, g_bar, gather, scatter
 from ringcomm.tensor_parallel.outputs import OutputSharding
@@ -153,41 +154,42 @@ class _ParallelLayer(nn.Module):
         unsharded shapes and draws what it would draw for the unsharded layer, and every rank keeps its part.
 
         The elements of other ranks are zeros before ``fn`` writes them. Sends no message: seed the ranks' generators
-        alike. Needs memory for the unsharded parameters of one layer.
+        alike. Needs memory for the unsharded parameters of one layer. Parameters that have a gradient, or are sharded
+        by ZeRO stage 3 too, stay as they are, and ``fn`` sees this rank's part of them.
+
+        Raises: UnsupportedError: ``fn`` replaces a parameter by others.
         """
-        local = {key: (p, p.data) for key, p in self._parameters.items() if p is not None and _has_elsewhere(p)}
-        for p, mine in local.values():
-            p.data = mine.new_zeros(part_of(p).unsharded_shape(p.shape))
-            _copy_back(p.data, mine, part_of(p))
+        sharded = {key: (p, p.data) for key, p in self._parameters.items() if p is not None and _is_shard(p)}
         try:
+            for p, mine in sharded.values():
+                p.data = mine.new_zeros(part_of(p).unsharded_shape(mine.shape))
+                _copy_back(p.data, mine, part_of(p))
             fn(self)
         finally:
-            for key, (p, mine) in local.items():
-                part, now = part_of(p), self._parameters[key]
+            for key, (p, mine) in sharded.items():
+                part, now = part_of(p), self._parameters.get(key)
                 assert part.dim is not None
-                if now is not None and now is not p and now.shape == p.shape:
-                    now.data = take(now.data, part, mine.shape[part.dim])
-                if p.dtype == mine.dtype and p.device == mine.device:
-                    copy_part(mine, p.data, part)
-                    p.data = mine
-                else:
-                    p.data = take(p.data, part, mine.shape[part.dim])
+                for each in [p] if now is None or now is p else [p, now]:
+                    if each.shape == part.unsharded_shape(mine.shape):
+                        each.data = take(each.data, part, mine.shape[part.dim])
+                if p.dtype == mine.dtype and p.device == mine.device:  # stays where it is, such as in a bucket
+                    p.data = mine.copy_(p.data)
             renew_parts([self])
+        renamed = sorted(sharded.keys() - self._parameters.keys())
+        if renamed:
+            raise UnsupportedError(
+                f"apply: rank {self.group.rank} got a function that replaces the {renamed[0]} of a split "
+                f"{self.unsharded_class.__name__} by other parameters, as weight_norm and pruning do, expected one "
+                "that writes values; leave the layer out of the plan"
+            )
         return self
 
-    def reset_parameters(self) -> None:
+    @property
+    def reset_parameters(self) -> Callable[[], Any]:
         """Gives every rank its part of the values that the unsharded layer draws, from the same random numbers. Sends
-        no message: seed the ranks' generators alike.
-
-        Raises: UnsupportedError: the class of the unsharded layer has no reset_parameters.
-        """
-        reset = getattr(self.unsharded_class, "reset_parameters", None)
-        if reset is None:
-            raise UnsupportedError(
-                f"reset_parameters: rank {self.group.rank} got a layer that was a {self.unsharded_class.__name__}, "
-                "which has no reset_parameters, expected a class that has; initialise it with apply(), or load values"
-            )
-        self.apply(reset)
+        no message: seed the ranks' generators alike. Missing where the class of the unsharded layer has none."""
+        reset: Callable[[nn.Module], None] = self.unsharded_class.reset_parameters
+        return partial(self.apply, reset)
 
     def weight_of(self) -> torch.Tensor:
         """Returns the weight with the shape (out, in)."""
@@ -437,6 +439,11 @@ class VocabParallelEmbedding(_ParallelLayer, nn.Embedding):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Looks up rows: integers (...) -> (..., embedding_dim), or this rank's part of it along ``sequence_dim``."""
         tokens = input
+        if self.weight.shape[0] != self.rows:
+            raise InvalidArgumentError(
+                f"VocabParallelEmbedding: rank {self.group.rank} got a weight of {self.weight.shape[0]} rows, expected "
+                f"its part of {self.rows}; resize embeddings before parallelize"
+            )
         inside = (tokens >= 0) & (tokens < self.num_embeddings)
         if tokens.is_cpu and not bool(inside.all()):
             raise InvalidArgumentError(
@@ -464,10 +471,10 @@ class VocabParallelEmbedding(_ParallelLayer, nn.Embedding):
 # ---- helpers -----------------------------------------------------------------------------------------------------
 
 
-def _has_elsewhere(p: nn.Parameter) -> bool:
-    """Returns whether a parameter has values here, of which other ranks have others, and is not unsharded just now."""
-    is_here = not p.is_meta and p.numel() > 0
-    return is_here and part_of(p).is_cut and part_of(p).unsharded_shape(p.shape) != p.shape
+def _is_shard(p: nn.Parameter) -> bool:
+    """Returns whether a parameter's other parts are on other ranks, and `_ParallelLayer.apply` can unshard it."""
+    is_plain = type(p) is nn.Parameter and p.grad is None and not p.is_meta and p.numel() > 0
+    return is_plain and part_of(p).is_cut and part_of(p).unsharded_shape(p.shape) != p.shape
 
 
 def _copy_back(unsharded: torch.Tensor, mine: torch.Tensor, part: ShardSpec) -> None:
@@ -507,7 +514,8 @@ def refuse_changed(
     Raises: UnsupportedError: another kind of module, one with a forward pass of its own, with hooks, or parametrized.
     """
     said = None
-    if not isinstance(module, kind):
+    is_plain = isinstance(module, kind) and not isinstance(module, _ParallelLayer)
+    if not is_plain:
         said = f"a {type(module).__name__}"
     elif (type(module).forward is not kind.forward or "forward" in vars(module)) and not _multiplies(module):
         said = f"a {type(module).__name__} with a forward pass of its own"
@@ -516,7 +524,7 @@ def refuse_changed(
     elif torch.nn.utils.parametrize.is_parametrized(module):
         said = f"a parametrized {type(module).__name__}"
     if said is not None:
-        later = ", or change it afterwards" if isinstance(module, kind) else ""
+        later = ", or change it afterwards" if is_plain else ""
         raise UnsupportedError(
             f"parallelize: rank {group.rank} got {name}, {said}, expected a plain {kind.__name__}; leave it out of "
             f"the plan{later}"

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
+from torch.utils._pytree import tree_leaves
 
-from ringcomm.errors import InvalidArgumentError
+from ringcomm.errors import InvalidArgumentError, user_stacklevel
 
 _ARITHMETIC = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 KEEPS = {
@@ -32,7 +36,7 @@ KEEPS = {
     *(f"{kind}{each}" for each in _ARITHMETIC for kind in ("", "r", "i")),
 }  # fmt: skip
 """Functions whose result has the same outputs in the same places, without the underscores of their names. Tests for NaN
-and infinity are left out: programs stop at these values of any rank."""
+and infinity are left out: a program that stops at a NaN stops if any rank has one."""
 _READS = {
     "numpy", "tolist", "item", "__array__", "__dlpack__", "__float__", "__int__", "__bool__", "__index__",
     "__complex__", "__contains__",
@@ -62,7 +66,6 @@ class OutputSharding:
         width: the width of a head; 1: unknown.
         watched: with which gradient modes an output has been watched: the first one with gradients, and the first one
             without. Emptied by an error, so that the next output is watched too.
-        is_read: whether the program has read how many outputs this rank has.
     """
 
     name: str
@@ -72,7 +75,6 @@ class OutputSharding:
     divided: frozenset[int]
     width: int = 1
     watched: set[bool] = field(default_factory=set)
-    is_read: bool = False
 
     def watch_first(self, y: torch.Tensor) -> torch.Tensor:
         """Returns the layer's output; `watch` watches the first one, and the first one with gradients."""
@@ -98,19 +100,13 @@ class OutputSharding:
     def check_ends(self, function: str, ends: Iterable[int], step: int) -> None:
         """Refuses ends of slices that are not ends of the rank's parts.
 
-        The end of the rank's outputs is one only if the program can know it: it has read the shape of the outputs, or
-        computes with a number of heads that a style divides. Else it is a number of the unsharded model that happens
-        to be the same.
-
         Args:
             ends: those that the program names; an end that it leaves out is not among them.
             step: the distance of one output to the next. A step above 1 takes interleaved outputs, which stay together
                 only if they were sharded as one part of a multiple of the step.
         """
         width = sum(self.extents)
-        knows = self.is_read or len(self.extents) > 1 or any(width % each == 0 for each in self.divided)
-        known = {0, *accumulate(self.extents)} - ({width} if not knows and width < self.total else set())
-        wrong = sorted({*ends} - known)
+        wrong = sorted({*ends} - {0, *accumulate(self.extents)})
         if not wrong and (step == 1 or (len(self.extents) == 1 and width % step == 0)):
             return
         where = f"at {wrong[0]}" if wrong else f"in steps of {step}"
@@ -134,17 +130,16 @@ class OutputSharding:
 
     def refuse_mixed(self, function: str, does: str = "needs all of them") -> None:
         """Refuses a function over all outputs, since it would only see this rank's."""
-        self.watched.clear()
         raise InvalidArgumentError(
             f"parallelize: rank {self.rank} got {self.name}, whose {self.total} outputs are cut, here "
-            f"{sum(self.extents)}, but {function} {does}, expected functions of each output or within a head; cut it "
-            "as 'colwise_gather_output', with 'rowwise_split_input' for the layer behind, or leave both out of the plan"
+            f"{sum(self.extents)}, but {function} {does}, expected element-wise functions, or functions within a head; "
+            "cut it as 'colwise_gather_output', with 'rowwise_split_input' for the layer behind, or leave both out of "
+            "the plan"
         )
 
     def refuse_unsummed(self, function: str) -> None:
         """Refuses a function of the outputs and of a tensor that every rank has in full, and whose gradient nothing
         sums over the ranks."""
-        self.watched.clear()
         raise InvalidArgumentError(
             f"parallelize: rank {self.rank} got {function} of outputs of {self.name}, which are cut, here "
             f"{sum(self.extents)} of {self.total}, and of a tensor that a layer cut along its inputs has added up, "
@@ -153,7 +148,6 @@ class OutputSharding:
         )
 
     def _refuse(self, saw: str, expected: str) -> None:
-        self.watched.clear()
         several = len(self.extents) > 1
         how = f"parts, here of {list(self.extents)}" if several else f"one, here of {self.extents[0]}"
         advice = (
@@ -181,8 +175,10 @@ class _WatchedOutput(torch.Tensor):
         x: Any = args[0] if args else given.get("input", given.get("tensors"))
         sharding, called = _sharding_of(x), getattr(func, "__name__", "")
         name = called.strip("_").removesuffix("_copy")
-        if not is_ours(sys._getframe(1)):
-            _check(func, called, name, x, args, given)
+        ours = is_ours(sys._getframe(1))
+        if not ours:
+            with _refusing(args, given):
+                _check(called, name, x, args, given)
         with torch._C.DisableTorchFunctionSubclass():
             made = func(*args, **given)
         if type(made) not in (torch.Tensor, _WatchedOutput):
@@ -201,13 +197,29 @@ class _WatchedOutput(torch.Tensor):
             if x._dim != -1:
                 return made
             asked = _factors(name, x, made, args[1:], given)
-            if len(asked) > 1 and not is_ours(sys._getframe(1)):
-                sharding.check_factors(name, asked)
+            if len(asked) > 1 and not ours:
+                with _refusing(args, given):
+                    sharding.check_factors(name, asked)
             return sharding.watch(made) if len(asked) == 1 and made.dim() <= x.dim() else made
         return made
 
 
-def _check(func: Any, called: str, name: str, x: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+@contextmanager
+def _refusing(*given: Any) -> Iterator[None]:
+    """Lets the errors of the block about the outputs among ``given`` pass where the loss may depend on the result. For
+    outputs without a gradient, such as detached ones, and after forward without gradients, where programs compute what
+    they log, it warns."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        x = next(each for each in tree_leaves(given) if _sharding_of(each) is not None)
+        if x.requires_grad or (not torch.is_grad_enabled() and _in_forward(sys._getframe(1))):
+            x._sharding.watched.clear()
+            raise
+        warnings.warn(f"{error}; this is right if the rank's own outputs are meant", stacklevel=user_stacklevel())
+
+
+def _check(called: str, name: str, x: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
     """Refuses a function of torch that would compute something else with a rank's outputs than with all of them.
 
     Args:
@@ -215,8 +227,6 @@ def _check(func: Any, called: str, name: str, x: Any, args: tuple[Any, ...], giv
         x: the first argument.
     """
     sharding = _sharding_of(x)
-    if sharding is not None and (func == torch.Tensor.shape.__get__ or called == "size"):
-        sharding.is_read = True
     if sharding is not None and name in _SPLITS and x._dim == -1:
         found = _SPLITS[name](x, *args[1:], **{key: each for key, each in given.items() if key != "input"})
         if found is None:
@@ -231,7 +241,7 @@ def _check(func: Any, called: str, name: str, x: Any, args: tuple[Any, ...], giv
         if any(map(_loses_gradients, others)):
             owner.refuse_unsummed(name)
     if owner is not None and called in _READS and _in_forward(sys._getframe(2)):
-        owner.refuse_mixed(name.strip("_"), "reads this rank's")
+        owner.refuse_mixed(name.strip("_"), "reads the values of this rank's outputs")
     if sharding is not None and _moves(name, x, args[1:], given):
         sharding.refuse_mixed(name, "moves them")
     dim = given.get("dim", args[1] if len(args) > 1 else 0)
@@ -253,14 +263,15 @@ def _loses_gradients(x: torch.Tensor) -> bool:
         backward_op = getattr(node, "backward_op", None)  # set by the operators of `group`
         if backward_op in ("identity", "own"):
             return True
-        nodes += [] if backward_op else [each for each, _ in node.next_functions]
+        if not backward_op and not isinstance(node, BackwardCFunction):  # the program's own may sum over the ranks
+            nodes += [each for each, _ in node.next_functions]
     return False
 
 
 def is_ours(frame: Any) -> bool:
     """Returns whether code of ringcomm calls a function of torch, and no module of torch in between."""
     while frame is not None:
-        watches = frame.f_code.co_name == "__torch_function__"  # hands on the call of other code
+        watches = frame.f_code.co_name == "__torch_function__"  # passes on a call that other code made
         if not watches and not frame.f_globals.get("__name__", "").startswith("torch."):
             return frame.f_globals.get("__name__", "").startswith("ringcomm.")
         if frame.f_code.co_name == "_call_impl":
@@ -298,7 +309,7 @@ def _moves(name: str, x: Any, args: Sequence[Any], given: Mapping[str, Any]) -> 
 
 
 def _width(made: torch.Tensor, length: int) -> int | None:
-    """Returns how many last dimensions have ``length`` elements together; None: no number of them has."""
+    """Returns how many last dimensions have ``length`` elements together; None if there is no such number."""
     count = 1
     while count < made.dim() and math.prod(made.shape[-count:]) < length:
         count += 1
@@ -477,12 +488,13 @@ def _getitem(x: torch.Tensor, index: Any, value: Any = None) -> Ends | None:
     used = [each for each in index if each is not None]
     if not used or not all(each is Ellipsis or type(each) in (int, slice) for each in used):
         masks = [each for each in used if torch.is_tensor(each) and each.dtype == torch.bool]
-        return None if any(each.dim() == x.dim() for each in masks) else NOWHERE
+        one_value = value is not None and not getattr(value, "shape", ())  # assigned to each output that a mask takes
+        return None if any(each.dim() == x.dim() for each in masks) and not one_value else NOWHERE
     if not (any(each is Ellipsis for each in used) or len(used) == x.dim()) or used[-1] is Ellipsis:
         return NOWHERE
     last, length = used[-1], x.shape[-1]
-    if isinstance(last, int):
-        return None
+    if isinstance(last, int):  # one number of the tensor is for printing; no layer computes with it
+        return NOWHERE if all(type(each) is int for each in used) else None
     first, end, step = last.indices(length)
     if last.stop is not None and length < last.stop < 1 << 31:  # counted in all ranks' outputs, not this rank's
         end = last.stop

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ringcomm.errors import UnsupportedError
+import ringcomm
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.modules.shard_spec import part_of
 from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import Colwise
@@ -122,7 +123,66 @@ class Conv1D(nn.Module):
 def test_a_class_that_cannot_be_initialised_again() -> None:
     def rank(comm: Any) -> None:
         model = parallelize(nn.Sequential(Conv1D()), {"0": "colwise"}, comm)
-        with pytest.raises(UnsupportedError, match=r"reset_parameters: rank \d got a layer that was a Conv1D"):
-            model[0].reset_parameters()
+        assert not hasattr(model[0], "reset_parameters")
+
+    on_ranks(rank, 2)
+
+
+@pytest.mark.parametrize("change", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
+def test_a_function_that_replaces_parameters_is_refused(change: Any) -> None:
+    def rank(comm: Any) -> None:
+        model = parallelize(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), {"0": "colwise", "1": "rowwise"}, comm)
+        with pytest.raises(
+            UnsupportedError, match=r"apply: rank \d got a function that replaces the weight of a split"
+        ):
+            model[0].apply(lambda m: change(m) and None)
+        assert model[0].bias.shape == (4,)
+
+    on_ranks(rank, 2)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_parameters_with_gradients_are_shown_as_parts(raises: bool) -> None:
+    def rank(comm: Any) -> None:
+        model = parallelize(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), {"0": "colwise", "1": "rowwise"}, comm)
+        shapes: list[torch.Size] = []
+
+        def add(m: nn.Module) -> None:
+            shapes.extend(p.shape for p in m.parameters(recurse=False))
+            if raises:
+                raise ValueError("by the function")
+
+        if not raises:
+            model(torch.ones(2, 4)).sum().backward()
+            model.apply(add)
+            assert shapes == [p.shape for p in model.parameters()]
+            return
+        with pytest.raises(ValueError, match="by the function"):
+            model.apply(add)
+        assert shapes == [(8, 4), (8,)]
+        assert [p.shape for p in model.parameters()] == [(4, 4), (4,), (4, 4), (4,)]
+
+    on_ranks(rank, 2)
+
+
+def test_a_model_at_stage_3_shows_parts() -> None:
+    def rank(comm: Any) -> None:
+        mesh = ringcomm.init_mesh(dp=1, tp=2, comm=comm)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        parallelize(model, {"0": "colwise", "1": "rowwise"}, mesh["tp"])
+        model, _ = ringcomm.shard(model, torch.optim.SGD(model.parameters(), 0.1), 3, mesh=mesh)
+        shapes: list[torch.Size] = []
+        model.apply(lambda m: shapes.extend(p.shape for p in m.parameters(recurse=False)))
+        assert (4, 4) in shapes
+
+    on_ranks(rank, 2)
+
+
+def test_an_embedding_that_was_resized_is_refused() -> None:
+    def rank(comm: Any) -> None:
+        model = parallelize(nn.Sequential(nn.Embedding(8, 4)), {"0": "vocab"}, comm)
+        model[0].weight = nn.Parameter(torch.ones(12, 4))
+        with pytest.raises(InvalidArgumentError, match=r"got a weight of 12 rows, expected its part of 4; resize"):
+            model(torch.tensor([1]))
 
     on_ranks(rank, 2)
