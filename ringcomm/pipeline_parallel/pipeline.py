@@ -463,7 +463,8 @@ class _Step:
         if self.flat is not None:  # as on every rank of a model that is not split
             args, kwargs = self.flat.root.input_cast(root=True)((args, kwargs))
         gradients = _gradients_of(received)
-        with self._deferring(stage, number) or nullcontext():
+        deferring = self._deferring(stage, number)
+        with deferring or nullcontext():
             output, after = self.pipe._runner.run(stage, args, kwargs, received, metadata)
             if after is None:
                 output = self._loss_of(output, target, share)
@@ -471,7 +472,10 @@ class _Step:
             self._refuse_cut_off(stage, received, output)
             for tied in self.pipe._tied_params.of_stage(stage):
                 tied.after_forward(stage, number)
-            self._open[stage, number] = (gradients, output if after is None else sent_tensors(output))
+            ends = [output] if after is None else output
+            if deferring is not None:
+                ends = [deferring.as_end(x) for x in ends]
+            self._open[stage, number] = (gradients, ends[0] if after is None else sent_tensors(ends))
         if after is None:
             return
         # The next micro-batch may overwrite a buffer, or what a module keeps otherwise, before the next stage has read

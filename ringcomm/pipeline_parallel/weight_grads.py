@@ -33,14 +33,10 @@ def backward(
     ends: Sequence[Any], gradients: Sequence[torch.Tensor | None], deferring: DeferWeightGrads | None = None
 ) -> None:
     """Runs ``torch.autograd.backward(ends, gradients)``, and keeps the mode ``deferring`` on while the graph runs.
-    Torch's own function would leave the mode before that."""
+    Torch's own function would leave the mode before that. Layers defer if the ends are those of `as_end`."""
     if deferring is None:
         torch.autograd.backward(ends, gradients)
         return
-    for end in ends:
-        node = end.grad_fn if torch.is_tensor(end) else end.node
-        if node is not None:
-            node.register_prehook(deferring.enter_pass)
     found = tuple(torch.ones_like(x) if g is None else g for x, g in zip(ends, gradients, strict=True))
     with deferring:
         _engine_run_backward(tuple(ends), found, False, False, (), allow_unreachable=True, accumulate_grad=True)
@@ -72,10 +68,10 @@ class DeferWeightGrads(TorchFunctionMode):
         self.multi_use, self.kept = multi_use, kept
         self.pass_id: int | None = None  # that torch gives to the backward pass that defers
 
-    def enter_pass(self, gradients: Any) -> None:
-        """Called in the backward pass that defers, before its first node."""
-        if self.pass_id is None:
-            self.pass_id = torch._C._current_graph_task_id()
+    def as_end(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns a result of forward as an end for `backward`. No other backward pass must reach what is returned."""
+        end: torch.Tensor = _End.apply(x, self)
+        return end
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -125,6 +121,22 @@ def _trained(nest: Sequence[Any]) -> Iterator[torch.Tensor]:
             yield from _trained(x)
         elif torch.is_tensor(x) and not isinstance(x, ShapeOnlyTensor) and x.requires_grad:
             yield x
+
+
+class _End(torch.autograd.Function):
+    """Returns its argument. In the backward pass that defers, its node runs before those of the model, whose hooks may
+    start backward passes of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, deferring: DeferWeightGrads) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.deferring = deferring
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        ctx.deferring.pass_id = torch._C._current_graph_task_id()
+        return grad, None
 
 
 class _Linear(torch.autograd.Function):

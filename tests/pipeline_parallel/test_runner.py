@@ -339,6 +339,50 @@ def test_zero_bubble_gives_no_more_gradients_than_one_process() -> None:
     assert differing(on_ranks(model, [], 1, step, microbatches=3, schedule="zero-bubble"), expected) == []
 
 
+class Measured(nn.Module):
+    """Has a hook at its result that starts a backward pass from there, as to log the gradient's norm inside."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.busy = how, False
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(x))
+        result = self.second(h) if self.how == "tensor of a layer" else torch.tanh(self.second(h))
+
+        def measure(grad: torch.Tensor) -> None:
+            if not self.busy:
+                self.busy = True
+                torch.autograd.grad(result, [h], grad, retain_graph=True)
+                self.busy = False
+
+        if self.how == "node":
+            assert result.grad_fn is not None
+            result.grad_fn.register_prehook(lambda grads: measure(grads[0]))
+        else:
+            result.register_hook(measure)
+        return result
+
+
+@pytest.mark.parametrize("how", ["tensor", "tensor of a layer", "node"])
+def test_hooks_at_the_results_of_stages_may_start_backward_passes(how: str) -> None:
+    model = nn.Sequential(make(Measured, how), make(Measured, how, seed=1))
+    x = torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
+
+    def size(output: torch.Tensor) -> torch.Tensor:
+        return output.square().mean()
+
+    _, expected = plain(model, [lambda net, a=a: size(net(a)) for a in x.chunk(3)], 3)
+
+    def step(pipe: Pipeline, rank: int) -> Gradients:
+        pipe.step(x)
+        return gradients(pipe)
+
+    options = {"microbatches": 3, "schedule": "zero-bubble", "loss": size}
+    assert differing(on_ranks(model, ["1"], 2, step, **options), expected) == []
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_complex_layers(schedule: str) -> None:
     model = nn.Sequential(*(nn.Linear(6, 6, dtype=torch.complex64) for _ in range(2)))
