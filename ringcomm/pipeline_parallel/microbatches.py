@@ -32,9 +32,9 @@ def split_inputs(inputs: tuple[Any, Any, Any], count: int, rank: int) -> list[Mi
     to each micro-batch. Where ``count`` does not divide the rows, the first micro-batches have one row more than the
     last, as with ``torch.tensor_split``; the share of micro-batches without rows is 0.
 
-    The first tensor tells the number of the batch's rows. Every other tensor must have as many, with these exceptions:
-    a tensor of the target may have a multiple of them; a tensor without dimensions, or with one row in a batch of
-    several, goes to each micro-batch.
+    The first tensor tells the number of the batch's rows. Every other tensor must have as many or a multiple, equally
+    many for each of the batch's. A tensor without dimensions, or with one row in a batch of several, goes to each
+    micro-batch.
 
     Args:
         inputs: positional arguments, arguments by name, and the target.
@@ -60,29 +60,29 @@ def split_inputs(inputs: tuple[Any, Any, Any], count: int, rank: int) -> list[Mi
         if not torch.is_tensor(leaf):
             by_leaf.append(_copies(leaf, count, rank))
             continue
-        times = _rows_for_one(leaf, rows, of_target=path[0].idx == 2)
+        times = _rows_for_one(leaf, rows)
         if count > 1 and times is None:
             assert first is not None
             raise ShapeError(
-                f"Pipeline: rank {rank} got {_text(path, leaf)}, expected {rows} rows in dimension 0 as in "
-                f"{_text(*first)}; pass Replicate(tensor) if each micro-batch needs all of it, or a list of {count} "
-                "micro-batches"
+                f"Pipeline: rank {rank} got {_text(path, leaf)}, expected {rows} rows in dimension 0, or a "
+                f"multiple, as in {_text(*first)}; pass Replicate(tensor) if each micro-batch needs all of it, or a "
+                f"list of {count} micro-batches"
             )
         by_leaf.append(_parts(leaf, [size * times for size in sizes]) if times else [leaf] * count)
     shares = [None if rows is None else Fraction(size, rows) for size in sizes] or [None] * count
     return [(tree_unflatten([parts[i] for parts in by_leaf], spec), shares[i]) for i in range(count)]
 
 
-def _rows_for_one(x: torch.Tensor, rows: int | None, of_target: bool) -> int | None:
+def _rows_for_one(x: torch.Tensor, rows: int | None) -> int | None:
     """Returns how many rows a tensor has for each of the batch's; 0 if it is not split; None if it does not fit."""
     if not x.dim() or rows is None or (len(x) == 1 and rows > 1):
         return 0
     times, rest = divmod(len(x), rows)
-    return times if not rest and (times == 1 or (times and of_target)) else None
+    return times if times and not rest else None
 
 
 def _copies(leaf: Any, count: int, rank: int) -> Sequence[Any]:
-    """Returns, for each micro-batch, what it gets of an argument that is no tensor."""
+    """Returns the argument once for each micro-batch."""
     if isinstance(leaf, Replicate):
         return [leaf.value] * count
     if isinstance(leaf, list):

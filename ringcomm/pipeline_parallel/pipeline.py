@@ -229,13 +229,13 @@ class Pipeline(nn.Module):
             args, kwargs: the model's arguments: tensors, or nests of them, split along dimension 0 as by
                 ``torch.tensor_split``. A list is taken to be split already, one item for each micro-batch. A
                 `Replicate` value goes to each micro-batch unchanged, and so does a tensor without dimensions or with
-                one row; all others have as many rows as the first tensor. If these are fewer than the micro-batches,
-                there are as many micro-batches as rows. Ranks without the first stage may omit the
+                one row; all others have as many rows as the first tensor or a multiple (labels of all tokens). A table
+                whose rows happen to be a multiple needs `Replicate`. If the first tensor has fewer rows than there are
+                micro-batches, there are as many micro-batches as rows. Ranks without the first stage may omit the
                 arguments; keyword arguments that another stage's modules need, such as labels, are passed on that
                 stage's rank too. A tensor that requires a gradient, such as a trained prompt, gets it on the rank of
                 the first stage.
-            target: the target of the loss, split likewise, with as many rows or a multiple; on the rank of the last
-                stage.
+            target: the target of the loss, split likewise; on the rank of the last stage.
             scaler: multiplies the losses before backward.
         Returns: the loss of the batch, detached, on every rank.
         Raises:  ShapeError: a batch without rows, or a tensor with another number of rows than the batch.

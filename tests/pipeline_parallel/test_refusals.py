@@ -318,7 +318,7 @@ def raises_at(number: int, schedule: str) -> Callable[[Communicator], Any]:
                 ShapeError,
                 "the argument 'pos'['table'] of shape",
             )
-            for shape in [(4, 6), (16, 6), (0, 6)]
+            for shape in [(4, 6), (12, 6), (0, 6)]
         ),
         (
             lambda c: pipeline(c, row(), ["2"], loss=raising).step(

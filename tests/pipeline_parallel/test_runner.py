@@ -1073,6 +1073,44 @@ def test_an_argument_may_go_to_each_micro_batch_as_a_whole() -> None:
     assert all(torch.equal(found, loss) for found in on_ranks(model, ["middle"], 2, step, microbatches=3))
 
 
+class Flattened(nn.Module):
+    """Takes labels of all tokens, and two patches of an image with each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, patches: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        h = self.first(x + patches.unflatten(0, (len(x), 2)).sum(1, keepdim=True))
+        return (self.second(torch.tanh(h)).flatten(0, 1) - labels).square().mean()
+
+
+@pytest.mark.parametrize("rows", [6, 7])
+def test_arguments_may_have_a_multiple_of_the_rows(rows: int) -> None:
+    model, x, patches, labels = (
+        make(Flattened),
+        *(torch.randn(shape) for shape in [(rows, 5, 6), (rows * 2, 6), (rows * 5, 6)]),
+    )
+    split = (
+        x.tensor_split(3),
+        patches.unflatten(0, (rows, 2)).tensor_split(3),
+        labels.unflatten(0, (rows, 5)).tensor_split(3),
+    )
+    losses = [
+        lambda net, a=a, b=b, c=c: net(a, b.flatten(0, 1), c.flatten(0, 1)) * (3 * len(a) / rows)
+        for a, b, c in zip(*split, strict=True)
+    ]
+    _, expected = plain(model, losses, 3)
+
+    def step(pipe: Pipeline, _: int) -> Gradients:
+        pipe.step(x, patches, labels=labels)
+        return gradients(pipe)
+
+    found = {name: x for each in on_ranks(model, ["second"], 2, step, microbatches=3) for name, x in each.items()}
+    for name, grad in expected.items():
+        assert torch.allclose(found[name], grad, atol=1e-6), name
+
+
 @pytest.mark.parametrize("rows", [6, 7])
 def test_a_number_and_a_single_row_go_to_each_micro_batch(rows: int) -> None:
     model, x = make(Beside), torch.randn(rows, 4)
