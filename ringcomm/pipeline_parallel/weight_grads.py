@@ -79,11 +79,15 @@ class DeferWeightGrads(TorchFunctionMode):
             x, weight, bias = _linear(*args, **kwargs)
             flat = x.flatten(0, -2) if x.dim() > 2 and x.is_contiguous() else x
             result = _Linear.apply(flat, weight.t(), bias, (weight, bias), self)
-            return result if flat is x else result.view(*x.shape[:-1], weight.shape[0])
+            if flat is x:
+                return result
+            shape = [*x.shape[:-1], weight.shape[0]]
+            # As torch's own layer, of which only one with a bias returns a view; detach_() refuses views.
+            return torch.ops.aten._unsafe_view(result, shape) if bias is None else result.view(shape)
         if func is torch.addmm and not kwargs and len(args) == 3 and self._defers(args[1], args[2], args[0], 1):
             return _Linear.apply(args[1], args[2], args[0], (args[2], args[0]), self)
         result = func(*args, **kwargs)
-        hides = torch._C._are_functorch_transforms_active()  # under vmap a result does not say that it wants a gradient
+        hides = torch._C._are_functorch_transforms_active()  # under vmap `requires_grad` of a result is False
         if hides or func is torch.Tensor.__setitem__ or any(True for _ in _trained([result])):
             self.kept.update(id(x) for x in _trained([args, [*kwargs.values()]]) if x.is_leaf)
         return result
@@ -177,7 +181,8 @@ class _Linear(torch.autograd.Function):
         def is_now(p: torch.Tensor) -> bool:
             if not later and torch.is_grad_enabled():  # the results depend on p, so autograd will add up its gradients
                 deferring.kept.add(id(p))
-            return not later or id(p) in deferring.kept  # functions used it later in this forward pass
+            # Functions may have used it later in this forward pass, and hooks been added.
+            return not later or id(p) in deferring.kept or _has_hooks(p)
 
         of_input = of_factor = of_bias = None
         if needed[1] and weight.requires_grad:

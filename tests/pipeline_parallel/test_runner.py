@@ -383,6 +383,36 @@ def test_hooks_at_the_results_of_stages_may_start_backward_passes(how: str) -> N
     assert differing(on_ranks(model, ["1"], 2, step, **options), expected) == []
 
 
+class Late(nn.Module):
+    """Adds a hook to a weight after the layer's call, or cuts the layer's result off in place."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.hooked = how, False
+        self.first, self.second = nn.Linear(6, 6, bias=False), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        if self.how == "detach":
+            return (self.second(x) + y.detach_()).square().mean()
+        if not self.hooked:
+            self.hooked = True
+            self.first.weight.register_hook(lambda grad: grad * 2)
+        return self.second(torch.tanh(y)).square().mean()
+
+
+@pytest.mark.parametrize("how", ["hook", "detach"])
+def test_zero_bubble_allows_what_follows_a_layer(how: str) -> None:
+    model, x = make(Late, how), torch.randn(6, 5, 6, generator=torch.Generator().manual_seed(1))
+    _, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
+
+    def step(pipe: Pipeline, rank: int) -> Gradients:
+        pipe.step(x)
+        return gradients(pipe)
+
+    assert differing(on_ranks(model, [], 1, step, microbatches=3, schedule="zero-bubble"), expected) == []
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_complex_layers(schedule: str) -> None:
     model = nn.Sequential(*(nn.Linear(6, 6, dtype=torch.complex64) for _ in range(2)))
