@@ -489,6 +489,13 @@ class _Step:
         following = self.pipe.schedule.rank_of[stage + 1]
         if following == self.rank:
             self._local_messages["forward", stage + 1, number] = (output, metadata)
+        elif self.pipe.messages.static_shapes and any(share == 0 for _, share in self.inputs):
+            rows = sum(share != 0 for _, share in self.inputs)  # each is a micro-batch
+            raise ShapeError(
+                f"Pipeline: rank {self.rank} got static_shapes=True and {rows} rows in the batch, expected at least a "
+                f"row for each of {self.pipe.schedule.microbatches} micro-batches; pass static_shapes=False where "
+                "batches have fewer rows"
+            )
         else:
             self.pipe.messages.send(output, metadata, stage + 1, number, following)
 

@@ -301,7 +301,7 @@ def raises_at(number: int, schedule: str) -> Callable[[Communicator], Any]:
             lambda c: pipeline(c, row(), ["2"], static_shapes=True).step(torch.ones(1, 6)),
             2,
             ShapeError,
-            "static_shapes=False",
+            "static_shapes=True and 1 rows in the batch",
         ),
         (
             lambda c: pipeline(c, row(), ["2"], loss=raising).step(torch.ones(5, 6), target=(torch.ones(7, 6),)),
