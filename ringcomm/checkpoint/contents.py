@@ -49,15 +49,22 @@ def unsharded_shape(bucket: Bucket, i: int) -> tuple[int, ...]:
     return part_of(bucket.params[i]).unsharded_shape(bucket.layout.segments[i].shape)
 
 
-def saved_range(bucket: Bucket) -> tuple[int, int]:
-    """Returns the range of a bucket's elements that this rank saves: its shard.
+def saved_ranges(flat: ShardedModel) -> dict[Bucket, tuple[int, int]]:
+    """Returns, by bucket, the range of its elements that this rank saves: its shard.
 
-    At stage 0, where each rank has all elements, the range starts and ends with a row of a parameter. Such a range is
-    fewer boxes, and each box costs a third of a millisecond when it is loaded.
+    At stage 0, where each rank has all elements, the buckets are cut as one, between rows of a parameter. So nearly all
+    parameters are one box, and each box costs a third of a millisecond when it is loaded.
     """
-    start, end = bucket.layout.shard_range(bucket.ranks.rank)
-    has_all = bucket.end - bucket.start == bucket.layout.numel
-    return (_next_row(bucket, start), _next_row(bucket, end)) if has_all else (start, end)
+    rank, world_size = flat.ranks.rank, flat.ranks.world_size
+    if flat.stage > 0:
+        return {bucket: bucket.layout.shard_range(rank) for bucket in flat.buckets}
+    found, before = {}, 0
+    total = sum(bucket.layout.numel for bucket in flat.buckets)
+    for bucket in flat.buckets:
+        cuts = [min(max(total * each // world_size - before, 0), bucket.layout.numel) for each in (rank, rank + 1)]
+        found[bucket] = _next_row(bucket, cuts[0]), _next_row(bucket, cuts[1])
+        before += bucket.layout.numel
+    return found
 
 
 def _next_row(bucket: Bucket, element: int) -> int:

@@ -17,7 +17,7 @@ from ringcomm.checkpoint.contents import (
     name_of,
     names_of_params,
     replicated_of,
-    saved_range,
+    saved_ranges,
     unsharded_shape,
     with_extra_state,
 )
@@ -66,7 +66,7 @@ class Saver:
     ) -> None:
         self.flat, self.optimizer, self.world, self.rank = flat, optimizer, world, world.rank
         self.mine: dict[str, dict[str, Any]] = {"extra": extra, "module": {}, "optimizer": {}}
-        self.replicated = replicated_of(flat)
+        self.replicated, self.ranges = replicated_of(flat), saved_ranges(flat)
 
     def facts(self) -> _Facts:
         """Returns this rank's facts; raises for values that cannot be saved."""
@@ -166,7 +166,7 @@ class Saver:
 
     def _add_parameters(self, out: ShardSavePlanner) -> None:
         for bucket in self.flat.buckets:
-            for i, first, last in spans_of(bucket, *saved_range(bucket)):
+            for i, first, last in spans_of(bucket, *self.ranges[bucket]):
                 if not bucket.is_primary_copy(i):
                     continue
                 segment = bucket.layout.segments[i]
@@ -177,7 +177,7 @@ class Saver:
 
     def _add_optimizer_state(self, out: ShardSavePlanner) -> None:
         for bucket, first_here, end_here, param in self.held.ranges:
-            start, end = saved_range(bucket)
+            start, end = self.ranges[bucket]
             spans = spans_of(bucket, max(start, first_here), min(end, end_here))
             spans = [each for each in spans if self.held.has_state(bucket, each[0]) and bucket.is_primary_copy(each[0])]
             for key, value in self._state(param).items():

@@ -881,9 +881,12 @@ def test_at_stage_0_ranks_save_complete_rows(tmp_path: Path) -> None:
     path = tmp_path / "c"
     saved(path, world_size=3, stage=0)
     metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    for facts in metadata.values():
-        for chunk in getattr(facts, "chunks", ()):
+    tensors = [facts for facts in metadata.values() if hasattr(facts, "chunks")]
+    for facts in tensors:
+        for chunk in facts.chunks:
             assert tuple(chunk.sizes[1:]) == tuple(facts.size[1:])
+    assert sum(len(facts.chunks) > 1 for facts in tensors) <= 3 * 2  # a cut behind two ranks: values and two moments
+    assert len({info.relative_path for info in dcp.FileSystemReader(path).read_metadata().storage_data.values()}) == 3
 
 
 def test_a_missing_box_is_noticed(tmp_path: Path) -> None:
