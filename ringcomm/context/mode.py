@@ -45,6 +45,12 @@ _ORDERS = {
 """Functions whose result at a token depends on the other tokens, if they work along the sequence."""
 _POOLS = {"mean", "sum", "amax", "amin", "max", "min", "logsumexp", "std", "var", "median"}
 """Functions that leave one result per sequence, if they work along the sequence."""
+_NORMS = {
+    F.group_norm: "a group norm",
+    F.instance_norm: "an instance norm",
+    F.batch_norm: "a batch norm",
+    F.layer_norm: "a layer norm",
+}
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 _OF_SEQUENCES = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
@@ -238,23 +244,15 @@ def _rows(numbers: Any) -> torch.Tensor:
     return numbers
 
 
-def _norm_over_tokens(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> str:
-    """Returns what a normalization is called whose statistics run over the sequence, in (B, S, features) or, as
-    convolutions have it, (B, features, S); "" for others."""
-
-    def argument(name: str, at: int) -> Any:
-        return options.get(name, args[at] if len(args) > at else None)
-
-    x = argument("input", 0)
+def _is_over_tokens(norm: Any, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Returns whether the statistics of a norm run over the sequence, in (B, S, features) or, as convolutions have it,
+    (B, features, S)."""
+    x = args[0] if args else options.get("input")
     if not isinstance(x, torch.Tensor) or x.dim() != 3:
-        return ""
-    if func is F.group_norm:
-        return "a group norm"
-    if func is F.instance_norm:
-        return "an instance norm"
-    if func is F.batch_norm and argument("training", 5):
-        return "a batch norm"
-    return "a layer norm" if func is F.layer_norm and len(argument("normalized_shape", 1)) > 1 else ""
+        return False
+    if norm is F.batch_norm:
+        return bool(args[5] if len(args) > 5 else options.get("training"))
+    return norm is not F.layer_norm or len(args[1] if len(args) > 1 else options["normalized_shape"]) > 1
 
 
 class ContextParallelMode(TorchFunctionMode):
@@ -399,8 +397,8 @@ class ContextParallelMode(TorchFunctionMode):
             what = "tokens shifted along the sequence (pad)"
         elif name in _ORDERS and self._is_along_part(func, args, options):
             what = f"{_ORDERS[name]} along the sequence ({name})"
-        elif norm := _norm_over_tokens(func, args, options):
-            what = f"{norm} over the sequence"
+        elif func in _NORMS and _is_over_tokens(func, args, options):
+            what = f"{_NORMS[func]} over the sequence"
             advice = "use ringcomm.SyncBatchNorm" if func is F.batch_norm else "normalize features alone"
         elif self._weights and name in _PRODUCTS:
             operands = [x for each in args for x in (each if isinstance(each, (list, tuple)) else [each])]

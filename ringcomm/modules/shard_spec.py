@@ -90,11 +90,27 @@ def take(unsharded: torch.Tensor, part: ShardSpec, length: int) -> torch.Tensor:
 def copy_part(mine: torch.Tensor, unsharded: torch.Tensor, part: ShardSpec) -> None:
     """Copies this rank's part of an unsharded tensor into ``mine``, and writes zeros into the padding."""
     assert part.dim is not None
+    for own, there in _pieces(mine, unsharded, part):
+        own.copy_(there)
+    used = sum(count for _, count in part.pieces)
+    mine.narrow(part.dim, used, mine.shape[part.dim] - used).zero_()
+
+
+def put_part(unsharded: torch.Tensor, mine: torch.Tensor, part: ShardSpec) -> None:
+    """Copies this rank's part to its place in an unsharded tensor."""
+    for own, there in _pieces(mine, unsharded, part):
+        there.copy_(own)
+
+
+def _pieces(
+    mine: torch.Tensor, unsharded: torch.Tensor, part: ShardSpec
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields each piece of this rank's part, and its place in the unsharded tensor."""
+    assert part.dim is not None
     at = 0
     for start, count in part.pieces:
-        mine.narrow(part.dim, at, count).copy_(unsharded.narrow(part.dim, start, count))
+        yield mine.narrow(part.dim, at, count), unsharded.narrow(part.dim, start, count)
         at += count
-    mine.narrow(part.dim, at, mine.shape[part.dim] - at).zero_()
 
 
 def refuse_parts(params: Iterable[torch.Tensor], call: str, what: str) -> None:

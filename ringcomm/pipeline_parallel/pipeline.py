@@ -374,8 +374,8 @@ class _Step:
         self.pipe, self.inputs, self.scaler, self.flat, self.train = pipe, inputs, scaler, flat, train
         self.computes = computes
         self.loss: torch.Tensor | None = None
-        self.multi_use = frozenset({id(p) for p in pipe._runner.multi_use_params()} | pipe._tied_params.placeholder_ids)
-        self.kept = {*self.multi_use}
+        multi_use = {id(p) for p in pipe._runner.multi_use_params()} | pipe._tied_params.placeholder_ids
+        self._new_deferring = partial(DeferWeightGrads, frozenset(multi_use), {*multi_use})
         self.outputs: list[Any] = []
         self.clock: list[tuple[Action, float, float]] = []
         self._skipped: set[tuple[int, int]] = set()  # stage and micro-batch
@@ -431,7 +431,7 @@ class _Step:
         if not self.train or not self.pipe.schedule.splits_backward:
             return None
         if (stage, number) not in self._deferring_of:
-            self._deferring_of[stage, number] = DeferWeightGrads(self.multi_use, self.kept)
+            self._deferring_of[stage, number] = self._new_deferring()
         return self._deferring_of[stage, number]
 
     def _share(self, stage: int, number: int, metadata: StageMetadata | None) -> Fraction | None:

@@ -17,7 +17,7 @@ from torch import nn
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.modules.arguments import DEVICE, DTYPE
-from ringcomm.modules.shard_spec import ShardSpec, note, part_of, renew_parts, take
+from ringcomm.modules.shard_spec import ShardSpec, note, part_of, put_part, renew_parts, take
 from ringcomm.tensor_parallel import overlapped
 from ringcomm.tensor_parallel.group import TensorParallelGroup, f, f_bar, g, g_bar, gather, scatter
 from ringcomm.tensor_parallel.outputs import OutputSharding
@@ -163,7 +163,7 @@ class _ParallelLayer(nn.Module):
         try:
             for p, mine in sharded.values():
                 p.data = mine.new_zeros(part_of(p).unsharded_shape(mine.shape))
-                _copy_back(p.data, mine, part_of(p))
+                put_part(p.data, mine, part_of(p))
             fn(self)
         finally:
             for key, (p, mine) in sharded.items():
@@ -475,15 +475,6 @@ def _is_shard(p: nn.Parameter) -> bool:
     """Returns whether a parameter's other parts are on other ranks, and `_ParallelLayer.apply` can unshard it."""
     is_plain = type(p) is nn.Parameter and p.grad is None and not p.is_meta and p.numel() > 0
     return is_plain and part_of(p).is_cut and part_of(p).unsharded_shape(p.shape) != p.shape
-
-
-def _copy_back(unsharded: torch.Tensor, mine: torch.Tensor, part: ShardSpec) -> None:
-    """Copies this rank's part to its place in the unsharded tensor."""
-    assert part.dim is not None
-    at = 0
-    for start, count in part.pieces:
-        unsharded.narrow(part.dim, start, count).copy_(mine.narrow(part.dim, at, count))
-        at += count
 
 
 def linear_shape(linear: Any, group: TensorParallelGroup, name: str = "") -> tuple[bool, int, int]:
