@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -66,6 +66,8 @@ class OutputSharding:
         width: the width of a head; 1: unknown.
         watched: with which gradient modes an output has been watched: the first one with gradients, and the first one
             without. Emptied by an error, so that the next output is watched too.
+        has_grad: whether the output that is watched has a gradient; those of a frozen layer may have none.
+        is_detached: whether the program has detached the outputs.
     """
 
     name: str
@@ -75,12 +77,15 @@ class OutputSharding:
     divided: frozenset[int]
     width: int = 1
     watched: set[bool] = field(default_factory=set)
+    has_grad: bool = False
+    is_detached: bool = False
 
     def watch_first(self, y: torch.Tensor) -> torch.Tensor:
         """Returns the layer's output; `watch` watches the first one, and the first one with gradients."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled() in self.watched:
             return y
         self.watched.add(torch.is_grad_enabled())
+        self.has_grad = y.requires_grad
         return self.watch(y)
 
     def watch(self, y: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -97,16 +102,20 @@ class OutputSharding:
 
     # ---- refusals ------------------------------------------------------------------------------------------------
 
-    def check_ends(self, function: str, ends: Iterable[int], step: int) -> None:
+    def check_ends(self, function: str, ends: Iterable[int], step: int, start: int | None = None) -> None:
         """Refuses ends of slices that are not ends of the rank's parts.
 
         Args:
             ends: those that the program names; an end that it leaves out is not among them.
             step: the distance of one output to the next. A step above 1 takes interleaved outputs, which stay together
                 only if they were sharded as one part of a multiple of the step.
+            start: where a slice begins, if the program names that. A slice that begins at the end of the rank's
+                outputs, or as many before it, is meant for all ranks' outputs.
         """
         width = sum(self.extents)
         wrong = sorted({*ends} - {0, *accumulate(self.extents)})
+        if width < self.total and start in (width, -width):
+            wrong = [start]
         if not wrong and (step == 1 or (len(self.extents) == 1 and width % step == 0)):
             return
         where = f"at {wrong[0]}" if wrong else f"in steps of {step}"
@@ -186,7 +195,10 @@ class _WatchedOutput(torch.Tensor):
         if name in KEEPS or func == torch.Tensor.data.__get__:
             given_outputs = [each for each in (*args, *given.values()) if isinstance(each, _WatchedOutput)]
             kept = next((each for each in given_outputs if each.shape == made.shape), None)
-            return made if kept is None or kept._sharding is None else kept._sharding.watch(made, kept._dim)
+            if kept is None or kept._sharding is None:
+                return made
+            detaches = name == "detach" or func == torch.Tensor.data.__get__
+            return (replace(kept._sharding, is_detached=True) if detaches else kept._sharding).watch(made, kept._dim)
         if sharding is None:
             return made
         if name in _MOVES:
@@ -206,14 +218,15 @@ class _WatchedOutput(torch.Tensor):
 
 @contextmanager
 def _refusing(*given: Any) -> Iterator[None]:
-    """Lets the errors of the block about the outputs among ``given`` pass where the loss may depend on the result. For
-    outputs without a gradient, such as detached ones, and after forward without gradients, where programs compute what
-    they log, it warns."""
+    """Lets the errors of the block about the outputs among ``given`` pass where the loss may depend on the result. It
+    warns where programs compute what they log: for outputs that were detached or have lost their gradient otherwise,
+    and for those without a gradient after forward."""
     try:
         yield
     except InvalidArgumentError as error:
         x = next(each for each in tree_leaves(given) if _sharding_of(each) is not None)
-        if x.requires_grad or (not torch.is_grad_enabled() and _in_forward(sys._getframe(1))):
+        logs = x._sharding.has_grad or x._sharding.is_detached
+        if x.requires_grad or (not logs and _in_forward(sys._getframe(1))):
             x._sharding.watched.clear()
             raise
         warnings.warn(f"{error}; this is right if the rank's own outputs are meant", stacklevel=user_stacklevel())
@@ -430,7 +443,8 @@ def _mixes(name: str, x: Any, args: Sequence[Any], given: Mapping[str, Any]) -> 
     return any(_holds_outputs(x, dim) for dim in dims)
 
 
-Ends = tuple[list[int], int]
+Ends = tuple[list[int], int] | tuple[list[int], int, int | None]
+"""The arguments of `OutputSharding.check_ends`."""
 NOWHERE: Ends = ([], 1)
 
 
@@ -493,13 +507,13 @@ def _getitem(x: torch.Tensor, index: Any, value: Any = None) -> Ends | None:
     if not (any(each is Ellipsis for each in used) or len(used) == x.dim()) or used[-1] is Ellipsis:
         return NOWHERE
     last, length = used[-1], x.shape[-1]
-    if isinstance(last, int):  # one number of the tensor is for printing; no layer computes with it
-        return NOWHERE if all(type(each) is int for each in used) else None
+    if isinstance(last, int):  # one number of a batch is for printing; no layer computes with it
+        return NOWHERE if x.dim() > 1 and all(type(each) is int for each in used) else None
     first, end, step = last.indices(length)
     if last.stop is not None and length < last.stop < 1 << 31:  # counted in all ranks' outputs, not this rank's
         end = last.stop
     ends = [] if last.stop is None else [end]
-    return ([first if step == 1 or first >= step else 0, *ends], step)
+    return ([first if step == 1 or first >= step else 0, *ends], step, last.start)
 
 
 def _select(x: torch.Tensor, dim: int = 0, index: int = 0) -> Ends | None:

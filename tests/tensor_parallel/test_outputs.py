@@ -127,7 +127,10 @@ USES: list[tuple[tuple[int, ...], Callable[[torch.Tensor], Any], str | None]] = 
     (ONE, lambda y: y[:1], None),
     (ONE, lambda y: y[..., : y.shape[-1]], None),
     (ONE, lambda y: y[..., :12], None),
+    (ONE, lambda y: y[..., 12:], "getitem splits the outputs at 12"),
+    (ONE, lambda y: y[..., -12:], "getitem splits the outputs at -12"),
     (ONE, lambda y: y[:, 0], "getitem takes single outputs"),
+    (ONE, lambda y: y[0][0], "getitem takes single outputs"),
     (ONE, lambda y: y.select(-1, 0), "select takes single outputs"),
     (ONE, lambda y: y.narrow(1, 0, 12), None),
     (ONE, lambda y: y.narrow(1, 0, 11), "narrow splits the outputs at 11"),
@@ -310,9 +313,10 @@ def test_uses_in_a_forward_pass(use: Callable[[torch.Tensor], Any], sentence: st
         (lambda h: float(h.detach().norm()), "norm needs all of them"),
     ],
 )
-def test_detached_outputs_give_a_warning(use: Callable[[torch.Tensor], Any], sentence: str) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_detached_outputs_give_a_warning(use: Callable[[torch.Tensor], Any], sentence: str, frozen: bool) -> None:
     """Programs log them, and compute with them."""
-    models = [Uses(use) for _ in range(2)]
+    models = [Uses(use).requires_grad_(not frozen) for _ in range(2)]
 
     def rank(comm: Any) -> None:
         parallelize(models[comm.rank], {"up": "colwise", "down": "rowwise"}, comm)(torch.ones(2, 4))
@@ -334,6 +338,24 @@ def test_outputs_without_a_gradient_give_a_warning(use: Callable[[torch.Tensor],
     y = OutputSharding("a.b", 1, (12,), 24, frozenset()).watch(X.clone().requires_grad_() * 1)
     with pytest.warns(UserWarning, match=f"whose 24 outputs are .* but {function} needs all of them"):
         use(y)
+
+
+@pytest.mark.parametrize(
+    ("use", "sentence"),
+    [
+        (lambda h: h.softmax(-1), "softmax needs all of them"),
+        (lambda h: h[:, 0], "getitem takes single outputs"),
+    ],
+)
+def test_outputs_of_a_frozen_layer_are_refused_as_others(use: Callable[[torch.Tensor], Any], sentence: str) -> None:
+    models = [Uses(use) for _ in range(2)]
+
+    def rank(comm: Any) -> None:
+        model = parallelize(models[comm.rank].requires_grad_(False), {"up": "colwise", "down": "rowwise"}, comm)
+        with pytest.raises(InvalidArgumentError, match=f"up, whose 8 outputs are cut.* but {sentence}"):
+            model(torch.ones(2, 4))
+
+    on_ranks(rank, 2)
 
 
 def test_an_assignment_through_a_mask_is_element_wise() -> None:
