@@ -153,27 +153,39 @@ class _ParallelLayer(nn.Module):
         """Applies ``fn`` to the layer, whose sharded parameters are unsharded meanwhile: an initialisation sees the
         unsharded shapes and draws what it would draw for the unsharded layer, and every rank keeps its part.
 
-        The elements of other ranks are zeros before ``fn`` writes them. Sends no message: seed the ranks' generators
-        alike. Needs memory for the unsharded parameters of one layer. Parameters that have a gradient, or are sharded
-        by ZeRO stage 3 too, stay as they are, and ``fn`` sees this rank's part of them.
+        The elements of other ranks, also of gradients, are zeros before ``fn`` writes them. Sends no message: seed the
+        ranks' generators alike. Needs memory for the unsharded parameters and gradients of one layer. Parameters that
+        are sharded by ZeRO stage 3 too, or have a sharded gradient, stay as they are, and ``fn`` sees this rank's part
+        of them.
 
         Raises: UnsupportedError: ``fn`` replaces a parameter by others.
         """
-        sharded = {key: (p, p.data) for key, p in self._parameters.items() if p is not None and _is_shard(p)}
+        own = [(key, p) for key, p in self._parameters.items() if p is not None and _is_shard(p)]
+        sharded = {key: (p, p.data, p.grad) for key, p in own}
         try:
-            for p, mine in sharded.values():
-                p.data = mine.new_zeros(part_of(p).unsharded_shape(mine.shape))
-                put_part(p.data, mine, part_of(p))
+            for p, mine, grad in sharded.values():
+                part, shape = part_of(p), part_of(p).unsharded_shape(mine.shape)
+                p.grad = None
+                p.data = mine.new_zeros(shape)
+                put_part(p.data, mine, part)
+                if grad is not None:
+                    p.grad = grad.new_zeros(shape)
+                    put_part(p.grad, grad, part)
             fn(self)
         finally:
-            for key, (p, mine) in sharded.items():
-                part, now = part_of(p), self._parameters.get(key)
+            for key, (p, mine, grad) in sharded.items():
+                part, now, changed = part_of(p), self._parameters.get(key), p.grad
                 assert part.dim is not None
+                p.grad = None
                 for each in [p] if now is None or now is p else [p, now]:
                     if each.shape == part.unsharded_shape(mine.shape):
                         each.data = take(each.data, part, mine.shape[part.dim])
                 if p.dtype == mine.dtype and p.device == mine.device:  # stays where it is, such as in a bucket
                     p.data = mine.copy_(p.data)
+                    p.grad = grad if changed is not None else None
+                if grad is not None and changed is not None and changed.shape != mine.shape:
+                    taken = take(changed, part, mine.shape[part.dim])
+                    p.grad = taken.to(p) if p.grad is None else grad.copy_(taken)
             renew_parts([self])
         renamed = sorted(sharded.keys() - self._parameters.keys())
         if renamed:
@@ -473,8 +485,10 @@ class VocabParallelEmbedding(_ParallelLayer, nn.Embedding):
 
 def _is_shard(p: nn.Parameter) -> bool:
     """Returns whether a parameter's other parts are on other ranks, and `_ParallelLayer.apply` can unshard it."""
-    is_plain = type(p) is nn.Parameter and p.grad is None and not p.is_meta and p.numel() > 0
-    return is_plain and part_of(p).is_cut and part_of(p).unsharded_shape(p.shape) != p.shape
+    grad = p.grad
+    is_plain = type(p) is nn.Parameter and (grad is None or (type(grad) is torch.Tensor and grad.shape == p.shape))
+    is_here = is_plain and not p.is_meta and p.numel() > 0
+    return is_here and part_of(p).is_cut and part_of(p).unsharded_shape(p.shape) != p.shape
 
 
 def linear_shape(linear: Any, group: TensorParallelGroup, name: str = "") -> tuple[bool, int, int]:

@@ -59,15 +59,23 @@ CHANGES: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
+@pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("change", [*CHANGES])
-def test_apply_gives_a_rank_its_part_of_the_values_of_the_whole(change: str) -> None:
+def test_apply_gives_a_rank_its_part_of_the_values_of_the_whole(change: str, trained: bool) -> None:
     whole, models = make(), [make() for _ in range(2)]
+
+    def rank(comm: Any) -> nn.Module:
+        model = parallelize(models[comm.rank], PLAN, comm)
+        if trained:
+            model(torch.tensor([1, 2])).sum().backward()
+        return model
+
     torch.manual_seed(5)
     whole.apply(CHANGES[change])
     after = torch.rand(1)
     expected = dict(whole.named_parameters())
 
-    for model in on_ranks(lambda comm: parallelize(models[comm.rank], PLAN, comm), 2):
+    for model in on_ranks(rank, 2):
         before = dict(model.named_parameters())
         shapes = {name: p.shape for name, p in before.items()}
         torch.manual_seed(5)
@@ -142,25 +150,30 @@ def test_a_function_that_replaces_parameters_is_refused(change: Any) -> None:
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_parameters_with_gradients_are_shown_as_parts(raises: bool) -> None:
+def test_gradients_are_unsharded_too(raises: bool) -> None:
     def rank(comm: Any) -> None:
         model = parallelize(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), {"0": "colwise", "1": "rowwise"}, comm)
-        shapes: list[torch.Size] = []
+        model(torch.ones(2, 4)).sum().backward()
+        before = [(p, p.grad, 2 * p.detach(), 0.5 * p.grad) for p in model.parameters()]
+        model[1].bias.grad = None  # one that no rank has a part of
 
-        def add(m: nn.Module) -> None:
-            shapes.extend(p.shape for p in m.parameters(recurse=False))
+        def scale(m: nn.Module) -> None:
+            for p in m.parameters(recurse=False):
+                p.data.mul_(2)
+                if p.grad is not None:
+                    assert p.grad.shape == p.shape
+                    p.grad.mul_(0.5)
             if raises:
                 raise ValueError("by the function")
 
-        if not raises:
-            model(torch.ones(2, 4)).sum().backward()
-            model.apply(add)
-            assert shapes == [p.shape for p in model.parameters()]
-            return
-        with pytest.raises(ValueError, match="by the function"):
-            model.apply(add)
-        assert shapes == [(8, 4), (8,)]
-        assert [p.shape for p in model.parameters()] == [(4, 4), (4,), (4, 4), (4,)]
+        try:
+            model.apply(scale)
+        except ValueError:
+            assert raises
+        for p, grad, values, halved in before[: 2 if raises else 3]:
+            assert torch.equal(p, values)
+            assert p.grad is grad
+            assert torch.equal(grad, halved)
 
     on_ranks(rank, 2)
 
