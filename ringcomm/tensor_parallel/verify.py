@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from ringcomm.data_parallel.model.partition import blocks_of
 from ringcomm.data_parallel.model.place import sharded_model_of
@@ -81,6 +82,7 @@ class Verifier:
         self.found: dict[str, list[Digest | None]] = {}  # digests of the current backward pass
         self.end: Callable[[], Any] = lambda: None  # reference to the callback after the current backward pass
         self.hooked: dict[int, torch.Tensor] = {}
+        self.handles: dict[str, RemovableHandle] = {}  # by block: of the hook that compares its first call
         self.copies = [*_first_of_each_kind(module, sharded)] if self.same_input else []
 
     def start(self) -> None:
@@ -152,18 +154,27 @@ class Verifier:
 
     def _compare_first_call(self, name: str, before: nn.Module, styles: Sequence[str]) -> None:
         """Compares the first call of a block with that of its unsharded copy ``before``."""
-
-        def compare(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            handle.remove()
-            elsewhere = any(notes_of(each).elsewhere for each in block.modules())
-            tensors = [x for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)]
-            if not elsewhere and all(type(x) is torch.Tensor for x in tensors):
-                # else a pipeline's block that was not reached, or that has a part on this rank only
-                difference = self._difference_from(before, block, args, kwargs)
-                self._refuse_difference(name, styles, difference, self._is_in_region(block))
-
         block = self.module.get_submodule(name)
+        compare = partial(self._compare, name, before, styles)  # a copy of the module gets one of a copy of this object
         handle = block.register_forward_pre_hook(compare, with_kwargs=True, prepend=True)  # before a region cuts
+        self.handles[name] = handle
+
+    def _compare(
+        self,
+        name: str,
+        before: nn.Module,
+        styles: Sequence[str],
+        block: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.handles.pop(name).remove()
+        elsewhere = any(notes_of(each).elsewhere for each in block.modules())
+        tensors = [x for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)]
+        if not elsewhere and all(type(x) is torch.Tensor for x in tensors):
+            # else a pipeline's block that was not reached, or that has a part on this rank only
+            difference = self._difference_from(before, block, args, kwargs)
+            self._refuse_difference(name, styles, difference, self._is_in_region(block))
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _difference_from(

@@ -38,15 +38,17 @@ def averaged(model: nn.Module, early: bool) -> tuple[float, float, nn.Module]:
 
 
 @pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("kind", ["tensor", "sequence"])
-def test_an_average_of_the_weights(kind: str, early: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "verify"), [("tensor", False), ("sequence", False), ("tensor", True), ("sequence", True)]
+)
+def test_an_average_of_the_weights(kind: str, verify: bool, early: bool) -> None:
     whole = make(0)
     models = [copy.deepcopy(whole) for _ in range(2)]
     expected = averaged(whole, early)
     plan, options = KINDS[kind]
 
     def rank(comm: Any) -> None:
-        model = parallelize(models[comm.rank], plan, comm, **options)
+        model = parallelize(models[comm.rank], plan, comm, **options, verify=verify)
         last, of_average, average = averaged(model, early)
         assert abs(last - expected[0]) < 1e-9
         assert abs(of_average - expected[1]) < 1e-9
