@@ -34,10 +34,14 @@ _ANGLES = {
     torch.polar: 1,
 }
 """Functions that take angles, and the angles' place among their arguments."""
-_MOVES = {"cumsum": "running sums", "cumprod": "running products", "roll": "tokens shifted"}
+_MOVES = {
+    **dict.fromkeys(("cumsum", "logcumsumexp"), "running sums"),
+    "cumprod": "running products",
+    **dict.fromkeys(("cummax", "cummin"), "running extremes"),
+    "roll": "tokens shifted",
+}
 _ORDERS = {
-    "softmax": "a softmax",
-    "log_softmax": "a softmax",
+    **dict.fromkeys(("softmax", "log_softmax", "softmin", "gumbel_softmax"), "a softmax"),
     "topk": "a choice",
     "sort": "an order",
     "argsort": "an order",
@@ -45,6 +49,8 @@ _ORDERS = {
 """Functions whose result at a token depends on the other tokens, if they work along the sequence."""
 _POOLS = {"mean", "sum", "amax", "amin", "max", "min", "logsumexp", "std", "var", "median"}
 """Functions that leave one result per sequence, if they work along the sequence."""
+_DIM_AT = {"roll": 2, "topk": 2, "gumbel_softmax": 4}
+"""The place of the dimension among a function's arguments, where it is not 1."""
 _NORMS = {
     F.group_norm: "a group norm",
     F.instance_norm: "an instance norm",
@@ -224,9 +230,9 @@ def _is_along_tokens(func: Any, args: Sequence[Any], options: Mapping[str, Any])
     x = args[0] if args else options.get("input")
     if not isinstance(x, torch.Tensor) or x.dim() < 3 or not x.is_floating_point():
         return False
-    own = getattr(func, "__name__", "")
-    name, at = ("dims", 2) if own == "roll" else ("dim", 2 if own == "topk" else 1)
-    dims = options.get(name, args[at] if len(args) > at else ())
+    at = _DIM_AT.get(getattr(func, "__name__", ""), 1)
+    named = next((options[name] for name in ("dim", "dims", "axis") if name in options), ())
+    dims = args[at] if len(args) > at else named
     return any(
         isinstance(dim, int) and dim % x.dim() != x.dim() - 1
         for dim in (dims if isinstance(dims, (tuple, list)) else [dims])
@@ -244,15 +250,23 @@ def _rows(numbers: Any) -> torch.Tensor:
     return numbers
 
 
-def _is_over_tokens(norm: Any, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Returns whether the statistics of a norm run over the sequence, in (B, S, features) or, as convolutions have it,
-    (B, features, S)."""
+def _is_over_tokens(norm: Any, args: Sequence[Any], options: Mapping[str, Any], met: torch.Size | None) -> bool:
+    """Returns whether the statistics of a norm run over the sequence, in (B, S, features), in (B, features, S), as
+    convolutions have it, or in (tokens, ...).
+
+    Args:
+        met: batch and part length in the last attention.
+    """
     x = args[0] if args else options.get("input")
-    if not isinstance(x, torch.Tensor) or x.dim() != 3:
+    if not isinstance(x, torch.Tensor):
+        return False
+    has_token_rows = met is not None and met[1] > 1 and len(x) == met.numel()
+    if x.dim() != 3 and not has_token_rows:
         return False
     if norm is F.batch_norm:
         return bool(args[5] if len(args) > 5 else options.get("training"))
-    return norm is not F.layer_norm or len(args[1] if len(args) > 1 else options["normalized_shape"]) > 1
+    shape = args[1] if len(args) > 1 else options.get("normalized_shape", ())
+    return not has_token_rows and (norm is not F.layer_norm or len(shape) > 1)
 
 
 class ContextParallelMode(TorchFunctionMode):
@@ -397,7 +411,7 @@ class ContextParallelMode(TorchFunctionMode):
             what = "tokens shifted along the sequence (pad)"
         elif name in _ORDERS and self._is_along_part(func, args, options):
             what = f"{_ORDERS[name]} along the sequence ({name})"
-        elif func in _NORMS and _is_over_tokens(func, args, options):
+        elif func in _NORMS and _is_over_tokens(func, args, options, self._met):
             what = f"{_NORMS[func]} over the sequence"
             advice = "use ringcomm.SyncBatchNorm" if func is F.batch_norm else "normalize features alone"
         elif self._weights and name in _PRODUCTS:

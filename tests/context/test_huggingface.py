@@ -270,6 +270,16 @@ SIMPLE: dict[str, tuple[Any, str]] = {
         partial(Attending, lambda x: F.softmax(x, 1)),
         "a softmax along the sequence",
     ),
+    "attention, then inverse weights of tokens": (partial(Attending, lambda x: F.softmin(x, 1)), "a softmax along"),
+    "attention, then drawn weights of tokens": (
+        partial(Attending, lambda x: F.gumbel_softmax(x, dim=1)),
+        "a softmax along",
+    ),
+    "attention, then a batch norm of tokens": (
+        partial(Attending, lambda x: F.batch_norm(x.flatten(0, 1), None, None, training=True).view_as(x)),
+        "a batch norm over the sequence .*SyncBatchNorm",
+    ),
+    "cummax": (partial(Moving, lambda x: x.cummax(1)[0]), r"running extremes along the sequence \(cummax\)"),
     "attention, then an order": (
         partial(Attending, lambda x: x.sort(dim=-2)[0]),
         r"an order along .*\(sort",
@@ -487,13 +497,30 @@ def test_a_loss_from_one_token_of_each_sequence_is_refused_on_all_ranks(what: st
     on_ranks(rank, 2)
 
 
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda y: F.layer_norm(y.view(-1, 2, 3), (2, 3)),
+        lambda y: F.group_norm(y.view(-1, 6, 1), 2),
+        lambda y: F.gumbel_softmax(y, 1),
+    ],
+)
+def test_functions_of_each_token_are_allowed(norm: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        with context_parallel(comm):
+            Attending(lambda y: norm(y).view_as(y))(torch.ones(2, 4, 6).requires_grad_()).sum().backward()
+
+    on_ranks(rank, 2)
+
+
+@pytest.mark.parametrize("dim", ["dim", "axis"])
 @pytest.mark.parametrize("name", ["mean", "sum", "amax", "max", "logsumexp", "std"])
-def test_a_loss_from_all_tokens_of_each_sequence_is_refused(name: str) -> None:
+def test_a_loss_from_all_tokens_of_each_sequence_is_refused(name: str, dim: str) -> None:
     x = torch.randn(2, 4, 6)
 
     def rank(comm: ringcomm.Communicator) -> None:
         def pool(y: torch.Tensor) -> torch.Tensor:
-            found = getattr(torch, name)(y, dim=1)
+            found = getattr(torch, name)(y, **{dim: 1})
             return found[0] if isinstance(found, tuple) else found
 
         part = x.clone().requires_grad_()
