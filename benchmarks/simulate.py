@@ -26,8 +26,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ringcomm.tools.bench.options import size_text
 from ringcomm.tools.simulate import ENGINE, Cluster, LinkClass, compare, crossovers, predict
-from ringcomm.tools.simulate.calibrate import Deviation, calibrate, deviations, samples_of
+from ringcomm.tools.simulate.calibrate import Sample, calibrate, deviations, samples_of
 from ringcomm.tools.simulate.presets import a100, ethernet, h100
 from ringcomm.tools.simulate.training import forward_us, step
 
@@ -56,13 +57,6 @@ PUBLISHED = (
 )  # fmt: skip
 
 FITTED = {("8xH100 mscclpp, CUDA graph (mscclpp#646)", 1 << 10)}  # the preset's call_us comes from it
-
-
-def size(nbytes: int) -> str:
-    for unit, scale in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:g}{unit}"
-    return str(nbytes)
 
 
 # ---- beside measurements -------------------------------------------------------------------------------------------
@@ -161,12 +155,11 @@ def beside_medians(
         "| collective | bytes | measured us: median (min–max of the runs) | predicted us | off by |",
         "|---|---|---|---|---|",
     ]
-    for each in rows:
-        s = each.sample
+    for s in rows:
         low, high = ranges[s.collective, s.nbytes]
         lines.append(
-            f"| {s.collective} | {size(s.nbytes)} | {s.time_us:.1f} ({low:.1f}–{high:.1f}) | {each.predicted_us:.1f} | "
-            f"{100 * each.relative:+.1f} % |"
+            f"| {s.collective} | {size_text(s.nbytes)} | {s.time_us:.1f} ({low:.1f}–{high:.1f}) | "
+            f"{s.predicted_us:.1f} | {100 * s.relative:+.1f} % |"
         )
     return [*lines, "", *verdict(rows), ""]
 
@@ -180,16 +173,16 @@ def beside_hosts(runs: Sequence[dict[str, Any]], inside: Sequence[dict[str, Any]
         "namespaces on one machine, whose links (1 Gbit/s each way for a host, 1 ms) are a program that needs the same "
         "cores as the ranks: latency and bandwidth that are found are also those of the program. Nobody kept the "
         "machine free meanwhile. Links inside as calibrated from 2 ranks; calibrated on "
-        f"{', '.join(size(each) for each in USED_OVER_HOSTS)}; these sizes are predicted:",
+        f"{', '.join(size_text(each) for each in USED_OVER_HOSTS)}; these sizes are predicted:",
         "",
         *beside_medians(runs, USED_OVER_HOSTS, known, hosts=2)[:-1],
     ]
 
 
-def verdict(rows: Sequence[Deviation]) -> list[str]:
+def verdict(rows: Sequence[Sample]) -> list[str]:
     lines = []
-    for name in dict.fromkeys(each.sample.collective for each in rows):
-        off = [abs(each.relative) for each in rows if each.sample.collective == name]
+    for name in dict.fromkeys(each.collective for each in rows):
+        off = [abs(each.relative) for each in rows if each.collective == name]
         within = sum(each <= 0.15 for each in off)
         lines.append(
             f"* {name}: {within} of {len(off)} within 15 %, median {100 * statistics.median(off):.1f} %, worst "
@@ -212,7 +205,8 @@ def beside_published() -> list[str]:
         unit = "us" if figure == "us" else "GB/s busbw"
         off = "fitted to it" if (what, nbytes) in FITTED else f"{100 * (mine / value - 1):+.1f} %"
         lines.append(
-            f"| {what} | {collective} | {size(nbytes)} | {found.algorithm} | {value:g} {unit} | {mine:.2f} | {off} |"
+            f"| {what} | {collective} | {size_text(nbytes)} | {found.algorithm} | {value:g} {unit} | {mine:.2f} | "
+            f"{off} |"
         )
     return lines
 
@@ -235,7 +229,7 @@ def winners() -> list[str]:
     for name, cluster in clusters.items():
         for collective in ("all_reduce", "all_gather"):
             found = crossovers(collective, sizes, cluster, "bfloat16")
-            said = ", ".join(f"{each.algorithm} {size(each.nbytes)}" for each in found)
+            said = ", ".join(f"{each.algorithm} {size_text(each.nbytes)}" for each in found)
             lines.append(f"| {name} | {collective} | {said} |")
     return lines
 
@@ -289,7 +283,9 @@ def scale() -> list[str]:
             else [predict("all_reduce", nbytes, cluster, "ring", "bfloat16")]
         )
         took = time.perf_counter() - started
-        lines.append(f"| {hosts} x 8 | {what}, {size(nbytes)} | {sum(each.events for each in found):,} | {took:.2f} |")
+        lines.append(
+            f"| {hosts} x 8 | {what}, {size_text(nbytes)} | {sum(each.events for each in found):,} | {took:.2f} |"
+        )
     return lines
 
 
@@ -319,7 +315,7 @@ def main() -> None:
         "## Beside measurements on this machine",
         "",
         f"`ringcomm bench {MEASURED} -g N`, processes, float32, in place. Calibrated on "
-        f"{', '.join(size(each) for each in USED)}; these sizes are predicted:",
+        f"{', '.join(size_text(each) for each in USED)}; these sizes are predicted:",
         "",
     ]
     for ranks in sorted(measured):

@@ -43,6 +43,7 @@ from benchmarks.gpu.one_thread import (
     together,
 )
 from benchmarks.gpu.smoke import MOST_FAILURES, met
+from benchmarks.run import size_text
 
 DTYPES = {
     name: getattr(torch, name)
@@ -69,7 +70,7 @@ class Cell:
     how: str = "known"  # the ranks meet: see smoke.py
 
     def __str__(self) -> str:
-        return f"{self.world_size} ranks {self.op} {self.dtype} {report.size_text(self.nbytes)} {self.way}"
+        return f"{self.world_size} ranks {self.op} {self.dtype} {size_text(self.nbytes)} {self.way}"
 
     @property
     def way(self) -> str:

@@ -7,15 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.document import LABEL, Document
+from benchmarks.run import size_text
 
 Row = dict[str, Any]
-
-
-def size_text(nbytes: int) -> str:
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:g} {unit}"
-    return f"{nbytes} B"
 
 
 def number(value: float | None, digits: int = 1) -> str:

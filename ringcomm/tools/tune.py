@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import math
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ringcomm.errors import InvalidArgumentError, RingcommError, UnsupportedError
 from ringcomm.terminal import Progress
-from ringcomm.tools.bench.options import parse_size, sizes_between
+from ringcomm.tools.bench.options import parse_size, refuse_unwritable, sizes_between
 
 if TYPE_CHECKING:
     import torch
@@ -54,21 +54,6 @@ class Candidate:
         return f"{self.algorithm:<11s} {self.channels:<9d} {self.threads}"
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options sent to every rank."""
-
-    ops: tuple[str, ...]
-    sizes: tuple[int, ...]
-    channels: tuple[int, ...]
-    threads: tuple[int, ...]
-    device: str
-    ranks_as: str
-    timeout_s: float
-    round_ms: float
-    rounds: int
-
-
 Times = dict[int, float]
 """Seconds of a call, by bytes of its message."""
 
@@ -76,7 +61,7 @@ Times = dict[int, float]
 # ---- one rank ----------------------------------------------------------------------------------------------------
 
 
-def measure(comm: Communicator, op: str, options: Options) -> tuple[Times, str]:
+def measure(comm: Communicator, op: str, sizes: Sequence[int], rounds: int, round_ms: float) -> tuple[Times, str]:
     """
     Measures one op on one rank; a collective.
 
@@ -86,18 +71,18 @@ def measure(comm: Communicator, op: str, options: Options) -> tuple[Times, str]:
 
     from ringcomm.tools.bench import clock
 
-    place, largest = clock.place_of(comm), max(options.sizes)
+    place, largest = clock.place_of(comm), max(sizes)
     source, target = (torch.zeros(largest // 4, device=place) for _ in range(2))
     timer, times = clock.Clock(comm), {}
-    for nbytes in options.sizes:
+    for nbytes in sizes:
         call = _call(comm, op, source, target, nbytes // 4)
         seconds = _slowest(comm, timer.total([call] * 3) / 3)
-        iters = max(3, min(2000, int(options.round_ms * 1e-3 / max(seconds, 1e-7))))
-        rounds = []
-        for _ in range(options.rounds):
+        iters = max(3, min(2000, int(round_ms * 1e-3 / max(seconds, 1e-7))))
+        found = []
+        for _ in range(rounds):
             comm.barrier()
-            rounds.append(_slowest(comm, timer.total([call] * iters) / iters))
-        times[nbytes] = sorted(rounds)[len(rounds) // 2]
+            found.append(_slowest(comm, timer.total([call] * iters) / iters))
+        times[nbytes] = sorted(found)[rounds // 2]
     facts = comm.describe()
     name = str(facts["device"]).partition(": ")[2].partition(",")[0]
     return times, f"device {name}\nlinks {facts['worst_link']}\n"
@@ -126,12 +111,12 @@ def _slowest(comm: Communicator, seconds: float) -> float:
 # ---- all of them -------------------------------------------------------------------------------------------------
 
 
-def candidates(op: str, options: Options) -> list[Candidate]:
+def candidates(op: str, channels: Sequence[int], threads: Sequence[int]) -> list[Candidate]:
     """Returns every candidate for an op, the engine's own choices first."""
     found = [Candidate(algorithm) for algorithm in ALGORITHMS[op]]
-    for algorithm, channels, threads in product(ALGORITHMS[op], options.channels, options.threads):
-        if (channels or threads) and algorithm != "copy_engine":  # which has neither
-            found.append(Candidate(algorithm, channels, threads))
+    for candidate in itertools.starmap(Candidate, itertools.product(ALGORITHMS[op], channels, threads)):
+        if (candidate.channels or candidate.threads) and candidate.algorithm != "copy_engine":  # which has neither
+            found.append(candidate)
     return found
 
 
@@ -140,32 +125,28 @@ def fits(candidate: Candidate, nbytes: int) -> bool:
     return candidate.algorithm != "oneshot" or nbytes <= _LONGEST_ONESHOT
 
 
-def measure_all(op: str, world_size: int, options: Options, progress: Progress) -> tuple[dict[Candidate, Times], str]:
+def measure_all(
+    op: str, world_size: int, a: argparse.Namespace, progress: Progress
+) -> tuple[dict[Candidate, Times], str]:
     """Returns every candidate's times, and the hardware. Leaves out a candidate that the engine refuses, with a
     message."""
     import ringcomm
 
     results: dict[Candidate, Times] = {}
     measured_on = ""
-    for candidate in candidates(op, options):
+    for candidate in candidates(op, a.channels, a.threads):
         progress.done += 1
         if candidate.algorithm == "oneshot" and world_size > _MOST_ONESHOT_RANKS:
             continue
-        sizes = tuple(nbytes for nbytes in options.sizes if fits(candidate, nbytes))
+        sizes = tuple(nbytes for nbytes in a.sizes if fits(candidate, nbytes))
         if not sizes:
             continue
-        chosen = replace(options, sizes=sizes)
         with _file_for(op, world_size, candidate):
             try:
                 results[candidate], measured_on = ringcomm.run_ranks(
-                    measure,
-                    world_size,
-                    op,
-                    chosen,
-                    ranks=options.ranks_as,
-                    timeout=options.timeout_s,
-                    device=options.device,
-                )[0]
+                    measure, world_size, op, sizes, a.rounds, a.round_ms,
+                    ranks=a.ranks_as, timeout=a.timeout, device=a.device,
+                )[0]  # fmt: skip
             except (InvalidArgumentError, UnsupportedError) as error:
                 print(f"# {op} {candidate.columns()}: {error}", flush=True)
     return results, measured_on
@@ -268,9 +249,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"{unknown[0]!r} is not tuned; choose from {', '.join(ALGORITHMS)}")
     if a.stepfactor < 2 or a.rounds < 1 or not 1024 <= a.minbytes <= a.maxbytes:
         parser.error("expected -f of 2 or more, --rounds of 1 or more, and 1K <= -b <= -e")
-    folder = os.path.dirname(a.output) or "."
-    if os.path.isdir(a.output) or not os.access(a.output if os.path.exists(a.output) else folder, os.W_OK):
-        parser.error(f"-o {a.output}: this cannot be written; name another file")
+    refuse_unwritable(parser, "-o", a.output)
+    a.sizes = sizes_between(a.minbytes, a.maxbytes, 0, a.stepfactor)
     return a
 
 
@@ -291,11 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if _C.why_no_cuda():
             raise UnsupportedError(f"there is nothing to tune: {_C.why_no_cuda()}")
-        options = Options(
-            tuple(a.op or ALGORITHMS), sizes_between(a.minbytes, a.maxbytes, 0, a.stepfactor), a.channels, a.threads,
-            a.device, a.ranks_as, a.timeout, a.round_ms, a.rounds,
-        )  # fmt: skip
-        text = tune(a.ranks, options)
+        text = tune(a)
     except (InvalidArgumentError, UnsupportedError) as error:
         print(f"ringcomm tune: {error}", file=sys.stderr)
         return 2
@@ -315,20 +291,22 @@ def _common(measured_on: set[str]) -> list[str]:
     return sorted(each for each in measured_on if words.count(each.split()[0]) == 1)
 
 
-def tune(world_sizes: Sequence[int], options: Options) -> str:
+def tune(a: argparse.Namespace) -> str:
     """
     Measures, and prints results as it proceeds.
 
+    Args:    a: the options of the command, as `_parse` returns them.
     Returns: the file. Raises: the ranks' errors.
     """
     import ringcomm
 
     body, measured_on = [], set[str]()
-    for world_size, op in product(world_sizes, options.ops):
-        with Progress(f"tune {op} on {world_size} ranks, candidates", len(candidates(op, options))) as progress:
-            results, found = measure_all(op, world_size, options, progress)
+    for world_size, op in itertools.product(a.ranks, a.op or ALGORITHMS):
+        several = len(candidates(op, a.channels, a.threads))
+        with Progress(f"tune {op} on {world_size} ranks, candidates", several) as progress:
+            results, found = measure_all(op, world_size, a, progress)
         measured_on |= {*found.splitlines(keepends=True)}
-        chosen = choose(results, options.sizes)
+        chosen = choose(results, a.sizes)
         for nbytes, candidate in chosen:
             us = results[candidate][nbytes] * 1e6
             print(
@@ -337,7 +315,7 @@ def tune(world_sizes: Sequence[int], options: Options) -> str:
             )
         body += entries(op, world_size, chosen)
     head = [
-        f"# ringcomm {ringcomm.__version__} tune, {time.strftime('%Y-%m-%d %H:%M')}, ranks as {options.ranks_as}\n",
+        f"# ringcomm {ringcomm.__version__} tune, {time.strftime('%Y-%m-%d %H:%M')}, ranks as {a.ranks_as}\n",
         *_common(measured_on),
         "# op            world_size  up_to_bytes  algorithm   channels  threads     (0: the engine's choice)\n",
     ]

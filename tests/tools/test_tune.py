@@ -12,16 +12,8 @@ SMALL, LARGE = Candidate("oneshot"), Candidate("direct")
 WIDE = Candidate("direct", 16, 512)
 
 
-def options(**changes: object) -> tune.Options:
-    told = {
-        "ops": ("all_reduce",), "sizes": (1 << 10, 1 << 14, 1 << 24), "channels": (0, 8), "threads": (0, 256),
-        "device": "cuda", "ranks_as": "threads", "timeout_s": 5.0, "round_ms": 1.0, "rounds": 1,
-    }  # fmt: skip
-    return tune.Options(**{**told, **changes})  # type: ignore[arg-type]
-
-
 def test_candidates_are_every_combination_once() -> None:
-    found = tune.candidates("all_reduce", options())
+    found = tune.candidates("all_reduce", (0, 8), (0, 256))
     assert len(found) == len(set(found)) == 2 * 4
     assert found[:2] == [SMALL, LARGE]
     assert not tune.fits(SMALL, 1 << 24)
@@ -29,7 +21,7 @@ def test_candidates_are_every_combination_once() -> None:
 
 
 def test_copies_without_a_kernel_have_no_channels() -> None:
-    found = tune.candidates("all_to_all", options())
+    found = tune.candidates("all_to_all", (0, 8), (0, 256))
     assert [each for each in found if each.algorithm == "copy_engine"] == [Candidate("copy_engine")]
     assert len(found) == 1 + 4
 

@@ -102,6 +102,14 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * 1024 ** " KMG".index(match[2].upper() or " "))
 
 
+def size_text(nbytes: int) -> str:
+    """Returns a size as `parse_size` reads it, such as 64K; in bytes where no unit divides it."""
+    for unit, scale in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
+        if nbytes >= scale and nbytes % scale == 0:
+            return f"{nbytes // scale}{unit}"
+    return f"{nbytes}"
+
+
 def sizes_between(low: int, high: int, step: int, factor: int) -> tuple[int, ...]:
     """Returns nccl-tests' scan of sizes: multiplied by `factor` if it is above 1, else increased by `step`."""
     sizes, nbytes = [], low
@@ -278,8 +286,14 @@ def _check_files(parser: argparse.ArgumentParser, a: argparse.Namespace) -> None
         folder = os.path.dirname(path) or "."
         if not os.path.isdir(folder):
             parser.error(f"{flag} {path}: there is no folder {folder}; create it first")
-        if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
-            parser.error(f"{flag} {path}: this cannot be written; name another file")
+        refuse_unwritable(parser, flag, path)
+
+
+def refuse_unwritable(parser: argparse.ArgumentParser, flag: str, path: str) -> None:
+    """Exits with an error if a file cannot be made or replaced."""
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        parser.error(f"{flag} {path}: this cannot be written; name another file")
 
 
 def _fill_sizes(parser: argparse.ArgumentParser, a: argparse.Namespace) -> None:

@@ -7,26 +7,17 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ringcomm.terminal import columns, folded
-
-if TYPE_CHECKING:
-    from ringcomm.tools.bench.options import Options
+from ringcomm.tools.bench.options import Options, size_text
 
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
-@dataclass(frozen=True)
-class Device:
-    """The device on which a rank ran."""
-
-    rank: int
-    pid: int
-    host: str
-    cores: int
-    name: str = "cpu"
-    ranks: int = 1  # that share this device
+Device = dict[str, Any]
+"""Where a rank ran, as in the JSON: ``rank``, ``pid``, ``host``, ``cores``, the device's ``name``, and how many
+``ranks`` share it."""
 
 
 def stats_of(times_us: Sequence[float]) -> dict[str, float]:
@@ -162,7 +153,7 @@ def header(name: str, options: Options, devices: Sequence[Device]) -> str:
         f"{options.algorithm} peer: {options.peer or 'none'} rounds: {options.rounds} average: {options.average}",
         "#",
         "# Using devices",
-        *(f"#  Rank {d.rank:2d} Pid {d.pid:6d} on {d.host:>10s} {d.name}, {d.cores} cores" for d in devices),
+        *map("#  Rank {rank:2d} Pid {pid:6d} on {host:>10s} {name}, {cores} cores".format_map, devices),
         *shared(devices),
         "#",
     ]
@@ -176,7 +167,7 @@ def _short(options: Options) -> bool:
 
 def shared(devices: Sequence[Device]) -> list[str]:
     """Returns a warning line if ranks share a device, because their numbers are not a link's bandwidth."""
-    most = max((device.ranks for device in devices), default=1)
+    most = max((device["ranks"] for device in devices), default=1)
     return [f"# {most} ranks sharing one GPU (L2/HBM)"] if most > 1 else []
 
 
@@ -329,7 +320,7 @@ def as_json(tables: Sequence[Table], options: Options, devices: Sequence[Device]
     return {
         "version": 2, "start_time": started, "args": ["ringcomm", "bench", *options.args],
         "ringcomm_version": ringcomm.__version__, "torch_version": torch.__version__,
-        "config": config, "devices": [asdict(device) for device in devices],
+        "config": config, "devices": [*devices],
         "label": "".join(shared(devices)).removeprefix("# "),
         "results": [_row_json(row) for table in tables for row in table.rows],
         "out_of_bounds": {
@@ -392,13 +383,6 @@ def _curves(rows: Sequence[Row], value: str) -> dict[str, list[_Point]]:
     return curves
 
 
-def _bytes_label(nbytes: float, _: int) -> str:
-    for unit, scale in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:g}{unit}"
-    return f"{nbytes:g}"
-
-
 def _draw(axis: Any, rows: Sequence[Row], value: str) -> None:
     from matplotlib import colormaps
 
@@ -415,7 +399,7 @@ def _draw(axis: Any, rows: Sequence[Row], value: str) -> None:
         if low != high:
             axis.fill_between(xs, low, high, color=style["color"], alpha=0.15, linewidth=0)
     axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_formatter(_bytes_label)
+    axis.xaxis.set_major_formatter(lambda nbytes, _: size_text(round(nbytes)))
     axis.set_xlabel("message, bytes")
     axis.set_ylabel("time per call, us" if value == "time" else "bus bandwidth, GB/s")
     axis.grid(True, which="major", alpha=0.3)
@@ -424,12 +408,8 @@ def _draw(axis: Any, rows: Sequence[Row], value: str) -> None:
 def plot(path: str, tables: Sequence[Table]) -> None:
     """Plots time and bus bandwidth over size, one row of panels per collective. The barrier has no size and is left
     out."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError(
-            "bench: --plot needs matplotlib, which is not installed; pip install 'ringcomm[plot]'"
-        ) from error
+    import matplotlib  # `parse_options` has looked whether it is installed
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.ticker import LogFormatter
@@ -463,8 +443,8 @@ def machine(devices: Sequence[Device]) -> str:
     import ringcomm
     from ringcomm.observe.info import processor
 
-    hosts = list(dict.fromkeys(device.host for device in devices))
-    names = list(dict.fromkeys(device.name.partition(" ")[2] or device.name for device in devices))
+    hosts = list(dict.fromkeys(device["host"] for device in devices))
+    names = list(dict.fromkeys(device["name"].partition(" ")[2] or device["name"] for device in devices))
     what = processor() if names == ["cpu"] else ", ".join(names)
-    cores = f"{devices[0].cores} cores, " if devices else ""
+    cores = f"{devices[0]['cores']} cores, " if devices else ""
     return f"{', '.join(hosts)}: {cores}{what}; ringcomm {ringcomm.__version__}, torch {torch.__version__}"

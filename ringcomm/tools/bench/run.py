@@ -294,16 +294,15 @@ def _process_groups(comm: Communicator, options: Options) -> dict[str, Any]:
     return {name: dist.group.WORLD if i == 0 else dist.new_group(backend=name) for i, name in enumerate(names)}
 
 
-def _devices(bench: Bench) -> list[report.Device]:
+def _devices(comm: Communicator) -> list[report.Device]:
     """Returns the device of every rank, with the number of ranks on it."""
-    comm, cores = bench.comm, len(os.sched_getaffinity(0))
-    mine = (os.getpid(), socket.gethostname(), cores, clock.device_name(comm), clock.device_key(comm))
-    rows = [json.loads(each) for each in comm.exchange(json.dumps(mine).encode())]
-    places = [(host, key) for _, host, _, _, key in rows]
-    return [
-        report.Device(rank, pid, host, cores, name, places.count((host, key)) if name != "cpu" else 1)
-        for rank, (pid, host, cores, name, key) in enumerate(rows)
-    ]
+    mine = {
+        "rank": comm.rank, "pid": os.getpid(), "host": socket.gethostname(),
+        "cores": len(os.sched_getaffinity(0)), "name": clock.device_name(comm),
+    }  # fmt: skip
+    rows = [json.loads(each) for each in comm.exchange(json.dumps([mine, clock.device_key(comm)]).encode())]
+    places = [(each["host"], key) for each, key in rows]
+    return [{**each, "ranks": places.count((each["host"], key)) if each["name"] != "cpu" else 1} for each, key in rows]
 
 
 def run_rank(comm: Communicator, options: Options) -> list[report.Table]:
@@ -326,7 +325,7 @@ def run_rank(comm: Communicator, options: Options) -> list[report.Table]:
     torch.set_num_threads(1)  # a rank has one core, and the check must not take cores from other ranks
     bench = Bench(comm, replace(options, ranks=comm.world_size))
     try:
-        bench.devices = _devices(bench)
+        bench.devices = _devices(comm)
         return bench.run()
     finally:
         torch.set_num_threads(threads)

@@ -32,6 +32,7 @@ class Sample:
 
     Attributes:
         time_us: the median over the rounds of the median call, if the report has rounds; else the mean.
+        predicted_us: what a model predicts, once `deviations` has asked it.
     """
 
     collective: str
@@ -39,18 +40,12 @@ class Sample:
     dtype: str
     algorithm: str
     time_us: float
-
-
-@dataclass(frozen=True)
-class Deviation:
-    """A measurement and its prediction; ``relative`` is (predicted - measured) / measured."""
-
-    sample: Sample
-    predicted_us: float
+    predicted_us: float = math.nan
 
     @property
     def relative(self) -> float:
-        return self.predicted_us / self.sample.time_us - 1
+        """(predicted - measured) / measured."""
+        return self.predicted_us / self.time_us - 1
 
 
 @dataclass(frozen=True)
@@ -59,12 +54,12 @@ class Calibration:
     Attributes:
         cluster: the cluster with measured links: collectives in the report have their own, others the common one.
         between: whether the links between hosts were fitted; else those inside.
-        deviations: deviations of the measurements that were used.
+        deviations: the measurements that were used, with their predictions.
     """
 
     cluster: Cluster
     between: bool
-    deviations: tuple[Deviation, ...]
+    deviations: tuple[Sample, ...]
 
 
 Report = Mapping[str, Any]
@@ -183,9 +178,11 @@ def calibrate(
     return Calibration(fitted, between, deviations(fitted, samples))
 
 
-def deviations(cluster: Cluster, samples: Iterable[Sample]) -> tuple[Deviation, ...]:
-    """Returns the deviation of the model from each measurement."""
-    return tuple(Deviation(s, time_us(s.collective, s.nbytes, cluster, s.algorithm, s.dtype)) for s in samples)
+def deviations(cluster: Cluster, samples: Iterable[Sample]) -> tuple[Sample, ...]:
+    """Returns each measurement with the model's prediction."""
+    return tuple(
+        replace(s, predicted_us=time_us(s.collective, s.nbytes, cluster, s.algorithm, s.dtype)) for s in samples
+    )
 
 
 Model = Callable[[LinkClass, Sample], float]

@@ -13,7 +13,7 @@ from typing import Any
 from ringcomm.data_parallel.budget import _count as parse_count
 from ringcomm.errors import InvalidArgumentError, RingcommError
 from ringcomm.terminal import Progress, columns, folded
-from ringcomm.tools.bench.options import parse_size, sizes_between
+from ringcomm.tools.bench.options import parse_size, size_text, sizes_between
 from ringcomm.tools.simulate import (
     COLLECTIVES,
     ELEMENT_BYTES,
@@ -101,7 +101,7 @@ def _cluster(a: argparse.Namespace) -> Cluster:
         worst = max(found.deviations, key=lambda each: abs(each.relative))
         said = (
             f"# {path}: links {'between' if found.between else 'inside'} hosts from {len(found.deviations)} "
-            f"measurements; the worst, {worst.sample.collective} of {worst.sample.nbytes} bytes, is off by "
+            f"measurements; the worst, {worst.collective} of {worst.nbytes} bytes, is off by "
             f"{100 * worst.relative:+.0f} %"
         )
         print(folded(said))
@@ -156,7 +156,7 @@ def _collective(a: argparse.Namespace, cluster: Cluster, collective: str, sizes:
             print(_line(each, len(some) > 1 and each.algorithm == best, narrow) + cost)
         found += some
     if len(names) > 1:
-        print(folded("# fastest: " + ", ".join(f"{name} from {_size(nbytes)}" for nbytes, name in winners)))
+        print(folded("# fastest: " + ", ".join(f"{name} from {size_text(nbytes)}" for nbytes, name in winners)))
     return found
 
 
@@ -165,8 +165,8 @@ def _sizes(a: argparse.Namespace) -> tuple[int, ...]:
     largest = max(lowest, 1 << 30) if a.maxbytes is None else a.maxbytes
     if largest < max(1, lowest):
         raise InvalidArgumentError(
-            f"simulate: got -b {_size(lowest)} and -e {_size(largest)}, expected sizes above 0, the smallest first; "
-            "exchange them"
+            f"simulate: got -b {size_text(lowest)} and -e {size_text(largest)}, expected sizes above 0, the smallest "
+            "first; exchange them"
         )
     return sizes_between(max(1, lowest), largest, 0, max(2, a.stepfactor))
 
@@ -181,13 +181,6 @@ def _line(p: Prediction, best: bool, narrow: bool) -> str:
         return front
     parts = (p.latency_us, p.bandwidth_us, p.reduce_us)
     return front + "".join(f" {part:>11.1f}" for part in parts) + f" {p.between_bytes:>15}"
-
-
-def _size(nbytes: int) -> str:
-    for unit, scale in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
-        if nbytes >= scale and nbytes % scale == 0:
-            return f"{nbytes // scale}{unit}"
-    return f"{nbytes}"
 
 
 # ---- training ------------------------------------------------------------------------------------------------------
