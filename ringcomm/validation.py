@@ -181,7 +181,7 @@ def expects(call: str, **wanted: Requirement) -> Callable[[Callable[_P, _R]], Ca
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         parameters = inspect.signature(function).parameters
         assert wanted.keys() <= parameters.keys(), f"{call} has no {wanted.keys() - parameters.keys()}"
-        names = [name for name, one in parameters.items() if one.kind is not one.VAR_POSITIONAL]
+        names = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
         defaults = {name: parameters[name].default for name in wanted}
 
         def taken(name: str, value: Any) -> Any:

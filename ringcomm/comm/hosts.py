@@ -271,18 +271,12 @@ def memory_store() -> Any:
     return HashStore()
 
 
-def server_store() -> Any:
-    """Returns a store that this process serves for other processes on this machine, at its ``port``."""
+def tcp_store(port: int = 0) -> Any:
+    """Returns a store for the processes of this machine: one that this process serves, at its ``port``; or a client of
+    the one that another process serves at ``port``."""
     from torch.distributed import TCPStore
 
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-def client_store(port: int) -> Any:
-    """Returns a client of another process's store on this machine."""
-    from torch.distributed import TCPStore
-
-    return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    return TCPStore("127.0.0.1", port, is_master=port == 0, wait_for_workers=False)
 
 
 def extension(call: str) -> Any:

@@ -21,7 +21,7 @@ from typing import Any
 from ringcomm.arrays.devices import Device, choose
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.engine import Timeout, milliseconds
-from ringcomm.comm.hosts import Hosts, Network, check_network, client_store, memory_store, server_store
+from ringcomm.comm.hosts import Hosts, Network, check_network, memory_store, tcp_store
 from ringcomm.comm.native import NativeEngine
 from ringcomm.comm.rendezvous import launched
 from ringcomm.errors import (
@@ -34,7 +34,7 @@ from ringcomm.errors import (
     shown,
 )
 from ringcomm.terminal import Progress, write_stderr
-from ringcomm.validation import as_int
+from ringcomm.validation import FLAG, FUNCTION, expects, one_of, validate_int
 
 _UNGUARDED = (
     "call run_ranks under `if __name__ == '__main__':` in a script that is a file, and define the function outside of "
@@ -66,6 +66,13 @@ class _Job:
         return NativeEngine(kind, rank, len(self.places), self.limit_ms, device, self.hosts, network)
 
 
+@expects(
+    "run_ranks",
+    fn=FUNCTION,
+    world_size=validate_int(1, _MOST_RANKS),
+    ranks=one_of("threads", "processes"),
+    return_exceptions=FLAG,
+)
 def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
@@ -97,24 +104,10 @@ def run_ranks(
              RankFailedError: a process died without an exception, a rank called sys.exit, or, in the place of its
                  result, a rank was killed. RankLostError: a rank waits for a rank that has already returned.
     """
-    if not isinstance(ranks, str) or ranks not in ("threads", "processes"):
-        raise InvalidArgumentError(f"run_ranks: got ranks={shown(ranks)}; pass 'threads' or 'processes'")
-    number = as_int(world_size)
-    if number is None or not 1 <= number <= _MOST_RANKS:
-        raise InvalidArgumentError(
-            f"run_ranks: got world_size={shown(world_size)}, expected 1 to {_MOST_RANKS}; pass a whole number above 0"
-        )
-    world_size = number
-    if not callable(fn):
-        raise InvalidArgumentError(f"run_ranks: got fn={shown(fn)}, expected a function; pass one")
     if inspect.iscoroutinefunction(fn):
         raise InvalidArgumentError(
             "run_ranks: got a coroutine function, expected a function, because nothing would await the coroutine; call "
             "asyncio.run in a function, and pass that"
-        )
-    if return_exceptions is not True and return_exceptions is not False:
-        raise InvalidArgumentError(
-            f"run_ranks: got return_exceptions={shown(return_exceptions)}, expected True or False; pass one of these"
         )
     wire_dtype = check_network(None, wire_dtype, "run_ranks")
     limit_ms = milliseconds(timeout, "run_ranks", 0)
@@ -248,7 +241,7 @@ def _process_main(pipe: Connection, job: _Job, rank: int, port: int) -> None:
     leaving = threading.Lock()
     launched.rank = rank
     try:
-        engine = job.engine(rank, None if job.hosts is None else client_store(port))
+        engine = job.engine(rank, None if job.hosts is None else tcp_store(port))
         _tell(pipe, "handle", engine.handle())
         handles = pipe.recv()
         if isinstance(handles, tuple):  # the reason to abort, as in `_obey`: another rank did not start
@@ -329,7 +322,7 @@ class _Processes:
     def start(self, job: _Job) -> None:
         """Starts every rank."""
         self.starting.start()
-        self.store = None if job.hosts is None else server_store()  # lives as long as the ranks
+        self.store = None if job.hosts is None else tcp_store()  # lives as long as the ranks
         port = self.store.port if self.store is not None else 0
         context = multiprocessing.get_context("spawn")
         world_size = len(self.results)

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from ringcomm.errors import InvalidArgumentError, shown
-from ringcomm.pipeline_parallel.schedules import SCHEDULES, Action, Kind, Schedule
+from ringcomm.errors import InvalidArgumentError
+from ringcomm.pipeline_parallel.schedules import SCHEDULE_NAME, Action, Kind, Schedule
+from ringcomm.validation import expects
 
 Timed = tuple[Action, float, float]
 """An action, its start and its end."""
@@ -49,6 +50,7 @@ def bubble(schedule: Schedule, cost: Mapping[Kind, float] = COSTS) -> float:
     return 1 - busy / (span * len(rows)) if span else 0.0
 
 
+@expects("formula", name=SCHEDULE_NAME)
 def formula(name: str, p: int, m: int, v: int = 1) -> float | None:
     """Returns the published idle share for p ranks, m micro-batches and v chunks.
 
@@ -58,10 +60,6 @@ def formula(name: str, p: int, m: int, v: int = 1) -> float | None:
 
     Raises:  InvalidArgumentError for an unknown name.
     """
-    if name not in SCHEDULES:
-        raise InvalidArgumentError(
-            f"formula: expected a schedule of {', '.join(map(repr, SCHEDULES))}, got {shown(name)}; pass one of these"
-        )
     if m < p and (name == "zero-bubble" or v > 1):
         return None
     return (p - 1) / ({"zero-bubble": 3, "interleaved": v}.get(name, 1) * m + p - 1)

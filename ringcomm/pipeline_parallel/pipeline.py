@@ -30,14 +30,14 @@ from ringcomm.modules.precision import Cast
 from ringcomm.pipeline_parallel.check import check
 from ringcomm.pipeline_parallel.messages import Messages, Sent, sent_tensors
 from ringcomm.pipeline_parallel.microbatches import MicroBatch, Replicate, merge_outputs, split_inputs
-from ringcomm.pipeline_parallel.schedules import MOST, Action, Kind, Schedule, schedule_of
+from ringcomm.pipeline_parallel.schedules import COUNT, Action, Kind, Schedule, schedule_of
 from ringcomm.pipeline_parallel.shape_only import ShapeOnlyTensor
 from ringcomm.pipeline_parallel.side_effects import TensorShape
 from ringcomm.pipeline_parallel.split import Chain, Stages, split
 from ringcomm.pipeline_parallel.stage_runner import StageMetadata, StageRunner, is_staged
 from ringcomm.pipeline_parallel.tied_params import TiedParams
 from ringcomm.pipeline_parallel.weight_grads import DeferWeightGrads, backward, run_weight_grads
-from ringcomm.validation import FLAG, FUNCTION, Requirement, a, expects, one_of, several, validate_int
+from ringcomm.validation import FLAG, FUNCTION, Requirement, a, expects, one_of, several
 
 
 class Evaluation(NamedTuple):
@@ -108,7 +108,7 @@ class Pipeline(nn.Module):
     @expects(
         "Pipeline",
         stages=Requirement("what split() gives, or a list of modules", _stages),
-        microbatches=validate_int(1, MOST, "a whole number of at least 1 and at most 2^20"),
+        microbatches=COUNT,
         schedule=a("the name of a schedule, or one", str, Schedule),
         loss=FUNCTION,
         reduction=one_of("mean", "sum"),

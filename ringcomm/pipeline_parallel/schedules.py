@@ -7,12 +7,12 @@ import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from numbers import Integral
 
-from ringcomm.errors import InvalidArgumentError, shown
+from ringcomm.errors import InvalidArgumentError
+from ringcomm.validation import expects, one_of, validate_int
 
-MOST = 1 << 20
-"""The largest number of ranks, chunks or micro-batches of a schedule."""
+COUNT = validate_int(1, 1 << 20, "a whole number of at least 1 and at most 2^20")
+"""Numbers of ranks, chunks or micro-batches."""
 
 
 class Kind(enum.Enum):
@@ -74,18 +74,11 @@ def _peak(row: Iterable[Action]) -> int:
     return most
 
 
-def _positive(call: str, **counts: int) -> None:
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, Integral) or not 1 <= count <= MOST:
-            raise InvalidArgumentError(
-                f"{call}: expected {name} of at least 1, got {shown(count)}; pass a positive integer, at most 2^20"
-            )
-
-
 def _one_stage_each(name: str, world_size: int, rows: Iterable[Iterable[Action]], microbatches: int) -> Schedule:
     return Schedule(name, world_size, microbatches, tuple(range(world_size)), tuple(tuple(row) for row in rows))
 
 
+@expects("gpipe", world_size=COUNT, microbatches=COUNT)
 def gpipe(world_size: int, microbatches: int) -> Schedule:
     """Returns the schedule of all forward passes, then all backward passes; rank r holds stage r.
 
@@ -94,12 +87,12 @@ def gpipe(world_size: int, microbatches: int) -> Schedule:
     Raises:  InvalidArgumentError where a number is below 1.
     Source:  Huang et al., GPipe, 2019; here the backward passes run in the order of the forward passes.
     """
-    _positive("gpipe", world_size=world_size, microbatches=microbatches)
     kinds = (Kind.FORWARD, Kind.BACKWARD)
     rows = [[Action(kind, rank, i) for kind in kinds for i in range(microbatches)] for rank in range(world_size)]
     return _one_stage_each("gpipe", world_size, rows, microbatches)
 
 
+@expects("one_f_one_b", world_size=COUNT, microbatches=COUNT)
 def one_f_one_b(world_size: int, microbatches: int) -> Schedule:
     """Returns the schedule that alternates forward and backward passes once the first gradient is back; rank r holds
     stage r.
@@ -109,7 +102,6 @@ def one_f_one_b(world_size: int, microbatches: int) -> Schedule:
     Raises:  InvalidArgumentError where a number is below 1.
     Source:  Narayanan et al., PipeDream, 2019 (here with a flush at the end of the step).
     """
-    _positive("one_f_one_b", world_size=world_size, microbatches=microbatches)
     rows = []
     for rank in range(world_size):
         forward = [Action(Kind.FORWARD, rank, i) for i in range(microbatches)]
@@ -128,6 +120,7 @@ def _alternating(forward: list[Action], backward: list[Action], ahead: int) -> l
     return row
 
 
+@expects("interleaved", world_size=COUNT, microbatches=COUNT, chunks=COUNT)
 def interleaved(world_size: int, microbatches: int, chunks: int = 2) -> Schedule:
     """Returns the 1F1B schedule with several stages on a rank: rank r holds the stages r, r + p, r + 2 p, ...,
     ``chunks`` of them.
@@ -142,7 +135,6 @@ def interleaved(world_size: int, microbatches: int, chunks: int = 2) -> Schedule
     Raises:  InvalidArgumentError where a number is below 1.
     Source:  Narayanan et al., Megatron-LM, 2021, for m divisible by p.
     """
-    _positive("interleaved", world_size=world_size, microbatches=microbatches, chunks=chunks)
     groups = _groups(world_size, microbatches)
     rows = []
     for rank in range(world_size):
@@ -165,6 +157,7 @@ def _groups(world_size: int, microbatches: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
+@expects("zero_bubble", world_size=COUNT, microbatches=COUNT)
 def zero_bubble(world_size: int, microbatches: int) -> Schedule:
     """Returns ZB-H1: 1F1B with a split backward pass, so that the gradients of inputs travel on at once. Rank r holds
     stage r, and delays r gradients of weights into the time in which 1F1B is idle.
@@ -174,7 +167,6 @@ def zero_bubble(world_size: int, microbatches: int) -> Schedule:
     Raises:  InvalidArgumentError where a number is below 1.
     Source:  Qi et al., Zero Bubble Pipeline Parallelism, 2024.
     """
-    _positive("zero_bubble", world_size=world_size, microbatches=microbatches)
     rows = []
     for rank in range(world_size):
         forward, inputs, weights = (
@@ -195,18 +187,16 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "interleaved": interleaved,
     "zero-bubble": zero_bubble,
 }
+SCHEDULE_NAME = one_of(*SCHEDULES)
 
 
+@expects("schedule_of", name=SCHEDULE_NAME, world_size=COUNT, microbatches=COUNT, chunks=COUNT)
 def schedule_of(name: str, world_size: int, microbatches: int, chunks: int = 1) -> Schedule:
     """Returns the schedule called ``name`` in `SCHEDULES`; ``chunks`` (stages on each rank) is for ``"interleaved"``
     only.
 
     Raises:  InvalidArgumentError for an unknown name, a number below 1, or chunks for another schedule.
     """
-    if not isinstance(name, str) or name not in SCHEDULES:
-        known = ", ".join(map(repr, SCHEDULES))
-        raise InvalidArgumentError(f"schedule_of: expected a schedule of {known}, got {shown(name)}; pass one of these")
-    _positive("schedule_of", chunks=chunks)
     if name == "interleaved":
         return interleaved(world_size, microbatches, chunks)
     if chunks > 1:

@@ -17,10 +17,10 @@ def layered_cluster(hosts: int, ranks: int, **between: Any) -> Cluster:
 
 
 @pytest.mark.parametrize(("words", "match"), [
-    ({"collective": "scatter"}, "got collective 'scatter'"),
+    ({"collective": "scatter"}, "got collective='scatter'"),
     ({"algorithm": "butterfly"}, "got algorithm 'butterfly' for all_reduce on 3 hosts"),
     ({"algorithm": "oneshot"}, "expected one of ring, direct"),
-    ({"dtype": "float12"}, "got dtype 'float12'"),
+    ({"dtype": "float12"}, "got dtype='float12'"),
     ({"nbytes": -1}, "got nbytes=-1"),
     ({"root_host": 3}, "got root_host 3"),
 ])  # fmt: skip

@@ -225,7 +225,7 @@ def test_presets_say_where_they_come_from() -> None:
         assert (cluster.hosts, cluster.ranks_per_host) == (4, 2)
         assert set(cluster.sources) == {"inside", "between"}
         assert predict("all_reduce", 1 << 20, cluster).time_us > 0
-    with pytest.raises(errors.InvalidArgumentError, match="got preset 'abacus'"):
+    with pytest.raises(errors.InvalidArgumentError, match="preset: got name='abacus'"):
         preset("abacus", 1, 1)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from ringcomm import _C
 from ringcomm.errors import InvalidArgumentError, shown
 from ringcomm.tools.bench.cases import COLLECTIVE
+from ringcomm.validation import expects, one_of, validate_int
 
 ELEMENT_BYTES = {
     "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -179,6 +180,7 @@ class Prediction:
     folded: bool
 
 
+@expects("simulate", collective=one_of(*COLLECTIVES))
 def algorithms(collective: str, cluster: Cluster) -> tuple[str, ...]:
     """Returns the algorithms that `predict` knows for a collective. Inside one host: "direct", "ring", and "oneshot"
     for all_reduce. Over several hosts, by the schedule between hosts: "ring", "butterfly" (for a power of two hosts) or
@@ -187,10 +189,6 @@ def algorithms(collective: str, cluster: Cluster) -> tuple[str, ...]:
 
     Raises:  InvalidArgumentError: an unknown collective.
     """
-    if collective not in COLLECTIVES:
-        raise InvalidArgumentError(
-            f"simulate: got collective {shown(collective)}, expected one of {', '.join(COLLECTIVES)}; pass one of these"
-        )
     if cluster.hosts == 1:
         found = {"all_reduce": ("direct", "ring", "oneshot"), "all_to_all": ("direct",)}
         return found.get(collective, ("direct", "ring"))
@@ -251,15 +249,10 @@ def time_us(collective: str, nbytes: int, cluster: Cluster, algorithm: str = "au
     return answer["time_us"] + cluster.call_us
 
 
+@expects("simulate", nbytes=validate_int(), dtype=one_of(*ELEMENT_BYTES))
 def _chosen(collective: str, nbytes: int, cluster: Cluster, algorithm: str, dtype: str) -> str:
     """Returns the algorithm's name, after checking all arguments."""
     names = algorithms(collective, cluster)
-    if dtype not in ELEMENT_BYTES:
-        raise InvalidArgumentError(
-            f"simulate: got dtype {shown(dtype)}, expected one of {', '.join(ELEMENT_BYTES)}; pass one of these"
-        )
-    if nbytes < 0:
-        raise InvalidArgumentError(f"simulate: got nbytes={nbytes}, expected 0 or more; pass the message's bytes")
     chosen = in_order(collective, cluster) if algorithm == "auto" else algorithm
     if chosen not in names:
         raise InvalidArgumentError(

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ringcomm.errors import InvalidArgumentError, shown
 from ringcomm.tools.simulate import ENGINE, Cluster, LinkClass
+from ringcomm.validation import expects, one_of
 
 
 def h100(hosts: int = 1, ranks_per_host: int = 8) -> Cluster:
@@ -76,13 +76,10 @@ PRESETS: dict[str, Callable[[int, int], Cluster]] = {
 }
 
 
+@expects("preset", name=one_of(*PRESETS))
 def preset(name: str, hosts: int, ranks_per_host: int) -> Cluster:
     """Returns a cluster by name.
 
     Raises:  InvalidArgumentError: no preset has this name.
     """
-    if name not in PRESETS:
-        raise InvalidArgumentError(
-            f"simulate: got preset {shown(name)}, expected one of {', '.join(PRESETS)}; pass one of these"
-        )
     return PRESETS[name](hosts, ranks_per_host)
