@@ -18,26 +18,22 @@ _CALLS = 5
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command. Returns: its exit status; 2 for processes and files that have no record."""
-    try:
-        a = _arguments(argv)
-    except SystemExit as ended:
-        return int(ended.code or 0)
+    """
+    Runs the command.
+
+    Returns: its exit status. Raises: InvalidArgumentError: processes and files that have no record.
+    """
+    a = _arguments(argv)
     if not a.pid and not a.files:
         return info.main(as_json=a.json)
-    try:
-        views = record.merge(_records(a.pid, a.files))
-        if a.torch is not None:
-            paths, notes = torch_dump.write(views, Path(a.torch))
-            for path in paths:
-                print(path)
-            for note in notes:
-                print(f"ringcomm doctor: {note}", file=sys.stderr)
-            return 0
-    except InvalidArgumentError as error:
-        print(f"ringcomm doctor: {error}", file=sys.stderr)
-        return 2
-    if a.json:
+    views = record.merge(_records(a.pid, a.files))
+    if a.torch is not None:
+        paths, notes = torch_dump.write(views, Path(a.torch))
+        for path in paths:
+            print(path)
+        for note in notes:
+            print(f"ringcomm doctor: {note}", file=sys.stderr)
+    elif a.json:
         print(json.dumps([view.plain(a.calls) for view in views], indent=1))
     else:
         _show(views, a.calls)
@@ -110,10 +106,9 @@ def _show(views: Sequence[View], calls: int) -> None:
         for sentence in view.summary():
             console.print(Text(f"  {sentence}"), soft_wrap=True)
         table = Table("call", "of", "ranks", "state", "time", "place", box=box.SIMPLE_HEAD)
-        for line in view.lines(calls):
-            call = line.call
+        for ranks, call, ns in view.lines(calls):
             state = f"{call.state}, async" if call.is_async else call.state
-            cells = (call.title, call.passed, rank_list(line.ranks), state, seconds(line.ns), call.place)
+            cells = (call.title, call.passed, rank_list(ranks), state, seconds(ns), call.place)
             table.add_row(*map(Text, cells), style="bold" if call.open else None)
         if table.row_count:
             console.print(table)

@@ -445,13 +445,8 @@ def seconds(ns: int) -> str:
     return f"{ns / 1e6:.1f} ms" if ns < 1_000_000_000 else f"{ns / 1e9:.1f} s"
 
 
-@dataclass(frozen=True)
-class Line:
-    """Ranks with equal calls of one number: a row of the table."""
-
-    ranks: tuple[int, ...]
-    call: Call
-    ns: int  # the longest duration among the ranks, so far
+Line = tuple[tuple[int, ...], Call, int]
+"""A row of the table: ranks with equal calls of one number, the call, and the ranks' longest duration so far in ns."""
 
 
 class View:
@@ -590,15 +585,14 @@ class View:
         for alike in _grouped(calls, key):
             ranks = tuple(rank for rank, _ in alike)
             rows.append((min(calls[one].begin_ns for one in alike), ranks, alike[0], max(ages[one] for one in alike)))
-        return [Line(ranks, calls[one], ns) for _, ranks, one, ns in sorted(rows)]
+        return [(ranks, calls[one], ns) for _, ranks, one, ns in sorted(rows)]
 
     def note(self, calls: int, most_lines: int) -> list[str]:
         """Returns a summary in a few lines of text, for an error."""
         said = [f"{self.title}, as its ranks recorded it:", *(f"  {each}" for each in self.summary())][:most_lines]
         rows = [
-            f"  {rank_list(line.ranks)}: {line.call.title} {line.call.state}, {seconds(line.ns)}"
-            f"{_in_brackets(line.call.place)}"
-            for line in self.lines(calls)
+            f"  {rank_list(ranks)}: {call.title} {call.state}, {seconds(ns)}{_in_brackets(call.place)}"
+            for ranks, call, ns in self.lines(calls)
         ]
         return [*said, *_last(rows, most_lines - len(said))]
 

@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
+from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.terminal import columns
 
 COMMANDS = {  # name: (module, what it does)
@@ -92,10 +93,26 @@ def _run(words: list[str]) -> int:
         return 0
     name = _OTHER_NAMES.get(command, command)
     if name in COMMANDS:
-        status: int = importlib.import_module(COMMANDS[name][0]).main(words[1:])
-        return status
+        return _run_command(name, words[1:])
     print(
         f"ringcomm: got the command {command!r}, expected {', '.join(COMMANDS)} or help; see ringcomm help",
         file=sys.stderr,
     )
     return 2
+
+
+def _run_command(name: str, words: list[str]) -> int:
+    """Returns the exit status of a command; 2, after a sentence on the standard error, for arguments and files that it
+    cannot use."""
+    try:
+        status: int = importlib.import_module(COMMANDS[name][0]).main(words)
+        return status
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            raise
+        return ended.code or 0
+    except (InvalidArgumentError, UnsupportedError, OSError) as error:
+        if isinstance(error, OSError) and error.filename is None:  # of the output
+            raise
+        print(f"ringcomm {name}: {str(error).removeprefix(f'{name}: ')}", file=sys.stderr)
+        return 2

@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from ringcomm.errors import REINSTALL, InvalidArgumentError
 from ringcomm.replace import VARIABLE, names_of
@@ -24,11 +25,11 @@ of python may stand before the program.
   torchrun --nproc-per-node 2 -m ringcomm run train.py"""
 
 
-def main(words: list[str]) -> int:
+def main(words: list[str]) -> NoReturn:
     """
-    Runs the command; does not return if the program starts.
+    Runs the command: this process becomes the program.
 
-    Returns: 2 for words that do not make sense.
+    Raises:  InvalidArgumentError: words that do not make sense.
     """
     parser = argparse.ArgumentParser(
         "ringcomm run",
@@ -45,16 +46,10 @@ def main(words: list[str]) -> int:
         "NVIDIA GPU)",
     )
     own, program = _split(words)
-    try:
-        names = names_of(parser.parse_args(own).replace, "--replace" if own else VARIABLE)
-        if not program:
-            raise InvalidArgumentError("expected a program or -m MODULE, got none; ringcomm run --help shows examples")
-        _check_entry_point()
-    except SystemExit as error:
-        return int(error.code or 0)
-    except InvalidArgumentError as error:
-        print(f"ringcomm run: {error}", file=sys.stderr)
-        return 2
+    names = names_of(parser.parse_args(own).replace, "--replace" if own else VARIABLE)
+    if not program:
+        raise InvalidArgumentError("expected a program or -m MODULE, got none; ringcomm run --help shows examples")
+    _check_entry_point()
     os.environ[VARIABLE] = ",".join(names)
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *_python_options(), *program])

@@ -254,27 +254,24 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return a
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """
     Runs the command.
 
-    Returns: the exit status: 0; 2 without a cuda engine to tune; 1 if a rank failed.
+    Returns: the exit status: 0; 1 if a rank failed. Raises: UnsupportedError: there is no cuda engine to tune.
     """
     from ringcomm import _C
     from ringcomm.arrays import devices
 
-    a = _parse(sys.argv[1:] if argv is None else argv)
+    a = _parse(argv)
+    if devices.parse(a.device, "tune")[0] != "cuda":
+        raise InvalidArgumentError(f"got --device {a.device}, expected cuda or cuda:INDEX: the cpu has no such file")
+    if _C.why_no_cuda():
+        raise UnsupportedError(f"there is nothing to tune: {_C.why_no_cuda()}")
     try:
-        if devices.parse(a.device, "tune")[0] != "cuda":
-            raise InvalidArgumentError(
-                f"got --device {a.device}, expected cuda or cuda:INDEX: the cpu has no such file"
-            )
-        if _C.why_no_cuda():
-            raise UnsupportedError(f"there is nothing to tune: {_C.why_no_cuda()}")
         text = tune(a)
-    except (InvalidArgumentError, UnsupportedError) as error:
-        print(f"ringcomm tune: {error}", file=sys.stderr)
-        return 2
+    except (InvalidArgumentError, UnsupportedError):
+        raise
     except RingcommError as error:
         print(f"ringcomm tune: {error}", file=sys.stderr)
         return 1

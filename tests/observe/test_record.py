@@ -162,7 +162,7 @@ def test_over_several_hosts_there_is_one_record_for_each_rank() -> None:
 
     found = ringcomm.run_ranks(fn, 3, hosts=[2, 1], timeout=20)
     (view,) = record.merge(found)
-    assert [(line.ranks, line.call.title) for line in view.lines(1)] == [((0, 1, 2), "all_reduce #0")]
+    assert [(ranks, call.title) for ranks, call, _ in view.lines(1)] == [((0, 1, 2), "all_reduce #0")]
 
 
 def read_at_once(comm: ringcomm.Communicator) -> set[int]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ringcomm
+from ringcomm.tools import cli
 from ringcomm.tools.bench import check as bench_check
 from ringcomm.tools.bench import cli as bench
 from ringcomm.tools.bench import run as bench_run
@@ -24,7 +25,7 @@ from tests.support.choice import slow
 
 def run(words: str, *more: str) -> int:
     """The exit status of `ringcomm bench` with these words; ranks are threads, and warm up with one call."""
-    return bench.main([*words.split(), *more, "--ranks-as", "threads", "-w", "1"])
+    return cli.main(["bench", *words.split(), *more, "--ranks-as", "threads", "-w", "1"])
 
 
 def case(
@@ -291,7 +292,7 @@ def test_a_root_outside_the_world_is_refused(capsys: pytest.CaptureFixture[str])
 
 
 def test_an_unknown_peer_is_refused_before_a_rank_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(["--peer", "glue"]) == 2
+    assert cli.main(["bench", "--peer", "glue"]) == 2
     text = capsys.readouterr().err
     assert text.count("\n") == 1
     assert text.startswith("ringcomm bench: got --peer glue, this torch has")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ringcomm import _C
-from ringcomm.tools import tune
+from ringcomm.tools import cli, tune
 from ringcomm.tools.tune import Candidate, choose, entries
 
 SMALL, LARGE = Candidate("oneshot"), Candidate("direct")
@@ -64,8 +64,8 @@ def test_wrong_flags_end_with_status_2(words: list[str]) -> None:
 
 
 def test_the_error_says_what_cannot_be_tuned(capsys: pytest.CaptureFixture[str]) -> None:
-    assert tune.main(["--device", "cpu"]) == 2
+    assert cli.main(["tune", "--device", "cpu"]) == 2
     assert "expected cuda" in capsys.readouterr().err
     if _C.why_no_cuda():
-        assert tune.main([]) == 2
+        assert cli.main(["tune"]) == 2
         assert _C.why_no_cuda() in capsys.readouterr().err

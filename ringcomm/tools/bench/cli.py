@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ringcomm.errors import AbortedError, InvalidArgumentError, UnsupportedError
+from ringcomm.errors import AbortedError, InvalidArgumentError
 from ringcomm.replace import VARIABLE
 from ringcomm.tools.bench.options import Options, parse_options
 
@@ -60,21 +60,18 @@ def _check_peer(peer: str | None) -> None:
     raise InvalidArgumentError(f"bench: got --peer {peer}, this torch has {', '.join(usable)}; pass one of these")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """
     Runs the command.
 
-    Returns: the exit status: 0; 1 for a wrong element or an average bus bandwidth below --min-bw; 2 if the flags ask
-             for something unavailable; 130 after Ctrl-C.
+    Returns: the exit status: 0; 1 for a wrong element or an average bus bandwidth below --min-bw; 130 after Ctrl-C.
+    Raises:  InvalidArgumentError, UnsupportedError: the flags ask for something unavailable.
     """
-    options = parse_options(sys.argv[1:] if argv is None else argv)
+    options = parse_options(argv)
     os.environ.pop(VARIABLE, None)  # so that --peer gloo is Gloo
     started = time.strftime("%Y-%m-%d %H:%M:%S")
     try:
         tables = run(options)
-    except (InvalidArgumentError, UnsupportedError) as error:
-        print(f"ringcomm bench: {str(error).removeprefix('bench: ')}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("ringcomm bench: interrupted", file=sys.stderr)
         return 130
