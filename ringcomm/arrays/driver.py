@@ -6,24 +6,11 @@ Where `why_none` has a reason, the other functions must not be called.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 _MULTIPROCESSORS, _L2_BYTES, _MAJOR, _MINOR = 16, 38, 75, 76  # CUdevice_attribute
 _P2P_RANK, _P2P_ACCESS, _P2P_ATOMICS = 1, 2, 3  # CUdevice_P2PAttribute
-
-
-@dataclass(frozen=True)
-class DriverDevice:
-    """Properties of one device."""
-
-    name: str
-    memory_bytes: int
-    multiprocessors: int
-    capability: tuple[int, int]
-    l2_bytes: int
-    bus_id: str
 
 
 @cache
@@ -62,29 +49,38 @@ def device_count() -> int:
     return _number(_library().cuDeviceGetCount)
 
 
-def device(index: int) -> DriverDevice:
-    """Returns the properties of one device."""
-    library = _library()
-    handle = ctypes.c_int()
-    library.cuDeviceGet(ctypes.byref(handle), index)
+def bus_id(index: int) -> str:
+    """Returns the place of one device on the PCIe bus."""
+    found = ctypes.create_string_buffer(32)
+    _library().cuDeviceGetPCIBusId(found, len(found), _handle(index))
+    return found.value.decode()
+
+
+def device(index: int) -> tuple[str, int, int, tuple[int, int], int]:
+    """Returns the properties of one device: its name, bytes of memory, multiprocessors, compute capability, and bytes
+    of L2 cache."""
+    library, handle = _library(), _handle(index)
     name = ctypes.create_string_buffer(256)
     library.cuDeviceGetName(name, len(name), handle)
-    bus_id = ctypes.create_string_buffer(32)
-    library.cuDeviceGetPCIBusId(bus_id, len(bus_id), handle)
     memory = ctypes.c_size_t()
     library.cuDeviceTotalMem_v2(ctypes.byref(memory), handle)
 
     def attribute(which: int) -> int:
         return _number(library.cuDeviceGetAttribute, which, handle)
 
-    return DriverDevice(
+    return (
         name.value.decode(errors="replace"),
         memory.value,
         attribute(_MULTIPROCESSORS),
         (attribute(_MAJOR), attribute(_MINOR)),
         attribute(_L2_BYTES),
-        bus_id.value.decode(),
     )
+
+
+def _handle(index: int) -> ctypes.c_int:
+    handle = ctypes.c_int()
+    _library().cuDeviceGet(ctypes.byref(handle), index)
+    return handle
 
 
 def peer_access(device: int, peer: int) -> tuple[bool, bool, int]:

@@ -481,7 +481,7 @@ def check_mem_pool(rank: int) -> None:
     except ImportError:
         got = "no torch"
     else:
-        if torch.version.cuda is not None and hasattr(torch.cuda, "MemPool"):
+        if torch.version.cuda is not None:
             return
         got = f"torch {torch.__version__}"
     raise UnsupportedError(

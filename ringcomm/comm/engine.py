@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ringcomm import _C
 from ringcomm.arrays.devices import CPU, EMULATED, Device
@@ -478,15 +478,9 @@ class CollectiveArgs:
 # ---- engines ------------------------------------------------------------------------------------------------------
 
 
-class Request(Protocol):
-    """An engine's handle of a call in flight."""
-
-    @property
-    def done(self) -> bool: ...
-    @property
-    def source(self) -> int: ...
-    def start_now(self) -> None: ...
-    def wait(self, timeout_ms: int = 0) -> None: ...
+Request = Any
+"""An engine's handle of a call in flight: `_C.Request`, or an object with its ``done``, ``source``, ``start_now()`` and
+``wait(timeout_ms)``."""
 
 
 class Engine(ABC):

@@ -34,6 +34,13 @@ def torch_reduction(op: str) -> Any:
     return getattr(dist.ReduceOp, {"prod": "PRODUCT"}.get(op, op.upper()), None)
 
 
+def torch_collective(name: str, before: str) -> Any:
+    """Returns a function of torch.distributed that torch 2.13 has renamed, by its name and the one before."""
+    import torch.distributed as dist
+
+    return getattr(dist, name if hasattr(dist, name) else before)
+
+
 class TorchRequest:
     """A call in flight in a process group."""
 
@@ -247,8 +254,7 @@ class ProcessGroupEngine(Engine):
         target = flat(piece_of(call.output))
         if not isinstance(call.input, list):
             source = self._source(call, piece_of(call.input))
-            # the second name: before torch 2.13
-            scatter = getattr(self._dist, "reduce_scatter_single", None) or self._dist.reduce_scatter_tensor
+            scatter = torch_collective("reduce_scatter_single", "reduce_scatter_tensor")
             work = scatter(target, source, op, group=self.pg, async_op=True)
             return [work], lambda: self._divide(target, divisor)
         works, finishes = [], []  # uneven parts: one reduction for each
@@ -268,8 +274,7 @@ class ProcessGroupEngine(Engine):
         source = flat(piece_of(call.input))
         if not isinstance(call.output, list):
             target = flat(piece_of(call.output))
-            # the second name: before torch 2.13
-            gather = getattr(self._dist, "all_gather_single", None) or self._dist.all_gather_into_tensor
+            gather = torch_collective("all_gather_single", "all_gather_into_tensor")
             return [gather(target, source.clone(), group=self.pg, async_op=True)], nothing
         works = []  # uneven parts: one broadcast from each rank
         for root, piece in enumerate(call.output):

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _GREATEST_HEAD_DIM = 192  # largest head_dim for the fused kernel on CUDA; above it, some devices have no backward
@@ -32,16 +33,16 @@ class ScoreParams(NamedTuple):
     causal: bool
     scale: float
     softcap: float | None = None
-    visible: torch.Tensor | None = None
+    visible: Tensor | None = None
 
 
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ScoreParams], tuple[torch.Tensor, torch.Tensor]]
+Forward = Callable[[Tensor, Tensor, Tensor, ScoreParams], tuple[Tensor, Tensor]]
 """Computes the output (B, H, S, D) and log-sum-exp (B, H, S) of queries (B, H, S, D), keys and values (B, Hkv, T, D).
 
 A query that sees no key has the output 0 and the log-sum-exp -inf."""
 Backward = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, ScoreParams],
-    tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, ScoreParams],
+    tuple[Tensor, Tensor, Tensor],
 ]
 """Computes a block's part of the gradients of q, k and v, from the gradient of the output, q, k, v, the complete output
 and the log-sum-exp over all blocks.
@@ -61,9 +62,7 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def kernel_for(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float | None = None, masked: bool = False
-) -> Kernel:
+def kernel_for(q: Tensor, k: Tensor, v: Tensor, softcap: float | None = None, masked: bool = False) -> Kernel:
     """Returns the kernel for inputs of these types and shapes.
 
     | device | fused: torch's flash attention                                              | else  |
@@ -86,7 +85,7 @@ def kernel_for(
     return PLAIN
 
 
-def merge(out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, block_lse: torch.Tensor) -> None:
+def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Merges a block into the accumulated result of its queries, in place, in the wide type."""
     weight = torch.sigmoid(block_lse - lse).masked_fill_(block_lse == -math.inf, 0.0)  # 0 also where both are -inf
     out.lerp_(block_out.to(out.dtype), weight.unsqueeze(-1))
@@ -96,7 +95,7 @@ def merge(out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, block_l
 # ---- fused -------------------------------------------------------------------------------------------------------
 
 
-def _additive(params: ScoreParams, dtype: torch.dtype) -> torch.Tensor | None:
+def _additive(params: ScoreParams, dtype: torch.dtype) -> Tensor | None:
     """Returns the mask in the form that torch's kernel adds to scores."""
     if params.visible is None:
         return None
@@ -105,9 +104,7 @@ def _additive(params: ScoreParams, dtype: torch.dtype) -> torch.Tensor | None:
     )
 
 
-def _flash_cpu(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: ScoreParams
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, params: ScoreParams) -> tuple[Tensor, Tensor]:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = flash(q, k, v, 0.0, params.causal, attn_mask=_additive(params, q.dtype), scale=params.scale)
     if params.visible is not None:
@@ -116,36 +113,22 @@ def _flash_cpu(
 
 
 def _flash_cpu_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    params: ScoreParams,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, params: ScoreParams
+) -> tuple[Tensor, Tensor, Tensor]:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     mask = _additive(params, q.dtype)
     return flash(grad, q, k, v, out, lse, 0.0, params.causal, attn_mask=mask, scale=params.scale)
 
 
-def _flash_cuda(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: ScoreParams
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _flash_cuda(q: Tensor, k: Tensor, v: Tensor, params: ScoreParams) -> tuple[Tensor, Tensor]:
     flash = torch.ops.aten._scaled_dot_product_flash_attention
     out, lse, *_ = flash(q, k, v, 0.0, params.causal, False, scale=params.scale)
     return out, lse
 
 
 def _flash_cuda_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    params: ScoreParams,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, params: ScoreParams
+) -> tuple[Tensor, Tensor, Tensor]:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of dropout, which is off
     rows, keys = q.shape[2], k.shape[2]
@@ -158,7 +141,7 @@ def _flash_cuda_backward(
 # ---- plain -------------------------------------------------------------------------------------------------------
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, params: ScoreParams) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _scores(q: Tensor, k: Tensor, params: ScoreParams) -> tuple[Tensor, Tensor | None]:
     """Returns the scores as (B, Hkv, G S, T) in the wide type, with G query heads for each key head, -inf where masked.
 
     The second result is the slope of the softcap, or None without one.
@@ -179,13 +162,13 @@ def _scores(q: torch.Tensor, k: torch.Tensor, params: ScoreParams) -> tuple[torc
     return scores, slope
 
 
-def _grouped(x: torch.Tensor, heads: int) -> torch.Tensor:
+def _grouped(x: Tensor, heads: int) -> Tensor:
     """Returns (B, H, S, ...) as (B, heads, H/heads S, ...) in the wide type: the query heads of a key head are
     concatenated."""
     return x.to(wide_type(x.dtype)).unflatten(1, (heads, -1)).flatten(2, 3)
 
 
-def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: ScoreParams) -> tuple[torch.Tensor, torch.Tensor]:
+def _plain(q: Tensor, k: Tensor, v: Tensor, params: ScoreParams) -> tuple[Tensor, Tensor]:
     wide = wide_type(q.dtype)
     scores, _ = _scores(_grouped(q, k.shape[1]), k.to(wide), params)
     lse = scores.logsumexp(-1, keepdim=True)
@@ -196,14 +179,8 @@ def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: ScoreParam
 
 
 def _plain_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    params: ScoreParams,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, params: ScoreParams
+) -> tuple[Tensor, Tensor, Tensor]:
     heads, wide = k.shape[1], wide_type(q.dtype)
     rows, grad_out, out = _grouped(q, heads), _grouped(grad, heads), _grouped(out, heads)
     keys, values = k.to(wide), v.to(wide)
@@ -222,7 +199,7 @@ FLASH_CUDA = Kernel(_flash_cuda, _flash_cuda_backward)
 PLAIN = Kernel(_plain, _plain_backward)
 
 
-def with_dense_rows(*tensors: Any) -> list[torch.Tensor]:
+def with_dense_rows(*tensors: Any) -> list[Tensor]:
     """Returns the tensors with a contiguous last dimension, as every kernel requires; copies only those that need
     it."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]

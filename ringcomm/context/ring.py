@@ -96,13 +96,7 @@ class RingBuffer:
     """
 
     def __init__(
-        self,
-        comm: Communicator,
-        overlap: bool,
-        tag: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        dtype: torch.dtype,
+        self, comm: Communicator, overlap: bool, tag: int, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype
     ) -> None:
         self.comm, self.overlap, self.tag = comm, overlap, tag
         self._shapes = keys.shape, values.shape

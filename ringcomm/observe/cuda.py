@@ -101,12 +101,12 @@ def _release() -> str:
 
 
 def _device(index: int) -> Fact:
-    what = driver.device(index)
+    name, memory_bytes, multiprocessors, capability, l2_bytes = driver.device(index)
     text = (
-        f"{what.name}, {what.memory_bytes / (1 << 30):.1f} GiB, {what.multiprocessors} SMs, sm_"
-        f"{what.capability[0]}{what.capability[1]}, L2 {what.l2_bytes / (1 << 20):.0f} MiB, {what.bus_id}"
+        f"{name}, {memory_bytes / (1 << 30):.1f} GiB, {multiprocessors} SMs, sm_{capability[0]}{capability[1]}, "
+        f"L2 {l2_bytes / (1 << 20):.0f} MiB, {driver.bus_id(index)}"
     )
-    if what.capability < (8, 0):
+    if capability < (8, 0):
         return Fact("devices", f"cuda:{index}", False, f"{text}; the kernels need compute capability 8.0 or newer")
     return Fact("devices", f"cuda:{index}", True, text)
 
@@ -118,7 +118,7 @@ def _paths(present: int) -> Iterator[Fact]:
         for peer in range(device + 1, present):
             there, back = driver.peer_access(device, peer), driver.peer_access(peer, device)
             name = f"cuda:{device} - cuda:{peer}"
-            over = _link(nvml, driver.device(device).bus_id, driver.device(peer).bus_id) if nvml else ""
+            over = _link(nvml, driver.bus_id(device), driver.bus_id(peer)) if nvml else ""
             if there[0] and back[0]:
                 atomics = "with" if there[1] and back[1] else "without"
                 yield Fact("paths", name, True, f"peer access, {atomics} atomics, rank {there[2]}{over}")

@@ -151,10 +151,7 @@ Snapshot = tuple[Location, Any, Any, Mapping[Any, int]]
 
 
 def snapshots(
-    containers: Mapping[str, nn.Module],
-    inside: Mapping[str, nn.Module],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    containers: Mapping[str, nn.Module], inside: Mapping[str, nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Snapshot]:
     """Returns the state before a call of a module, for `side_effects`; the call's arguments come last.
 

@@ -191,12 +191,7 @@ def _refuse_nested(order: Sequence[str]) -> None:
 
 
 def _unsplit(
-    module: nn.Module,
-    name: str,
-    at: Collection[str],
-    order: Collection[str],
-    seen: set[int],
-    in_a_row: bool = False,
+    module: nn.Module, name: str, at: Collection[str], order: Collection[str], seen: set[int], in_a_row: bool = False
 ) -> Iterator[tuple[str, bool]]:
     """Yields the names of the modules that no cut and no entry of ``order`` lies inside of, as they were registered,
     and whether each lies in a sequence whose members are called one after the other.

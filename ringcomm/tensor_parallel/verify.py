@@ -20,7 +20,7 @@ from ringcomm.data_parallel.model.partition import blocks_of
 from ringcomm.data_parallel.model.place import sharded_model_of
 from ringcomm.errors import MismatchError
 from ringcomm.modules.notes import notes_of
-from ringcomm.modules.shard_spec import part_of, renew_parts
+from ringcomm.modules.shard_spec import part_of, put_part, renew_parts
 from ringcomm.tensor_parallel.group import TensorParallelGroup, gather, multiplied_in, scatter
 from ringcomm.tensor_parallel.sequence import first_tensor, modules_of_region, sum_gradients_of
 
@@ -243,10 +243,8 @@ class Verifier:
         part = part_of(p)
         if part.dim is None:
             return p.detach().clone()
-        found, at = p.new_zeros(part.unsharded_shape(p.shape)), 0
-        for start, length in part.pieces:
-            found.narrow(part.dim, start, length).copy_(p.detach().narrow(part.dim, at, length))
-            at += length
+        found = p.new_zeros(part.unsharded_shape(p.shape))
+        put_part(found, p.detach(), part)
         self.group.comm.all_reduce(found)
         return found
 

@@ -283,8 +283,11 @@ class TwoDevices:
     def device_count(self) -> int:
         return 2
 
-    def device(self, index: int) -> driver.DriverDevice:
-        return driver.DriverDevice("Tesla V100", 16 << 30, 80, (7 + index, 0), 6 << 20, f"0000:0{index}:00.0")
+    def device(self, index: int) -> tuple[str, int, int, tuple[int, int], int]:
+        return "Tesla V100", 16 << 30, 80, (7 + index, 0), 6 << 20
+
+    def bus_id(self, index: int) -> str:
+        return f"0000:0{index}:00.0"
 
     def peer_access(self, device: int, peer: int) -> tuple[bool, bool, int]:
         return False, False, 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ringcomm.comm.process_group import torch_reduction
+from ringcomm.comm.process_group import torch_collective, torch_reduction
 
 if TYPE_CHECKING:
     import torch
@@ -190,7 +190,6 @@ def dist_call(group: Any, case: Case, x: torch.Tensor, y: torch.Tensor, in_place
     place."""
     import torch.distributed as dist
 
-    newer: Any = dist  # torch 2.13 and later warn about the old names
     name, own = case.collective.name, {"group": group}
     op = None if case.op == "premul_sum" else torch_reduction(case.op)  # its factor is in the operator
     if case.collective.reduces and op is None:
@@ -203,9 +202,9 @@ def dist_call(group: Any, case: Case, x: torch.Tensor, y: torch.Tensor, in_place
     if name == "all_reduce":
         return partial(dist.all_reduce, x, op, **own)
     if name == "reduce_scatter":
-        return partial(getattr(newer, "reduce_scatter_single", None) or dist.reduce_scatter_tensor, y, x, op, **own)
+        return partial(torch_collective("reduce_scatter_single", "reduce_scatter_tensor"), y, x, op, **own)
     if name == "all_gather":
-        return partial(getattr(newer, "all_gather_single", None) or dist.all_gather_into_tensor, y, x, **own)
+        return partial(torch_collective("all_gather_single", "all_gather_into_tensor"), y, x, **own)
     if name == "broadcast":
         return partial(dist.broadcast, x, case.root, **own)
     if name == "reduce":
