@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,10 @@ def tokens(rows: int, length: int = 5, seed: int = 1) -> torch.Tensor:
     return torch.randint(11, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
+def numbers(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
 def cuts(stages: int, blocks: int = 8) -> list[str]:
     return [f"blocks.{blocks * i // stages}" for i in range(1, stages)]
 
@@ -95,16 +100,17 @@ def on_ranks(
     at: Sequence[str] | int,
     world_size: int,
     fn: Callable[[Pipeline, int], Any],
-    timeout: float = 30.0,
+    carry: Sequence[str] = (),
+    order: Sequence[str] = (),
     **options: Any,
 ) -> list[Any]:
     """What ``fn(pipeline, rank)`` returns on each rank, which starts with a copy of the model."""
     models = [copy.deepcopy(model) for _ in range(world_size)]
 
     def rank_main(comm: Communicator) -> Any:
-        return fn(Pipeline(ringcomm.split(models[comm.rank], at), comm, **options), comm.rank)
+        return fn(Pipeline(ringcomm.split(models[comm.rank], at, carry=carry, order=order), comm, **options), comm.rank)
 
-    return ringcomm.run_ranks(rank_main, world_size, timeout=timeout)
+    return ringcomm.run_ranks(rank_main, world_size, timeout=30)
 
 
 def differing(found: Sequence[Gradients], expected: Gradients) -> list[str]:
@@ -121,21 +127,49 @@ def differing(found: Sequence[Gradients], expected: Gradients) -> list[str]:
     return wrong
 
 
-def check_parity(model: nn.Module, schedule: str, world_size: int, stages: int, m: int, **options: Any) -> None:
-    x, y = tokens(2 * m), tokens(2 * m, seed=2)
-    pairs = zip(x.chunk(m), y.chunk(m), strict=True)
-    loss, expected = plain(model, [lambda net, a=a, b=b: cross_entropy(net(a), b) for a, b in pairs], m)
+def check_step(
+    model: nn.Module,
+    at: Sequence[str] | int,
+    world_size: int,
+    x: torch.Tensor,
+    m: int = 3,
+    target: torch.Tensor | None = None,
+    *,
+    loss: Callable[..., torch.Tensor] | None = None,
+    evaluates: bool = False,
+    everywhere: bool = True,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    **options: Any,
+) -> list[Pipeline]:
+    """A step over ``m`` micro-batches has the loss and the gradients of one process; ``evaluates``: and so has an
+    evaluation. All ranks have the input and the target, or, not ``everywhere``, only those that need them.
+    Returns the ranks' pipelines."""
 
-    def step(pipe: Pipeline, rank: int) -> tuple[torch.Tensor, Gradients]:
-        args = (x,) if rank == 0 else ()  # the other ranks have no data
-        found = pipe.step(*args, target=y) if rank == world_size - 1 else pipe.step(*args)
-        return found, gradients(pipe)
+    def loss_of(net: nn.Module, a: torch.Tensor, *b: torch.Tensor) -> torch.Tensor:
+        return net(a) if loss is None else loss(net(a), *b)
 
-    done = on_ranks(
-        model, cuts(stages), world_size, step, microbatches=m, schedule=schedule, loss=cross_entropy, **options
-    )
-    assert all(torch.equal(found, loss) for found, _ in done), ([found for found, _ in done], loss)
-    assert differing([found for _, found in done], expected) == []
+    parts = zip(*(each.chunk(m) for each in (x, target) if each is not None), strict=True)
+    with around():
+        value, expected = plain(model, [lambda net, part=part: loss_of(net, *part) for part in parts], m)
+
+    def step(pipe: Pipeline, rank: int) -> tuple[torch.Tensor, Gradients, Pipeline]:
+        args = (x,) if everywhere or rank == 0 else ()
+        more = {"target": target} if everywhere or rank == world_size - 1 else {}
+        with around():
+            found = pipe.step(*args, **more)
+        grads = gradients(pipe)
+        if evaluates:
+            assert torch.equal(pipe.evaluate(*args, **more).loss, value)
+        return found, grads, pipe
+
+    done = on_ranks(model, at, world_size, step, microbatches=m, loss=loss, **options)
+    assert all(torch.equal(found, value) for found, _, _ in done), ([found for found, _, _ in done], value)
+    assert differing([grads for _, grads, _ in done], expected) == []
+    return [pipe for _, _, pipe in done]
+
+
+def mean_square(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
 
 
 # ---- parity -------------------------------------------------------------------------------------------------------
@@ -145,28 +179,21 @@ def check_parity(model: nn.Module, schedule: str, world_size: int, stages: int, 
 @pytest.mark.parametrize("world_size", [1, 2, 3, slow(4)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_has_the_bits_of_one_process(schedule: str, world_size: int, m: int) -> None:
-    stages = 2 * world_size if schedule == "interleaved" else world_size
-    check_parity(make(Net), schedule, world_size, stages, m, ties="exact")
+    """The other ranks than the first and the last have no data."""
+    at = cuts(2 * world_size if schedule == "interleaved" else world_size)
+    options = {"loss": cross_entropy, "schedule": schedule, "ties": "exact"}
+    check_step(make(Net), at, world_size, tokens(2 * m), m, tokens(2 * m, seed=2), everywhere=False, **options)
 
 
 @pytest.mark.parametrize("schedule", choose(SCHEDULES, ["interleaved"]))
 def test_eight_ranks(schedule: str) -> None:
-    stages = 16 if schedule == "interleaved" else 8
-    model = make(Net, 16)
-    x = tokens(10)
-    loss, expected = plain(model, [lambda net, a=a: cross_entropy(net(a), a) for a in x.chunk(5)], 5)
-
-    def step(pipe: Pipeline, rank: int) -> tuple[torch.Tensor, Gradients]:
-        return pipe.step(x, target=x), gradients(pipe)
-
-    at = cuts(stages, 16)
-    done = on_ranks(model, at, 8, step, microbatches=5, schedule=schedule, loss=cross_entropy, ties="exact")
-    assert all(torch.equal(found, loss) for found, _ in done)
-    assert differing([found for _, found in done], expected) == []
+    at, x = cuts(16 if schedule == "interleaved" else 8, 16), tokens(10)
+    check_step(make(Net, 16), at, 8, x, 5, x, schedule=schedule, loss=cross_entropy, ties="exact")
 
 
 def test_one_rank_with_several_stages() -> None:
-    check_parity(make(Net), "interleaved", 1, 4, 3, ties="exact")
+    x, y = tokens(6), tokens(6, seed=2)
+    check_step(make(Net), cuts(4), 1, x, 3, y, schedule="interleaved", loss=cross_entropy, ties="exact")
 
 
 class Functional(Net):
@@ -177,15 +204,8 @@ class Functional(Net):
 
 
 def test_an_embedding_that_is_multiplied_with_has_its_gradient_at_once() -> None:
-    model, x = make(Functional, 1), tokens(12)
-    _, expected = plain(model, [lambda net, a=a: cross_entropy(net(a), a) for a in x.chunk(6)], 6)
-
-    def step(pipe: Pipeline, rank: int) -> Gradients:
-        pipe.step(x, target=x)
-        return gradients(pipe)
-
-    options = {"microbatches": 6, "schedule": "zero-bubble", "loss": cross_entropy}
-    assert differing(on_ranks(model, [], 1, step, **options), expected) == []
+    x = tokens(12)
+    check_step(make(Functional, 1), [], 1, x, 6, x, schedule="zero-bubble", loss=cross_entropy)
 
 
 class Matmul(nn.Module):
@@ -225,15 +245,7 @@ class Matmul(nn.Module):
 
 @pytest.mark.parametrize("how", ["before", "behind", "stacked", "chunk", "in place", "item", "conv", "checkpoint"])
 def test_zero_bubble_adds_gradients_of_all_uses_of_a_weight(how: str) -> None:
-    model, x = make(Matmul, how), torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
-    _, expected = plain(model, [lambda net, a=a: net(a).square().mean() for a in x.chunk(6)], 6)
-
-    def step(pipe: Pipeline, rank: int) -> Gradients:
-        pipe.step(x)
-        return gradients(pipe)
-
-    options = {"microbatches": 6, "schedule": "zero-bubble", "loss": lambda output: output.square().mean()}
-    assert differing(on_ranks(model, [], 1, step, **options), expected) == []
+    check_step(make(Matmul, how), [], 1, numbers(12, 6), 6, schedule="zero-bubble", loss=mean_square)
 
 
 class Differentiates(nn.Module):
@@ -273,15 +285,8 @@ DERIVATIVES = ["second order", "first order", "connected", "twice", "inner step"
 @pytest.mark.parametrize("how", DERIVATIVES)
 def test_a_backward_pass_inside_of_forward_has_the_bits_of_one_process(how: str, length: int) -> None:
     """``length``: of the sequences in x, if it has any."""
-    shape = (6, length, 6) if length else (6, 6)
-    model, x = make(Differentiates, how), torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    _, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
-
-    def step(pipe: Pipeline, rank: int) -> Gradients:
-        pipe.step(x)
-        return gradients(pipe)
-
-    assert differing(on_ranks(model, [], 1, step, microbatches=3, schedule="zero-bubble"), expected) == []
+    x = numbers(6, length, 6) if length else numbers(6, 6)
+    check_step(make(Differentiates, how), [], 1, x, schedule="zero-bubble")
 
 
 class InBackward(torch.autograd.Function):
@@ -328,15 +333,9 @@ class Few(nn.Module):
 
 
 def test_zero_bubble_gives_no_more_gradients_than_one_process() -> None:
-    model, x = make(Few), torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
-    _, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
-    assert expected["frozen.bias"] is expected["unused.weight"] is None
-
-    def step(pipe: Pipeline, rank: int) -> Gradients:
-        pipe.step(x)
-        return gradients(pipe)
-
-    assert differing(on_ranks(model, [], 1, step, microbatches=3, schedule="zero-bubble"), expected) == []
+    (pipe,) = check_step(make(Few), [], 1, numbers(6, 6), schedule="zero-bubble")
+    grads = gradients(pipe)
+    assert grads["frozen.bias"] is grads["unused.weight"] is None
 
 
 class Measured(nn.Module):
@@ -368,19 +367,7 @@ class Measured(nn.Module):
 @pytest.mark.parametrize("how", ["tensor", "tensor of a layer", "node"])
 def test_hooks_at_the_results_of_stages_may_start_backward_passes(how: str) -> None:
     model = nn.Sequential(make(Measured, how), make(Measured, how, seed=1))
-    x = torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
-
-    def size(output: torch.Tensor) -> torch.Tensor:
-        return output.square().mean()
-
-    _, expected = plain(model, [lambda net, a=a: size(net(a)) for a in x.chunk(3)], 3)
-
-    def step(pipe: Pipeline, rank: int) -> Gradients:
-        pipe.step(x)
-        return gradients(pipe)
-
-    options = {"microbatches": 3, "schedule": "zero-bubble", "loss": size}
-    assert differing(on_ranks(model, ["1"], 2, step, **options), expected) == []
+    check_step(model, ["1"], 2, numbers(6, 6), schedule="zero-bubble", loss=mean_square)
 
 
 class Late(nn.Module):
@@ -403,35 +390,20 @@ class Late(nn.Module):
 
 @pytest.mark.parametrize("how", ["hook", "detach"])
 def test_zero_bubble_allows_what_follows_a_layer(how: str) -> None:
-    model, x = make(Late, how), torch.randn(6, 5, 6, generator=torch.Generator().manual_seed(1))
-    _, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
-
-    def step(pipe: Pipeline, rank: int) -> Gradients:
-        pipe.step(x)
-        return gradients(pipe)
-
-    assert differing(on_ranks(model, [], 1, step, microbatches=3, schedule="zero-bubble"), expected) == []
+    check_step(make(Late, how), [], 1, numbers(6, 5, 6), schedule="zero-bubble")
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_complex_layers(schedule: str) -> None:
     model = nn.Sequential(*(nn.Linear(6, 6, dtype=torch.complex64) for _ in range(2)))
-    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, dtype=p.dtype, generator=generator))
-    x = torch.randn(6, 6, dtype=torch.complex64, generator=generator)
+        for seed, p in enumerate(model.parameters()):
+            p.copy_(numbers(*p.shape, seed=seed, dtype=p.dtype))
 
     def size(output: torch.Tensor) -> torch.Tensor:
-        return output.abs().square().mean()
+        return mean_square(output.abs())
 
-    _, expected = plain(model, [lambda net, a=a: size(net(a)) for a in x.chunk(3)], 3)
-
-    def step(pipe: Pipeline, rank: int) -> Gradients:
-        pipe.step(x)
-        return gradients(pipe)
-
-    assert differing(on_ranks(model, ["1"], 2, step, microbatches=3, schedule=schedule, loss=size), expected) == []
+    check_step(model, ["1"], 2, numbers(6, 6, seed=4, dtype=torch.complex64), schedule=schedule, loss=size)
 
 
 class Unusual(nn.Module):
@@ -460,14 +432,7 @@ class Unusual(nn.Module):
 
 @pytest.mark.parametrize("how", ["row", "row of linear", "number", "one", "vector", "vmap", "grad"])
 def test_zero_bubble_leaves_unusual_layers_to_torch(how: str) -> None:
-    model, x = make(Unusual, how), torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
-    _, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
-
-    def step(pipe: Pipeline, rank: int) -> Gradients:
-        pipe.step(x)
-        return gradients(pipe)
-
-    assert differing(on_ranks(model, [], 1, step, microbatches=3, schedule="zero-bubble"), expected) == []
+    check_step(make(Unusual, how), [], 1, numbers(6, 6), schedule="zero-bubble")
 
 
 class Transposed(nn.Module):
@@ -488,14 +453,8 @@ class Transposed(nn.Module):
 @pytest.mark.parametrize("at", ["conv.1", "last"])
 def test_tensors_keep_their_order_in_memory(at: str, rows: int, schedule: str) -> None:
     """A matrix product has other bits in another memory layout."""
-    model, x = make(Transposed).double(), torch.randn(4 * rows, 6, 5, dtype=torch.float64)
-    _, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(4)], 4)
-
-    def step(pipe: Pipeline, rank: int) -> Gradients:
-        pipe.step(x)
-        return gradients(pipe)
-
-    assert differing(on_ranks(model, [at], 2, step, microbatches=4, schedule=schedule), expected) == []
+    x = numbers(4 * rows, 6, 5, dtype=torch.float64)
+    check_step(make(Transposed).double(), [at], 2, x, 4, schedule=schedule)
 
 
 class Strided(Transposed):
@@ -554,41 +513,20 @@ def test_losses_may_be_shares_of_a_sum() -> None:
 
 @pytest.mark.parametrize("loss", [torch.mean, torch.Tensor.sum, torch.nansum], ids=["mean", "method", "nansum"])
 def test_a_loss_without_a_signature_takes_the_output_alone(loss: Callable[..., torch.Tensor]) -> None:
-    model, x = make(Net, 4), tokens(6)
-    value, expected = plain(model, [lambda net, a=a: loss(net(a)) for a in x.chunk(3)], 3)
-
-    def step(pipe: Pipeline, rank: int) -> tuple[torch.Tensor, torch.Tensor | None, Gradients]:
-        return pipe.step(x), pipe.evaluate(x).loss, gradients(pipe)
-
-    done = on_ranks(model, cuts(2, 4), 2, step, microbatches=3, loss=loss, ties="exact")
-    for found, evaluated, grads in done:
-        assert evaluated is not None
-        assert torch.equal(found, value)
-        assert torch.equal(evaluated, value)
-        assert differing([grads], {name: expected[name] for name in grads}) == []
+    check_step(make(Net, 4), cuts(2, 4), 2, tokens(6), loss=loss, evaluates=True, ties="exact")
 
 
 @pytest.mark.parametrize("loss", [torch.dist, nn.CrossEntropyLoss()], ids=["builtin", "module"])
 def test_outputs_are_evaluated_without_a_target_that_the_loss_needs(loss: Callable[..., torch.Tensor]) -> None:
-    x = tokens(6)
-
     def evaluate(pipe: Pipeline, rank: int) -> Any:
-        return pipe.evaluate(x)
+        return pipe.evaluate(tokens(6)).loss
 
-    for found in on_ranks(make(Net, 4), cuts(2, 4), 2, evaluate, microbatches=3, loss=loss):
-        assert found.loss is None
+    assert on_ranks(make(Net, 4), cuts(2, 4), 2, evaluate, microbatches=3, loss=loss) == [None, None]
 
 
 def test_a_loss_that_is_a_module() -> None:
-    model, x = make(lambda: nn.Sequential(*(Block(6) for _ in range(2)))), torch.randn(6, 6)
-    loss, expected = plain(model, [lambda net, a=a: nn.MSELoss()(net(a), a) for a in x.chunk(3)], 3)
-
-    def step(pipe: Pipeline, rank: int) -> tuple[torch.Tensor, Gradients]:
-        return pipe.step(x, target=x), gradients(pipe)
-
-    done = on_ranks(model, ["1"], 2, step, microbatches=3, loss=nn.MSELoss())
-    assert all(torch.equal(found, loss) for found, _ in done)
-    assert differing([found for _, found in done], expected) == []
+    x = numbers(6, 6)
+    check_step(make(lambda: nn.Sequential(Block(6), Block(6))), ["1"], 2, x, 3, x, loss=nn.MSELoss())
 
 
 # ---- micro-batches that do not divide a batch -----------------------------------------------------------------------
@@ -711,16 +649,9 @@ class Rooted(nn.Module):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("ties", ["exact", "sum"])
 def test_parameters_of_the_model_itself(schedule: str, ties: str) -> None:
-    model, x = make(Rooted), tokens(6)
-    at = ["blocks.1", "blocks.2", "head"] if schedule == "interleaved" else ["blocks.2"]
-    loss, expected = plain(model, [lambda net, a=a: cross_entropy(net(a), a) for a in x.chunk(3)], 3)
-
-    def step(pipe: Pipeline, rank: int) -> Gradients:
-        assert torch.equal(pipe.step(x, target=x), loss)
-        return gradients(pipe)
-
-    done = on_ranks(model, at, 2, step, microbatches=3, schedule=schedule, loss=cross_entropy, ties=ties)
-    assert differing(done, expected) == []  # each is used on one stage
+    """Each is used on one stage."""
+    at, x = ["blocks.1", "blocks.2", "head"] if schedule == "interleaved" else ["blocks.2"], tokens(6)
+    check_step(make(Rooted), at, 2, x, 3, x, schedule=schedule, loss=cross_entropy, ties=ties)
 
 
 @pytest.mark.parametrize("stage", [0, slow(1), slow(2), 3])
@@ -815,14 +746,12 @@ def test_exact_ties_where_stages_use_a_weight_several_times(schedule: str, at: l
     model, parts = make(Often), [tokens(rows, seed=rows) for rows in (2, 3, 1, 4, 3)]
     loss, expected = plain(model, [lambda net, a=a: cross_entropy(net(a), a) for a in parts], 5)
     order = ["layers.0", "layers.1", "some.0", "layers.2", "layers.3", "some.1", "layers.4", "layers.5"]
-    models = [copy.deepcopy(model) for _ in range(3)]
 
-    def rank_main(comm: Communicator) -> tuple[torch.Tensor, Gradients]:
-        stages = ringcomm.split(models[comm.rank], [f"layers.{number}" for number in at], order=order)
-        pipe = Pipeline(stages, comm, microbatches=5, schedule=schedule, loss=cross_entropy, ties="exact")
+    def step(pipe: Pipeline, rank: int) -> tuple[torch.Tensor, Gradients]:
         return pipe.step(parts, target=parts), gradients(pipe)
 
-    done = ringcomm.run_ranks(rank_main, 3, timeout=30)
+    options = {"microbatches": 5, "schedule": schedule, "loss": cross_entropy, "ties": "exact"}
+    done = on_ranks(model, [f"layers.{number}" for number in at], 3, step, order=order, **options)
     assert all(torch.equal(found, loss) for found, _ in done)
     assert differing([grads for _, grads in done], expected) == []
 
@@ -899,31 +828,23 @@ def test_a_tied_weight_on_meta_gets_its_values_before_the_first_step(on_meta: tu
 
 @pytest.mark.parametrize("ties", ["exact", "sum"])
 def test_an_empty_tied_parameter(ties: str) -> None:
-    class WithNothing(Net):
-        def __init__(self) -> None:
-            super().__init__(4)
-            self.blocks[0].nothing = self.blocks[3].nothing = nn.Parameter(torch.empty(0, 3))
-
-    model = make(WithNothing)
-    loss, expected = plain(model, [lambda net, a=a: cross_entropy(net(a), a) for a in tokens(4).chunk(2)], 2)
+    model, x = make(Net, 4), tokens(4)
+    model.blocks[0].nothing = model.blocks[3].nothing = nn.Parameter(torch.empty(0, 3))
+    loss, expected = plain(model, [lambda net, a=a: cross_entropy(net(a), a) for a in x.chunk(2)], 2)
 
     def step(pipe: Pipeline, rank: int) -> Gradients:
-        assert torch.equal(pipe.step(tokens(4), target=tokens(4)), loss)
+        assert torch.equal(pipe.step(x, target=x), loss)
         return gradients(pipe)
 
-    options = {"microbatches": 2, "loss": cross_entropy, "ties": ties}
-    done = on_ranks(model, cuts(2, 4), 2, step, **options)
+    done = on_ranks(model, cuts(2, 4), 2, step, microbatches=2, loss=cross_entropy, ties=ties)
     if ties == "exact":
         assert differing(done, expected) == []
 
 
 def test_a_tie_of_two_stages_on_one_rank_is_exact() -> None:
-    class Twice(Net):
-        def __init__(self) -> None:
-            super().__init__(8, tied=False)
-            self.blocks[4].mlp[0].weight = self.blocks[0].mlp[0].weight  # stages 0 and 2 of 4, both on rank 0
-
-    check_parity(make(Twice), "interleaved", 2, 4, 4, ties="exact")
+    model, x = make(Net, 8, tied=False), tokens(8)
+    model.blocks[4].mlp[0].weight = model.blocks[0].mlp[0].weight  # stages 0 and 2 of 4, both on rank 0
+    check_step(model, cuts(4), 2, x, 4, x, schedule="interleaved", loss=cross_entropy, ties="exact")
 
 
 def test_tied_weights_in_16_bit_are_summed_in_32() -> None:
@@ -1024,15 +945,8 @@ class Second(nn.Module):
 
 
 def test_tensors_that_the_next_stage_does_not_need_have_no_gradient() -> None:
-    model, x = make(TwoWays), torch.randn(4, 3)
-    _, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(2)], 2)
-    assert expected["two.weight"] is None
-
-    def step(pipe: Pipeline, rank: int) -> Gradients:
-        pipe.step(x)
-        return gradients(pipe)
-
-    assert differing(on_ranks(model, ["last"], 2, step, microbatches=2), expected) == []
+    first, _ = check_step(make(TwoWays), ["last"], 2, numbers(4, 3), 2)
+    assert gradients(first)["two.weight"] is None
 
 
 class Beside(nn.Module):
@@ -1210,18 +1124,8 @@ ORDER = ["token", "even.0", "odd.0", "even.1", "odd.1", "even.2", "odd.2", "norm
 
 @pytest.mark.parametrize("at", [["odd.0", "even.2"], ["even.1", "norm"], ["odd.1", "head"]])
 def test_modules_registered_in_another_order_than_called(at: list[str]) -> None:
-    model, x = make(Unordered), tokens(6)
-    loss, expected = plain(model, [lambda net, a=a: cross_entropy(net(a), a) for a in x.chunk(3)], 3)
-    models = [copy.deepcopy(model) for _ in range(3)]
-
-    def rank_main(comm: Communicator) -> tuple[torch.Tensor, Gradients]:
-        stages = ringcomm.split(models[comm.rank], at, order=ORDER)
-        pipe = Pipeline(stages, comm, microbatches=3, loss=cross_entropy, ties="exact")
-        return pipe.step(x, target=x), gradients(pipe)
-
-    done = ringcomm.run_ranks(rank_main, 3, timeout=30)
-    assert all(torch.equal(found, loss) for found, _ in done)
-    assert differing([grads for _, grads in done], expected) == []
+    x = tokens(6)
+    check_step(make(Unordered), at, 3, x, 3, x, order=ORDER, loss=cross_entropy, ties="exact")
 
 
 def test_a_list_that_is_named_stands_for_its_members() -> None:
@@ -1253,28 +1157,9 @@ class Latent(nn.Module):
 @pytest.mark.parametrize("carry", [[], ["down"]])
 def test_a_cut_before_a_module_that_takes_a_part_of_a_result(carry: list[str]) -> None:
     """Without carry the rest is missing, which is said by name."""
-    torch.manual_seed(0)
-    model = Latent()
-    x, y = torch.randn(4, 3, 6), tokens(4, 3)
-    whole = copy.deepcopy(model)
-    for part in range(2):
-        (cross_entropy(whole(x.chunk(2)[part]), y.chunk(2)[part]) / 2).backward()
-    models = [copy.deepcopy(model) for _ in range(2)]
-
-    def rank(comm: Communicator) -> Gradients:
-        pipe = Pipeline(
-            ringcomm.split(models[comm.rank], ["norm"], carry=carry), comm, microbatches=2, loss=cross_entropy
-        )
-        pipe.step(x, target=y)
-        return gradients(pipe)
-
-    if carry:
-        assert differing(ringcomm.run_ranks(rank, 2, timeout=30), gradients(whole)) == []
-    else:
-        with pytest.raises(
-            InvalidArgumentError, match="comes to up with what depends on a result of down that has not"
-        ):
-            ringcomm.run_ranks(rank, 2, timeout=30)
+    missing = pytest.raises(InvalidArgumentError, match="comes to up with what depends on a result of down that has")
+    with nullcontext() if carry else missing:
+        check_step(make(Latent), ["norm"], 2, numbers(4, 3, 6), 2, tokens(4, 3), carry=carry, loss=cross_entropy)
 
 
 class Writing(nn.Module):
@@ -1291,22 +1176,19 @@ class Writing(nn.Module):
 
 
 def test_code_that_writes_into_inputs_and_weights() -> None:
-    torch.manual_seed(0)
-    model = Writing()
+    model = make(Writing)
     x, y = tokens(6, 3).index_fill(1, torch.tensor([1]), -100), tokens(6, 3, seed=2)
-    whole, batch = copy.deepcopy(model), x.clone()
-    for part in range(3):
-        (whole(batch.chunk(3)[part], y.chunk(3)[part]) / 3).backward()
-    models = [copy.deepcopy(model) for _ in range(2)]
+    batch = x.clone()
+    pairs = zip(batch.chunk(3), y.chunk(3), strict=True)
+    _, expected = plain(model, [lambda net, a=a, b=b: net(a, b) for a, b in pairs], 3)
 
-    def rank(comm: Communicator) -> tuple[Gradients, torch.Tensor]:
+    def step(pipe: Pipeline, rank: int) -> tuple[Gradients, torch.Tensor]:
         mine = x.clone()
-        pipe = Pipeline(ringcomm.split(models[comm.rank], ["last"]), comm, microbatches=3)
         pipe.step(mine, y=y)
         return gradients(pipe), mine
 
-    done = ringcomm.run_ranks(rank, 2, timeout=30)
-    assert differing([found for found, _ in done], gradients(whole)) == []
+    done = on_ranks(model, ["last"], 2, step, microbatches=3)
+    assert differing([found for found, _ in done], expected) == []
     assert all(torch.equal(mine, batch) for _, mine in done)
 
 
@@ -1345,13 +1227,6 @@ class Blocks(torch.autograd.Function):
 
 def test_a_cut_inside_of_an_autograd_function() -> None:
     """It is refused, because its gradients would be silently lost."""
-    models = [make(Recomputing) for _ in range(2)]
-
-    def rank(comm: Communicator) -> None:
-        pipe = Pipeline(ringcomm.split(models[comm.rank], ["blocks.1"]), comm, microbatches=2, loss=cross_entropy)
-        pipe.step(tokens(4), target=tokens(4))
-
-    with pytest.raises(
-        InvalidArgumentError, match=r"a call of blocks\.1, with which .* outside of any torch.autograd.Func"
-    ):
-        ringcomm.run_ranks(rank, 2, timeout=30)
+    text = r"a call of blocks\.1, with which .* outside of any torch.autograd.Func"
+    with pytest.raises(InvalidArgumentError, match=text):
+        check_step(make(Recomputing), ["blocks.1"], 2, tokens(4), 2, tokens(4), loss=cross_entropy)

@@ -3,9 +3,8 @@ sentence that names the module."""
 
 from __future__ import annotations
 
-import copy
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -16,11 +15,19 @@ import torch
 from torch import nn
 
 import ringcomm
-from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import AbortedError, InvalidArgumentError, ShapeError, UnsupportedError
 from ringcomm.pipeline_parallel.pipeline import Pipeline
 from ringcomm.pipeline_parallel.shape_only import ShapeOnlyTensor, ValueGuard, any_shape_only, shape_only
-from tests.pipeline_parallel.test_runner import SCHEDULES, Gradients, differing, gradients, make, plain
+from tests.pipeline_parallel.test_runner import (
+    SCHEDULES,
+    Gradients,
+    check_step,
+    gradients,
+    make,
+    numbers,
+    on_ranks,
+    plain,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -137,51 +144,22 @@ class KeepingNet(nn.Module):
 
 @pytest.mark.parametrize("where", range(4))
 def test_a_list_that_a_module_keeps_has_each_value_once_on_a_rank_of_several_stages(where: int) -> None:
-    model, x = make(KeepingNet, where), torch.randn(6, 4, DIM)
-    loss, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
-    models = [copy.deepcopy(model) for _ in range(2)]
-
-    def rank_main(comm: Communicator) -> tuple[Any, Gradients]:
-        stages = ringcomm.split(models[comm.rank], ["blocks.1", "blocks.2", "blocks.3"])
-        pipe = Pipeline(stages, comm, microbatches=3, schedule="interleaved")
-        return pipe.step(x), gradients(pipe)
-
-    done = ringcomm.run_ranks(rank_main, 2, timeout=30)
-    assert all(torch.equal(found, loss) for found, _ in done)
-    assert differing([grads for _, grads in done], expected) == []
+    at = ["blocks.1", "blocks.2", "blocks.3"]
+    check_step(make(KeepingNet, where), at, 2, numbers(6, 4, DIM), schedule="interleaved")
 
 
-HOWS = (
-    *("attribute", "nested", "list", "shared list", "own list", "replaced", "dict", "deep", "object", "in place"),
-)  # fmt: skip
+HOWS = ["attribute", "nested", "list", "shared list", "own list", "replaced", "dict", "deep", "object", "in place"]
 
 
-def check(
-    model: nn.Module, at: list[str], world_size: int = 2, carry: tuple[str, ...] = (), **options: Any
-) -> list[Pipeline]:
-    """Loss and gradients of a step over three micro-batches, and the loss of an evaluation."""
-    x = torch.randn(6, 4, DIM, generator=torch.Generator().manual_seed(3))
-    loss, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
-    models = [copy.deepcopy(model) for _ in range(world_size)]
-
-    def rank_main(comm: Communicator) -> tuple[Any, Gradients]:
-        stages = ringcomm.split(models[comm.rank], at, carry=carry)
-        pipe = Pipeline(stages, comm, microbatches=3, **options)
-        found = pipe.step(x)
-        grads = gradients(pipe)
-        assert torch.equal(pipe.evaluate(x).loss, loss)
-        return found, grads
-
-    done = ringcomm.run_ranks(rank_main, world_size, timeout=30)
-    assert all(torch.equal(found, loss) for found, _ in done), (done[0][0], loss)
-    assert differing([grads for _, grads in done], expected) == []
-    return models
+def check(model: nn.Module, at: list[str], world_size: int = 2, **options: Any) -> nn.Module:
+    """Loss and gradients of a step over three micro-batches, and the loss of an evaluation. Returns the last model."""
+    return check_step(model, at, world_size, numbers(6, 4, DIM, seed=3), evaluates=True, **options)[-1].model
 
 
 @pytest.mark.parametrize("how", HOWS)
 def test_what_blocks_leave_is_there_at_the_end(how: str) -> None:
-    models = check(make(LeavingNet, how), ["blocks.2", "blocks.4"], 3)
-    assert [block.calls for block in models[-1].blocks] == [6 if how == "attribute" else 0] * BLOCKS
+    model = check(make(LeavingNet, how), ["blocks.2", "blocks.4"], 3)
+    assert [block.calls for block in model.blocks] == [6 if how == "attribute" else 0] * BLOCKS
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -205,29 +183,29 @@ class Recurrent(nn.Module):
 
 
 def test_recurrent_layers_leave_nothing_when_their_parameters_were_replaced() -> None:
-    model, models = make(Recurrent), [make(Recurrent) for _ in range(2)]
-    batches = [torch.randn(4, DIM, generator=torch.Generator().manual_seed(step)) for step in range(3)]
+    model = make(Recurrent)
+    batches = [numbers(4, DIM, seed=step) for step in range(3)]
 
-    def rank(comm: Communicator) -> list[float]:
-        stages = ringcomm.split(models[comm.rank], ["blocks.1", "blocks.2", "blocks.3"])
-        cut = Pipeline(stages, comm, microbatches=2, schedule="interleaved")
-        cut.load_state_dict({name: x.clone() for name, x in cut.state_dict().items()}, assign=True)
-        optimizer, found = torch.optim.SGD(cut.parameters(), lr=0.5), []
+    def train(params: Iterable[nn.Parameter], step: Callable[[torch.Tensor], torch.Tensor]) -> list[float]:
+        optimizer, found = torch.optim.SGD(params, lr=0.5), []
         for x in batches:
-            found.append(float(cut.step(x)))
+            found.append(float(step(x)))
             optimizer.step()
             optimizer.zero_grad()
         return found
 
-    expected, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.5)
-    for x in batches:
+    def in_pipeline(pipe: Pipeline, rank: int) -> list[float]:
+        pipe.load_state_dict({name: x.clone() for name, x in pipe.state_dict().items()}, assign=True)
+        return train(pipe.parameters(), pipe.step)
+
+    def in_one_process(x: torch.Tensor) -> torch.Tensor:
         losses = [model(each) / 2 for each in x.chunk(2)]
-        expected.append(float(sum(each.detach() for each in losses)))
-        for each in losses:
-            each.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert ringcomm.run_ranks(rank, 2, ranks="threads", timeout=60) == [expected] * 2
+        torch.autograd.backward(losses)
+        return sum(each.detach() for each in losses)
+
+    at = ["blocks.1", "blocks.2", "blocks.3"]
+    found = on_ranks(model, at, 2, in_pipeline, microbatches=2, schedule="interleaved")
+    assert found == [train(model.parameters(), in_one_process)] * 2
 
 
 class Skips(nn.Module):
@@ -307,20 +285,18 @@ def test_static_shapes_with_plain_values_that_change_are_refused() -> None:
     assert "static_shapes=False" in str(error)
 
 
-def errors(model: nn.Module, at: list[str], *args: Any, carry: tuple[str, ...] = (), **options: Any) -> BaseException:
+def errors(model: nn.Module, at: list[str], *args: Any, **options: Any) -> BaseException:
     """The error that was not caused by another rank."""
-    found: list[BaseException] = []
 
-    def rank_main(comm: Communicator) -> None:
+    def step(pipe: Pipeline, rank: int) -> BaseException | None:
         try:
-            Pipeline(ringcomm.split(copy.deepcopy(model), at, carry=carry), comm, microbatches=2, **options).step(*args)
+            pipe.step(*args)
         except AbortedError:
-            pass
+            return None
         except Exception as error:
-            found.append(error)
+            return error
 
-    ringcomm.run_ranks(rank_main, len(at) + 1, timeout=20)
-    (error,) = found
+    (error,) = filter(None, on_ranks(model, at, len(at) + 1, step, microbatches=2, **options))
     assert "\n" not in str(error)
     assert "; " in str(error)
     return error
@@ -465,8 +441,8 @@ class InSequence(nn.Module):
 @pytest.mark.parametrize("calls", [True, False])
 def test_members_of_a_sequence_that_lies_in_one_stage(calls: bool, at: list[str]) -> None:
     """Forward may call them itself; what they leave is there on later stages."""
-    models = check(make(InSequence, calls), at, len(at) + 1)
-    assert [each.calls for each in (models[-1].blocks[0], *models[-1].blocks[1])] == [6] * 3
+    model = check(make(InSequence, calls), at, len(at) + 1)
+    assert [each.calls for each in (model.blocks[0], *model.blocks[1])] == [6] * 3
 
 
 class SharedMember(nn.Module):
@@ -772,29 +748,23 @@ class TrackedNet(nn.Module):
         return x.square().mean() * found() * between
 
 
-TRACKS = (
-    *("object in an attribute", "shared object", "counter of an object", "deque", "set", "taken away", "buffer"),
-    *("argument", "argument by name"),
-)  # fmt: skip
-
-
 @pytest.mark.parametrize("at", [["blocks.1"], ["blocks.2"], ["blocks.1", "blocks.2", "blocks.3"]])
-@pytest.mark.parametrize("how", TRACKS)
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("object in an attribute", "shared object", "counter of an object", "deque", "set", "taken away", "buffer"),
+        *("argument", "argument by name"),
+    ],
+)
 def test_what_blocks_note_in_objects_and_arguments(how: str, at: list[str]) -> None:
     """Later stages have it too, with its gradient."""
+    x = numbers(6, 4, DIM, seed=3)
+    loss, expected = plain(make(TrackedNet, how), [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
 
-    def build() -> TrackedNet:
-        return make(TrackedNet, how)
-
-    x = torch.randn(6, 4, DIM, generator=torch.Generator().manual_seed(3))
-    loss, expected = plain(build(), [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
-
-    def rank_main(comm: Communicator) -> tuple[Any, Gradients]:
-        pipe = Pipeline(ringcomm.split(build_of[comm.rank], at, carry=["blocks.*"]), comm, microbatches=3)
+    def step(pipe: Pipeline, rank: int) -> tuple[Any, Gradients]:
         return pipe.step(x), gradients(pipe)
 
-    build_of = [build() for _ in range(len(at) + 1)]
-    done = ringcomm.run_ranks(rank_main, len(at) + 1, ranks="threads", timeout=30)
+    done = on_ranks(make(TrackedNet, how), at, len(at) + 1, step, carry=["blocks.*"], microbatches=3)
     assert all(torch.allclose(found, loss, rtol=1e-6) for found, _ in done), (done[0][0], loss)
     found = {name: grad for _, grads in done for name, grad in grads.items()}
     assert found.keys() == expected.keys()
@@ -804,15 +774,13 @@ def test_what_blocks_note_in_objects_and_arguments(how: str, at: list[str]) -> N
 @pytest.mark.parametrize("how", ["argument", "argument by name"])
 def test_a_value_between_two_writes_is_refused_on_a_later_stage(how: str) -> None:
     """What is carried is one tensor, which has the last values."""
-    build = [make(TrackedNet, how, True) for _ in range(2)]
 
-    def rank_main(comm: Communicator) -> None:
-        pipe = Pipeline(ringcomm.split(build[comm.rank], ["blocks.2"], carry=["blocks.*"]), comm, microbatches=1)
+    def step(pipe: Pipeline, rank: int) -> None:
         with pytest.raises((InvalidArgumentError, AbortedError)) as error:
             pipe.step(torch.ones(2, 4, DIM))
-        assert comm.rank == 0 or "a result of blocks.0" in str(error.value)
+        assert rank == 0 or "a result of blocks.0" in str(error.value)
 
-    ringcomm.run_ranks(rank_main, 2, ranks="threads", timeout=30)
+    on_ranks(make(TrackedNet, how, True), ["blocks.2"], 2, step, carry=["blocks.*"], microbatches=1)
 
 
 class Positional(nn.Module):
@@ -900,15 +868,13 @@ class Twice(nn.Module):
 @pytest.mark.parametrize("carry", [[], ["blocks.0"]])
 def test_a_module_that_is_called_again_behind_the_cut(carry: list[str]) -> None:
     """With carry it gave the result of the first call once more."""
-    models = [make(Twice) for _ in range(2)]
 
-    def rank_main(comm: Communicator) -> None:
-        pipe = Pipeline(ringcomm.split(models[comm.rank], ["blocks.1"], carry=carry), comm, microbatches=1)
+    def step(pipe: Pipeline, rank: int) -> None:
         with pytest.raises((InvalidArgumentError, AbortedError)) as error:
             pipe.step(torch.ones(2, DIM))
         assert "rank 1 ran stage 1, whose forward called blocks.0 of stage 0 again" in str(error.value)
 
-    ringcomm.run_ranks(rank_main, 2, ranks="threads", timeout=30)
+    on_ranks(make(Twice), ["blocks.1"], 2, step, carry=carry, microbatches=1)
 
 
 class Masked(nn.Module):
@@ -941,15 +907,12 @@ class MaskedBlock(nn.Module):
     ],
 )
 def test_other_arguments_on_another_rank(inputs: list[dict[str, Any]], text: str) -> None:
-    models = [make(Masked) for _ in range(2)]
-
-    def rank_main(comm: Communicator) -> str:
-        pipe = Pipeline(ringcomm.split(models[comm.rank], ["blocks.1"]), comm, microbatches=1)
+    def step(pipe: Pipeline, rank: int) -> None:
         with pytest.raises((InvalidArgumentError, AbortedError)) as error:
-            pipe.step(torch.ones(2, DIM), **inputs[comm.rank])
-        return str(error.value)
+            pipe.step(torch.ones(2, DIM), **inputs[rank])
+        assert text in str(error.value)
 
-    assert all(text in each for each in ringcomm.run_ranks(rank_main, 2, ranks="threads", timeout=30))
+    on_ranks(make(Masked), ["blocks.1"], 2, step, microbatches=1)
 
 
 class Derived(nn.Module):
@@ -1178,21 +1141,16 @@ class WrittenInto(nn.Module):
 
 @pytest.mark.parametrize("at", [["blocks.1"], ["blocks.2"], ["blocks.1", "blocks.3"]], ids=len)
 def test_what_is_carried_has_the_values_that_its_module_gave(at: list[str]) -> None:
-    model = make(WrittenInto)
-    x = torch.randn(6, DIM, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    model, x = make(WrittenInto), numbers(6, DIM, seed=3, dtype=torch.float64)
     loss, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
-    models = [copy.deepcopy(model) for _ in range(len(at) + 1)]
 
-    def rank_main(comm: Communicator) -> Gradients:
-        pipe = Pipeline(ringcomm.split(models[comm.rank], at, carry=["blocks.*"]), comm, microbatches=3)
+    def step(pipe: Pipeline, rank: int) -> Gradients:
         torch.testing.assert_close(pipe.step(x), loss)
         torch.testing.assert_close(pipe.evaluate(x).loss, loss)
         return gradients(pipe)
 
-    found = {
-        name: grad for part in ringcomm.run_ranks(rank_main, len(models), timeout=30) for name, grad in part.items()
-    }
-    torch.testing.assert_close(found, dict(expected))
+    parts = on_ranks(model, at, len(at) + 1, step, carry=["blocks.*"], microbatches=3)
+    torch.testing.assert_close({name: grad for part in parts for name, grad in part.items()}, dict(expected))
 
 
 def test_a_write_that_nobody_sees_into_what_is_carried_is_refused() -> None:
@@ -1241,38 +1199,36 @@ class RootBuffers(nn.Module):
 @pytest.mark.parametrize("early", ["", "overwritten", "in a mode"])
 @pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 2), ("1f1b", 4), ("interleaved", 2)])
 def test_buffers_around_modules_are_those_of_the_last_stage(schedule: str, ranks: int, early: str) -> None:
-    model = make(RootBuffers, early)
-    x = torch.randn(6, DIM, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    model, x = make(RootBuffers, early), numbers(6, DIM, seed=3, dtype=torch.float64)
     at = ["blocks.2"] if ranks == 2 and schedule == "1f1b" else ["blocks.1", "blocks.2", "blocks.3"]
-    models = [copy.deepcopy(model) for _ in range(ranks)]
 
-    def rank_main(comm: Communicator) -> list[dict[str, torch.Tensor]]:
-        pipe = Pipeline(ringcomm.split(models[comm.rank], at), comm, microbatches=3, schedule=schedule)
+    def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+        return {name: each.clone() for name, each in model.named_buffers()}
+
+    def steps(pipe: Pipeline, rank: int) -> list[dict[str, torch.Tensor]]:
         found = []
         for _ in range(2):
             pipe.step(x)
-            found.append({name: each.clone() for name, each in pipe.named_buffers()})
+            found.append(buffers(pipe))
             assert all(type(each) is torch.Tensor for each in pipe.buffers())
         with torch.inference_mode():
             pipe.evaluate(x)
         pipe.evaluate(x)
-        return [*found, {name: each.clone() for name, each in pipe.named_buffers()}]
+        return [*found, buffers(pipe)]
 
+    done = on_ranks(model, at, ranks, steps, microbatches=3, schedule=schedule)
     expected = []
     for passes in (1, 1, 2):
         for each in x.chunk(3) * passes:
             model(each)
-        expected.append({name: each.clone() for name, each in model.named_buffers()})
-    for found in ringcomm.run_ranks(rank_main, ranks, timeout=30):
+        expected.append(buffers(model))
+    for found in done:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_a_buffer_that_is_read_before_a_later_stage_writes_it_is_refused() -> None:
-    def rank_main(comm: Communicator) -> str:
-        pipe = Pipeline(ringcomm.split(make(RootBuffers, "read"), ["blocks.2"]), comm, microbatches=2)
-        with pytest.raises(InvalidArgumentError) as caught:
+    def step(pipe: Pipeline, rank: int) -> None:
+        with pytest.raises(InvalidArgumentError, match="rank 0 ran stage 0, whose forward reads the buffer ema"):
             pipe.step(torch.ones(4, DIM, dtype=torch.float64))
-        return str(caught.value)
 
-    for text in ringcomm.run_ranks(rank_main, 2, timeout=20):
-        assert "rank 0 ran stage 0, whose forward reads the buffer ema" in text
+    on_ranks(make(RootBuffers, "read"), ["blocks.2"], 2, step, microbatches=2)

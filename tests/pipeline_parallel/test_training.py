@@ -28,11 +28,13 @@ from tests.pipeline_parallel.test_runner import (
     Block,
     Gradients,
     Net,
+    check_step,
     cross_entropy,
     cuts,
     differing,
     gradients,
     make,
+    numbers,
     on_ranks,
     plain,
     tokens,
@@ -41,27 +43,9 @@ from tests.pipeline_parallel.test_runner import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def parity(
-    model: nn.Module,
-    x: torch.Tensor,
-    at: list[str],
-    world_size: int,
-    around: Callable[[], Any] | None = None,
-    **options: Any,
-) -> None:
-    """The loss ``model(x)`` and its gradients, in the pipeline as in one process."""
-    m = options["microbatches"]
-    context = around or partial(torch.enable_grad)
-    with context():
-        loss, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(m)], m)
-
-    def step(pipe: Pipeline, rank: int) -> tuple[torch.Tensor, Gradients]:
-        with context():
-            return pipe.step(x), gradients(pipe)
-
-    done = on_ranks(model, at, world_size, step, **options)
-    assert all(torch.equal(found, loss) for found, _ in done), (done[0][0], loss)
-    assert differing([found for _, found in done], expected) == []
+def stages(schedule: str) -> list[str]:
+    """Cuts of four blocks for two ranks."""
+    return cuts(4 if schedule == "interleaved" else 2, 4)
 
 
 class Row(nn.Module):
@@ -77,6 +61,10 @@ class Row(nn.Module):
         return x.square().mean()
 
 
+def row(kind: type[nn.Module] = Block, how: str = "") -> Row:
+    return make(lambda: Row([kind(6) for _ in range(4)], how))
+
+
 class Checkpointed(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + checkpoint(self.mlp, self.norm(x), use_reentrant=False)
@@ -88,19 +76,14 @@ class Checkpointed(Block):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("where", ["inside", "around"])
 def test_activation_checkpoints(schedule: str, where: str) -> None:
-    model = make(
-        lambda: Row(
-            [(Checkpointed if where == "inside" else Block)(6) for _ in range(4)], "around" if where == "around" else ""
-        )
-    )
-    at = cuts(4 if schedule == "interleaved" else 2, 4)
-    parity(model, torch.randn(6, 6), at, 2, schedule=schedule, microbatches=3)
+    model = row(Checkpointed) if where == "inside" else row(how="around")
+    check_step(model, stages(schedule), 2, numbers(6, 6), schedule=schedule)
 
 
 def test_a_checkpoint_that_cuts_the_graph_is_refused() -> None:
-    model, x = make(lambda: Row([Block(6) for _ in range(2)], "reentrant")), torch.randn(4, 6, requires_grad=True)
-    with pytest.raises(ringcomm.InvalidArgumentError, match="use_reentrant=False"):
-        on_ranks(model, ["blocks.1"], 2, lambda pipe, rank: pipe.step(x), microbatches=2)
+    x = torch.randn(4, 6, requires_grad=True)
+    with pytest.raises(InvalidArgumentError, match="use_reentrant=False"):
+        on_ranks(row(how="reentrant"), ["blocks.1"], 2, lambda pipe, rank: pipe.step(x), microbatches=2)
 
 
 class Detached(Block):
@@ -111,26 +94,24 @@ class Detached(Block):
 def test_a_stage_that_cuts_the_graph_is_refused() -> None:
     model = make(lambda: Row([Block(6), Detached(6)]))
     model.blocks[1].requires_grad_(False)
-    with pytest.raises(ringcomm.InvalidArgumentError, match="no tensor that wants a gradient"):
+    with pytest.raises(InvalidArgumentError, match="no tensor that wants a gradient"):
         on_ranks(model, ["blocks.1"], 2, lambda pipe, rank: pipe.step(torch.randn(4, 6)), microbatches=2)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_autocast(schedule: str) -> None:
     around = partial(torch.autocast, "cpu", torch.bfloat16)
-    model = make(lambda: Row([Block(6) for _ in range(4)]))
-    parity(model, torch.randn(6, 6), cuts(2, 4), 2, around, schedule=schedule, microbatches=3)
+    check_step(row(), stages(schedule), 2, numbers(6, 6), around=around, schedule=schedule)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_types(dtype: torch.dtype) -> None:
-    model = make(lambda: Row([Block(6) for _ in range(4)])).to(dtype)
-    parity(model, torch.randn(6, 6, dtype=dtype), cuts(2, 4), 2, schedule="zero-bubble", microbatches=3)
+    check_step(row().to(dtype), cuts(2, 4), 2, numbers(6, 6, dtype=dtype), schedule="zero-bubble")
 
 
 @pytest.mark.parametrize("calls", [True, False])
 def test_a_loss_that_scales_itself(calls: bool) -> None:
-    model, x = make(lambda: Row([Block(6) for _ in range(4)])), torch.randn(6, 6)
+    model, x = row(), torch.randn(6, 6)
     _, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
     models = [copy.deepcopy(model) for _ in range(2)]
 
@@ -158,7 +139,7 @@ def test_a_loss_that_scales_itself(calls: bool) -> None:
 
 @pytest.mark.parametrize("overflow", [False, True])
 def test_loss_scaling(overflow: bool) -> None:
-    model, x = make(lambda: Row([Block(6) for _ in range(4)])), torch.randn(6, 6)
+    model, x = row(), torch.randn(6, 6)
     if overflow:
         x[0] = float("inf")
     _, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
@@ -188,11 +169,10 @@ def test_loss_scaling(overflow: bool) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_frozen_stage(schedule: str, frozen: int) -> None:
-    model = make(lambda: Row([Block(6) for _ in range(4)]))
+    model = row()
     for block in [*model.blocks][2 * frozen : 2 * frozen + 2]:
         block.requires_grad_(False)
-    at = cuts(4 if schedule == "interleaved" else 2, 4)
-    parity(model, torch.randn(6, 6), at, 2, schedule=schedule, microbatches=3)
+    check_step(model, stages(schedule), 2, numbers(6, 6), schedule=schedule)
 
 
 class Normed(nn.Module):
@@ -232,7 +212,7 @@ def test_batch_norm(at: list[str]) -> None:
     for found in done:
         assert all(torch.equal(value, buffers[name]) for name, value in found.items() if name in buffers)
     assert int(buffers["body.1.num_batches_tracked"]) == 3
-    parity(model, x, at, 2, microbatches=3)
+    check_step(model, at, 2, x)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -252,20 +232,10 @@ def test_the_hook_of_spectral_norm(schedule: str) -> None:
     assert all(torch.equal(found, values[name]) for _, _, state in done for name, found in state.items())
 
 
-def test_dropout_draws_as_one_process_where_one_rank_has_all() -> None:
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+def test_dropout_draws_as_one_process_where_one_rank_has_all(schedule: str) -> None:
     model = make(lambda: Row([nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)) for _ in range(2)]))
-    x = torch.randn(6, 6)
-    torch.manual_seed(5)
-    loss, expected = plain(model, [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
-
-    def step(pipe: Pipeline, rank: int) -> tuple[torch.Tensor, Gradients]:
-        return pipe.step(x), gradients(pipe)
-
-    for schedule in ("gpipe", "1f1b", "zero-bubble"):
-        torch.manual_seed(5)
-        ((found, grads),) = on_ranks(model, [], 1, step, microbatches=3, schedule=schedule)
-        assert torch.equal(found, loss)
-        assert differing([grads], expected) == []
+    check_step(model, [], 1, numbers(6, 6), around=torch.random.fork_rng, schedule=schedule)
 
 
 class Mean(nn.Module):
@@ -290,7 +260,7 @@ class Cropped(nn.Module):
 
 
 def test_a_crop_of_a_transposed_tensor_is_laid_out_as_in_one_process() -> None:
-    parity(make(Cropped), torch.randn(16, 33, 8), ["mean"], 2, microbatches=4, ties="exact")
+    check_step(make(Cropped), ["mean"], 2, numbers(16, 33, 8), 4, ties="exact")
 
 
 class AsksForType(nn.Module):
@@ -328,8 +298,7 @@ def test_forward_counts_the_parameters_of_all_stages(schedule: str) -> None:
     model = make(lambda: Counting([Block(6) for _ in range(4)]))
     model.blocks[3].norm.weight = model.blocks[0].norm.weight
     model.blocks[1].mlp[0].weight.requires_grad_(False)
-    at = cuts(4 if schedule == "interleaved" else 2, 4)
-    parity(model, torch.randn(6, 6), at, 2, schedule=schedule, microbatches=3, ties="exact")
+    check_step(model, stages(schedule), 2, numbers(6, 6), schedule=schedule, ties="exact")
 
 
 class Noised(nn.Module):
@@ -414,12 +383,11 @@ class DrawsOnce(Noised):
     ],
 )
 def test_draws_that_stages_do_not_share_are_refused(how: str, at: list[str], schedule: str, text: str) -> None:
-    def build(comm: Communicator) -> None:
-        stages = ringcomm.split(make(DrawsOnce, how), at, carry=["first", "blocks.*"])
-        Pipeline(stages, comm, microbatches=2, schedule=schedule).step(torch.ones(4, 4))
+    def step(pipe: Pipeline, rank: int) -> None:
+        pipe.step(torch.ones(4, 4))
 
     with pytest.raises(InvalidArgumentError, match=text):
-        ringcomm.run_ranks(build, 2, timeout=30)
+        on_ranks(make(DrawsOnce, how), at, 2, step, ["first", "blocks.*"], microbatches=2, schedule=schedule)
 
 
 # ---- evaluation ----------------------------------------------------------------------------------------------------
@@ -489,16 +457,9 @@ class Overwritten(nn.Module):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("how", ["buffer", "attribute"])
 def test_the_next_micro_batch_may_overwrite_what_a_stage_returned(how: str, schedule: str) -> None:
-    model, x = make(Overwritten, how).double(), torch.randn(10, 4, dtype=torch.float64)
-    loss, expected = plain(model, [lambda m, each=each: m(each) for each in x.chunk(5)], 5)
-
-    def step(pipe: Pipeline, rank: int) -> tuple[float, Gradients]:
-        return float(pipe.step(x)), gradients(pipe)
-
     at, ranks = ["second", "third", "fourth"], 2 if schedule == "interleaved" else 4
-    found = on_ranks(model, at, ranks, step, microbatches=5, schedule=schedule)
-    assert {each for each, _ in found} == {float(loss)}
-    assert not differing([each for _, each in found], expected)
+    x = numbers(10, 4, dtype=torch.float64)
+    check_step(make(Overwritten, how).double(), at, ranks, x, 5, schedule=schedule)
 
 
 class ReusesItsResult(torch.autograd.Function):
@@ -534,14 +495,8 @@ class Activation(nn.Module):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_backward_may_use_the_memory_of_what_was_sent(schedule: str) -> None:
-    model, x = make(Reusing).double(), torch.randn(16, 4, dtype=torch.float64)
-    _, expected = plain(model, [lambda m, each=each: m(each) for each in x.chunk(8)], 8)
-
-    def step(pipe: Pipeline, rank: int) -> Gradients:
-        pipe.step(x)
-        return gradients(pipe)
-
-    assert not differing(on_ranks(model, ["second"], 2, step, microbatches=8, schedule=schedule), expected)
+    x = numbers(16, 4, dtype=torch.float64)
+    check_step(make(Reusing).double(), ["second"], 2, x, 8, schedule=schedule)
 
 
 def test_a_result_that_needs_a_gradient_must_not_be_overwritten() -> None:
@@ -552,11 +507,13 @@ def test_a_result_that_needs_a_gradient_must_not_be_overwritten() -> None:
 
 def test_a_loss_of_the_output_alone_and_none_at_all() -> None:
     model, x = make(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))), torch.randn(4, 3)
-    with_loss = on_ranks(
-        model, ["1"], 2, lambda pipe, rank: pipe.evaluate(x), microbatches=2, loss=lambda output: output.mean()
-    )
+
+    def evaluate(pipe: Pipeline, rank: int) -> Any:
+        return pipe.evaluate(x)
+
+    with_loss = on_ranks(model, ["1"], 2, evaluate, microbatches=2, loss=lambda output: output.mean())
     assert all(each.loss is not None for each in with_loss)
-    without = on_ranks(model, ["1"], 2, lambda pipe, rank: pipe.evaluate(x), microbatches=2)
+    without = on_ranks(model, ["1"], 2, evaluate, microbatches=2)
     assert all(each.loss is None for each in without)
     assert torch.equal(without[1].output, torch.cat([model(a) for a in x.chunk(2)]))
 
@@ -668,37 +625,28 @@ def test_the_timeline_has_every_action_in_order() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_hooks_on_parameters(schedule: str) -> None:
     def hooked() -> Row:
-        model = Row([Block(6) for _ in range(4)])
+        model = row()
         for p in model.parameters():
             p.register_hook(lambda grad: grad * 2)
             if p.dim() == 1:
                 p.register_post_accumulate_grad_hook(lambda p: (p.grad.mul_(0.5), None)[1])
         return model
 
-    x = torch.randn(6, 6)
-    _, expected = plain_of(make(hooked), x)
-    models = [make(hooked) for _ in range(2)]
+    x, whole = torch.randn(6, 6), hooked()
+    for part in x.chunk(3):
+        (whole(part) / 3).backward()
+    models = [hooked() for _ in range(2)]  # a copy would have no hooks
 
     def rank_main(comm: Communicator) -> Gradients:
         pipe = Pipeline(ringcomm.split(models[comm.rank], cuts(2, 4)), comm, microbatches=3, schedule=schedule)
         pipe.step(x)
         return gradients(pipe)
 
-    assert differing(ringcomm.run_ranks(rank_main, 2, timeout=30), expected) == []
-
-
-def plain_of(model: Row, x: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
-    """As `plain`, of the model itself: a copy has no hooks."""
-    total = torch.zeros(())
-    for each in x.chunk(3):
-        loss = model(each) / 3
-        loss.backward()
-        total = total + loss.detach()
-    return total, gradients(model)
+    assert differing(ringcomm.run_ranks(rank_main, 2, timeout=30), gradients(whole)) == []
 
 
 def test_compiled_blocks() -> None:
-    x, start = torch.randn(6, 6), make(lambda: Row([Block(6) for _ in range(4)]))
+    x, start = torch.randn(6, 6), row()
     _, expected = plain(start, [lambda net, a=a: net(a) for a in x.chunk(3)], 3)
     models = [copy.deepcopy(start) for _ in range(2)]
     for model in models:
@@ -715,7 +663,7 @@ def test_compiled_blocks() -> None:
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_compiled_model_that_is_cut_is_refused(wrapped: bool) -> None:
-    model: Any = Row([Block(6) for _ in range(4)])
+    model: Any = row()
     if wrapped:
         model = torch.compile(model, backend="eager")
     else:
