@@ -29,7 +29,7 @@ from ringcomm.errors import (
 from ringcomm.pipeline_parallel.pipeline import Pipeline
 from ringcomm.pipeline_parallel.schedules import Schedule, one_f_one_b
 from tests.pipeline_parallel.test_runner import Block, Net, cross_entropy, cuts, make, tokens
-from tests.support.choice import slow
+from tests.support.choice import choose, slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -278,92 +278,69 @@ def raises_at(number: int, schedule: str) -> Callable[[Communicator], Any]:
     return rank_main
 
 
-@pytest.mark.parametrize(
-    ("rank_main", "world_size", "kind", "text"),
-    [
-        (wrong_order, 2, InvalidArgumentError, "order of their calls"),
-        (lambda c: pipeline(c, Foreign(), ["second"]).step(torch.ones(2, 6)), 2, InvalidArgumentError, "of stage 0"),
-        (lambda c: pipeline(c, Words(), ["second"]).step(torch.ones(2, 6)), 2, InvalidArgumentError, "no tensor on"),
-        (lambda c: pipeline(c, row(), ["2"]).step(torch.ones(0, 6)), 2, ShapeError, "(0, 6)"),
-        (
-            lambda c: pipeline(c, row(), ["2"], loss=raising).step(torch.ones(4, 6), target=torch.ones(0)),
-            2,
-            ShapeError,
-            "the target of shape (0,)",
-        ),
-        (
-            lambda c: pipeline(c, row(), ["2"], loss=raising).step(torch.ones(1, 6), target=[0, 1]),
-            2,
-            ShapeError,
-            "(1, 6) and a list",
-        ),
-        (
-            lambda c: pipeline(c, row(), ["2"], static_shapes=True).step(torch.ones(1, 6)),
-            2,
-            ShapeError,
-            "static_shapes=True and 1 rows in the batch",
-        ),
-        (
-            lambda c: pipeline(c, row(), ["2"], loss=raising).step(torch.ones(5, 6), target=(torch.ones(7, 6),)),
-            2,
-            ShapeError,
-            "the target[0] of shape (7, 6), expected 5 rows",
-        ),
-        *(
-            (
-                lambda c, shape=shape: pipeline(c, Positioned(), ["second"]).step(
-                    torch.ones(8, 4, 6), pos={"table": torch.ones(shape)}
-                ),
-                2,
-                ShapeError,
-                "the argument 'pos'['table'] of shape",
-            )
-            for shape in [(4, 6), (12, 6), (0, 6)]
-        ),
-        (
-            lambda c: pipeline(c, row(), ["2"], loss=raising).step(
-                **({"input": torch.ones(5, 6)} if c.rank == 0 else {"target": torch.ones(10, 6)})
-            ),
-            2,
-            ShapeError,
-            "got 1/2 of a batch's rows",
-        ),
-        (
-            lambda c: pipeline(c, row(), ["2"], static_shapes=True, loss=torch.mean).step(torch.ones(5, 6)),
-            2,
-            ShapeError,
-            "static_shapes=False",
-        ),
-        (lambda c: pipeline(c, row(), ["2"]).step([torch.ones(3, 6)]), 2, InvalidArgumentError, "list of 1"),
-        (
-            lambda c: pipeline(c, row(), ["2"], loss=lambda output: output).step(torch.ones(2, 6)),
-            2,
-            InvalidArgumentError,
-            "a tensor of shape (1, 6) as the loss",
-        ),
-        (
-            lambda c: pipeline(c, row(), ["2"], loss=lambda output: 3.0).step(torch.ones(2, 6)),
-            2,
-            InvalidArgumentError,
-            "a float as the loss",
-        ),
-        (lambda c: pipeline(c, row(), ["2"], loss=None).step(torch.ones(2, 6)), 2, InvalidArgumentError, "pass loss="),
-        (
-            lambda c: pipeline(c, row(), ["2"], loss=lambda output: (output.mean(), {})).step(torch.ones(2, 6)),
-            2,
-            InvalidArgumentError,
-            "a tuple as the loss of a micro-batch, expected one number; return the loss alone",
-        ),
-        (lambda c: pipeline(c, row(), ["2"], loss=raising).step(torch.ones(2, 6)), 2, ZeroDivisionError, "in the loss"),
-        (raises_at(0, "1f1b"), 3, ZeroDivisionError, "middle"),
-        slow(raises_at(1, "gpipe"), 3, ZeroDivisionError, "middle"),
-        (raises_at(2, "zero-bubble"), 3, ZeroDivisionError, "middle"),
-    ],
-)
-def test_an_error_on_one_rank_ends_all(
-    rank_main: Callable[[Communicator], Any], world_size: int, kind: type[Exception], text: str
-) -> None:
-    found = errors(rank_main, world_size)
+def steps(
+    *args: Any, model: Callable[[], nn.Module] = row, at: str = "2", target: Any = None, **options: Any
+) -> Callable[[Communicator], Any]:
+    """A step of a pipeline of two stages."""
+    return lambda comm: pipeline(comm, model(), [at], **options).step(*args, target=target)
+
+
+def with_positions(*shape: int) -> Callable[[Communicator], Any]:
+    inputs = {"x": torch.ones(8, 4, 6), "pos": {"table": torch.ones(shape)}}
+    return lambda comm: pipeline(comm, Positioned(), ["second"]).step(**inputs)
+
+
+def half_a_row(comm: Communicator) -> Any:
+    inputs = {"input": torch.ones(5, 6)} if comm.rank == 0 else {"target": torch.ones(10, 6)}
+    return pipeline(comm, row(), ["2"], loss=raising).step(**inputs)
+
+
+def ones(rows: int) -> torch.Tensor:
+    return torch.ones(rows, 6)
+
+
+ERRORS: dict[str, tuple[Callable[[Communicator], Any], type[Exception], str]] = {
+    "another order": (wrong_order, InvalidArgumentError, "order of their calls"),
+    "an earlier stage": (steps(ones(2), model=Foreign, at="second"), InvalidArgumentError, "of stage 0"),
+    "no tensor": (steps(ones(2), model=Words, at="second"), InvalidArgumentError, "no tensor on"),
+    "no rows": (steps(ones(0)), ShapeError, "(0, 6)"),
+    "no target": (steps(ones(4), target=torch.ones(0), loss=raising), ShapeError, "the target of shape (0,)"),
+    "a list as the target": (steps(ones(1), target=[0, 1], loss=raising), ShapeError, "(1, 6) and a list"),
+    "too few rows": (steps(ones(1), static_shapes=True), ShapeError, "static_shapes=True and 1 rows in the batch"),
+    "a longer target": (
+        steps(ones(5), target=(ones(7),), loss=raising),
+        ShapeError,
+        "the target[0] of shape (7, 6), expected 5 rows",
+    ),
+    "half of the rows": (with_positions(4, 6), ShapeError, "the argument 'pos'['table'] of shape"),
+    "half as many more": (with_positions(12, 6), ShapeError, "the argument 'pos'['table'] of shape"),
+    "an empty table": (with_positions(0, 6), ShapeError, "the argument 'pos'['table'] of shape"),
+    "half a row": (half_a_row, ShapeError, "got 1/2 of a batch's rows"),
+    "uneven rows": (steps(ones(5), static_shapes=True, loss=torch.mean), ShapeError, "static_shapes=False"),
+    "a list of one": (steps([torch.ones(3, 6)]), InvalidArgumentError, "list of 1"),
+    "a loss of many numbers": (
+        steps(ones(2), loss=lambda output: output),
+        InvalidArgumentError,
+        "a tensor of shape (1, 6) as the loss",
+    ),
+    "a loss that is a float": (steps(ones(2), loss=lambda output: 3.0), InvalidArgumentError, "a float as the loss"),
+    "no loss": (steps(ones(2), loss=None), InvalidArgumentError, "pass loss="),
+    "a loss with more": (
+        steps(ones(2), loss=lambda output: (output.mean(), {})),
+        InvalidArgumentError,
+        "a tuple as the loss of a micro-batch, expected one number; return the loss alone",
+    ),
+    "in the loss": (steps(ones(2), loss=raising), ZeroDivisionError, "in the loss"),
+    "in stage 0": (raises_at(0, "1f1b"), ZeroDivisionError, "middle"),
+    "in stage 1": (raises_at(1, "gpipe"), ZeroDivisionError, "middle"),
+    "in stage 2": (raises_at(2, "zero-bubble"), ZeroDivisionError, "middle"),
+}
+
+
+@pytest.mark.parametrize("case", choose(ERRORS, ERRORS.keys() - {"in stage 1"}))
+def test_an_error_on_one_rank_ends_all(case: str) -> None:
+    rank_main, kind, text = ERRORS[case]
+    found = errors(rank_main, 3 if case.startswith("in stage") else 2)
     own = [error for error in found if isinstance(error, kind)]
     assert own, found
     assert all(isinstance(error, (kind, AbortedError)) for error in found), found
