@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -10,8 +9,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ringcomm.tensor_parallel.plan import parallelize
-from tests.support.mesh.tensor_cases import on_ranks, unlike
+from tests.support.mesh.tensor_cases import on_parts, unlike
 from tests.tensor_parallel.test_plan import KINDS, loss_of, make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,16 +41,14 @@ def averaged(model: nn.Module, early: bool) -> tuple[float, float, nn.Module]:
 )
 def test_an_average_of_the_weights(kind: str, verify: bool, early: bool) -> None:
     whole = make(0)
-    models = [copy.deepcopy(whole) for _ in range(2)]
     expected = averaged(whole, early)
     plan, options = KINDS[kind]
 
-    def rank(comm: Any) -> None:
-        model = parallelize(models[comm.rank], plan, comm, **options, verify=verify)
+    def check(model: nn.Module, comm: Any) -> None:
         last, of_average, average = averaged(model, early)
         assert abs(last - expected[0]) < 1e-9
         assert abs(of_average - expected[1]) < 1e-9
         assert abs(of_average - last) > 1e-6
         assert unlike(average, expected[2], 100) == []
 
-    on_ranks(rank, 2)
+    on_parts(make(0), plan, check, **options, verify=verify)

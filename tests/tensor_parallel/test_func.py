@@ -14,7 +14,7 @@ import ringcomm
 from ringcomm.errors import UnsupportedError
 from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import Colwise
-from tests.support.mesh.tensor_cases import close, on_ranks, part
+from tests.support.mesh.tensor_cases import close, on_parts, part
 
 PLANS: dict[str, dict[str, Any]] = {
     "pair": {"0": "colwise", "2": "rowwise"},
@@ -67,25 +67,21 @@ def test_transforms(plan: str) -> None:
 
 
 def test_a_batch_of_gradients_is_refused() -> None:
-    models = [make() for _ in range(2)]
-
-    def rank(comm: Any) -> None:
-        model, x = parallelize(models[comm.rank], PLANS["pair"], comm), torch.ones(8).double()
+    def check(model: nn.Module, comm: Any) -> None:
+        x = torch.ones(8).double()
         plain = torch.autograd.functional.jacobian(model, x)
         assert plain.shape == (8, 8)
         y = model(x.requires_grad_())
         with pytest.raises(UnsupportedError, match=r"parallelize: rank \d got a batch of gradients"):
             torch.autograd.grad(y, x, torch.eye(8).double(), is_grads_batched=True)
 
-    on_ranks(rank, 2)
+    on_parts(make(), PLANS["pair"], check)
 
 
 def test_an_error_of_a_transform_is_not_explained_by_the_plan() -> None:
-    models = [nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(2)]
-
-    def rank(comm: Any) -> None:
-        model = parallelize(models[comm.rank], {"0": "vocab", "1": "colwise", "2": "rowwise"}, comm)
+    def check(model: nn.Module, comm: Any) -> None:
         with pytest.raises(RuntimeError, match=r"^vmap: "):  # the embedding looks at the tokens
             vmap(model)(torch.ones(2, 3, dtype=torch.int64))
 
-    on_ranks(rank, 2)
+    model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 8), nn.Linear(8, 4))
+    on_parts(model, {"0": "vocab", "1": "colwise", "2": "rowwise"}, check)

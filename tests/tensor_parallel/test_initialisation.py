@@ -14,7 +14,7 @@ from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.modules.shard_spec import part_of
 from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import Colwise
-from tests.support.mesh.tensor_cases import on_ranks, part
+from tests.support.mesh.tensor_cases import on_parts, on_ranks, part
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -62,10 +62,9 @@ CHANGES: dict[str, Callable[[nn.Module], None]] = {
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("change", [*CHANGES])
 def test_apply_gives_a_rank_its_part_of_the_values_of_the_whole(change: str, trained: bool) -> None:
-    whole, models = make(), [make() for _ in range(2)]
+    whole = make()
 
-    def rank(comm: Any) -> nn.Module:
-        model = parallelize(models[comm.rank], PLAN, comm)
+    def rank(model: nn.Module, comm: Any) -> nn.Module:
         if trained:
             model(torch.tensor([1, 2])).sum().backward()
         return model
@@ -75,7 +74,7 @@ def test_apply_gives_a_rank_its_part_of_the_values_of_the_whole(change: str, tra
     after = torch.rand(1)
     expected = dict(whole.named_parameters())
 
-    for model in on_ranks(rank, 2):
+    for model in on_parts(make(), PLAN, rank):
         before = dict(model.named_parameters())
         shapes = {name: p.shape for name, p in before.items()}
         torch.manual_seed(5)
@@ -90,28 +89,24 @@ def test_apply_gives_a_rank_its_part_of_the_values_of_the_whole(change: str, tra
 
 
 def test_a_layer_of_its_own_is_initialised_again() -> None:
-    def rank(comm: Any) -> None:
-        model = parallelize(nn.Sequential(nn.Linear(4, 8)), {"0": "colwise"}, comm)
+    def check(model: nn.Module, comm: Any) -> None:
         assert (model[0].in_features, model[0].out_features, model[0].weight.shape) == (4, 8, (4, 4))
         before = model[0].weight.detach().clone()
         model[0].reset_parameters()
         assert not torch.equal(model[0].weight, before)
 
-    on_ranks(rank, 2)
+    on_parts(nn.Sequential(nn.Linear(4, 8)), {"0": "colwise"}, check)
 
 
 def test_groups_by_class() -> None:
     """As minGPT decides which parameters decay."""
 
-    models = [make() for _ in range(2)]
-
-    def rank(comm: Any) -> None:
-        model = parallelize(models[comm.rank], PLAN, comm)
+    def check(model: nn.Module, comm: Any) -> None:
         kinds = {kind: [name for name, each in model.named_modules() if isinstance(each, kind)] for kind in KINDS}
         assert kinds == {nn.Linear: ["1", "3", "4"], nn.Embedding: ["0"]}
         assert model[0].max_norm is None
 
-    on_ranks(rank, 2)
+    on_parts(make(), PLAN, check)
 
 
 KINDS = (nn.Linear, nn.Embedding)

@@ -3,7 +3,6 @@ the same over the ranks or say so in their first forward pass."""
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import warnings
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from ringcomm.tensor_parallel.group import f
 from ringcomm.tensor_parallel.outputs import OutputSharding
 from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import Colwise
-from tests.support.mesh.tensor_cases import on_ranks, unlike
+from tests.support.mesh.tensor_cases import on_parts, on_ranks, unlike
 from tests.tensor_parallel.test_transformers import VOCABULARY, check, gpt2, run, spread
 
 pytestmark = [
@@ -98,16 +97,12 @@ def test_cut_as_the_module_parts_them(kind: str, plan: Plan | None) -> None:
 
 @pytest.mark.parametrize(("kind", "plan", "sentence"), REFUSED, ids=lambda each: str(each)[:12])
 def test_cut_otherwise(kind: str, plan: Plan, sentence: str) -> None:
-    models = [MODELS[kind]()]
-    models.append(copy.deepcopy(models[0]))
-
-    def rank(comm: Any) -> str:
-        model = parallelize(models[comm.rank], plan, comm)
+    def error(model: nn.Module, comm: Any) -> str:
         with pytest.raises(InvalidArgumentError, match=sentence) as found:
             run(model)
         return str(found.value)
 
-    for number, said in enumerate(on_ranks(rank, 2)):
+    for number, said in enumerate(on_parts(MODELS[kind](), plan, error)):
         assert said.startswith(f"parallelize: rank {number} got ")
         assert "\n" not in said
 
@@ -248,26 +243,22 @@ def test_a_refused_call_is_refused_again() -> None:
             y = self.up(x)
             return y.softmax(-1) if len(x) == 2 else y.chunk(3, -1)[0]
 
-    def rank(comm: Any) -> None:
-        model = parallelize(Scores(), {"up": "colwise"}, comm)
+    def check(model: nn.Module, comm: Any) -> None:
         for length in (2, 2, 3, 3):
             with pytest.raises(InvalidArgumentError, match="up, whose 24 outputs are cut"):
                 model(torch.ones(length, 4))
 
-    on_ranks(rank, 2)
+    on_parts(Scores(), {"up": "colwise"}, check)
 
 
 def test_outputs_are_watched_once() -> None:
-    models = [nn.Sequential(nn.Linear(4, 8)) for _ in range(2)]
-
-    def rank(comm: Any) -> None:
-        model = parallelize(models[comm.rank], {"0": "colwise"}, comm)
+    def check(model: nn.Module, comm: Any) -> None:
         before = dict(vars(model[0]))
         assert type(model(torch.ones(4))) is not torch.Tensor
         assert vars(model[0]) == before  # a pipeline hands on what a module leaves in its attributes
         assert type(model(torch.ones(4))) is torch.Tensor
 
-    on_ranks(rank, 2)
+    on_parts(nn.Sequential(nn.Linear(4, 8)), {"0": "colwise"}, check)
 
 
 class Uses(nn.Module):
@@ -291,17 +282,14 @@ class Uses(nn.Module):
     ],
 )
 def test_uses_in_a_forward_pass(use: Callable[[torch.Tensor], Any], sentence: str | None) -> None:
-    models = [Uses(use) for _ in range(2)]
-
-    def rank(comm: Any) -> None:
-        model = parallelize(models[comm.rank], {"up": "colwise", "down": "rowwise"}, comm)
+    def check(model: nn.Module, comm: Any) -> None:
         if sentence is None:
             model(torch.ones(2, 4))
             return
         with pytest.raises(InvalidArgumentError, match=f"up, whose 8 outputs are cut.* but {sentence}"):
             model(torch.ones(2, 4))
 
-    on_ranks(rank, 2)
+    on_parts(Uses(use), {"up": "colwise", "down": "rowwise"}, check)
 
 
 @pytest.mark.parametrize(
@@ -316,13 +304,9 @@ def test_uses_in_a_forward_pass(use: Callable[[torch.Tensor], Any], sentence: st
 @pytest.mark.parametrize("frozen", [False, True])
 def test_detached_outputs_give_a_warning(use: Callable[[torch.Tensor], Any], sentence: str, frozen: bool) -> None:
     """Programs log them, and compute with them."""
-    models = [Uses(use).requires_grad_(not frozen) for _ in range(2)]
-
-    def rank(comm: Any) -> None:
-        parallelize(models[comm.rank], {"up": "colwise", "down": "rowwise"}, comm)(torch.ones(2, 4))
-
+    model = Uses(use).requires_grad_(not frozen)
     with pytest.warns(UserWarning, match=f"up, whose 8 outputs are cut.* but {sentence}") as told:
-        on_ranks(rank, 2)
+        on_parts(model, {"up": "colwise", "down": "rowwise"}, lambda model, comm: model(torch.ones(2, 4)))
     assert {each.filename for each in told} == {__file__}
 
 
@@ -390,26 +374,24 @@ def test_a_gate_that_the_program_sums_by_itself_is_right() -> None:
             gate = self.gate(h)
             return self.down(h * (gate if self.comm is None else Copy.apply(gate, self.comm)))
 
-    plain, models = Gated(), [Gated() for _ in range(2)]
+    plain = Gated()
     plain(torch.ones(2, 4)).sum().backward()
 
-    def rank(comm: Any) -> torch.Tensor:
-        model = parallelize(models[comm.rank], {"up": "colwise", "gate": "rowwise", "down": "rowwise"}, comm)
+    def gradient(model: nn.Module, comm: Any) -> torch.Tensor:
         model.comm = comm
         model(torch.ones(2, 4)).sum().backward()
         return model.gate.bias.grad
 
-    for grad in on_ranks(rank, 2):
+    for grad in on_parts(plain, {"up": "colwise", "gate": "rowwise", "down": "rowwise"}, gradient):
         torch.testing.assert_close(grad, plain.gate.bias.grad)
 
 
 def test_a_rank_that_has_its_outputs_may_read_them() -> None:
-    def rank(comm: Any) -> None:
-        model = parallelize(nn.Sequential(nn.Linear(4, 8)), {"0": "colwise"}, comm)
+    def check(model: nn.Module, comm: Any) -> None:
         h = model(torch.ones(2, 4)).detach()
         assert len(h.tolist()) == len(h.numpy()) == comm.all_gather(h).shape[0] // 2 == 2
 
-    on_ranks(rank, 2)
+    on_parts(nn.Sequential(nn.Linear(4, 8)), {"0": "colwise"}, check)
 
 
 class Gate(nn.Module):

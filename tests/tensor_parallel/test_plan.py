@@ -26,7 +26,7 @@ from ringcomm.tensor_parallel.layers import RowParallelLinear
 from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import Colwise
 from tests.support.choice import slow
-from tests.support.mesh.tensor_cases import close, difference, on_ranks, part, sent, unlike
+from tests.support.mesh.tensor_cases import close, difference, on_parts, on_ranks, part, sent, unlike
 from tests.support.seeded import seeded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -171,18 +171,16 @@ def test_a_layer_that_is_used_twice_stays_one() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.also(self.b(self.norm(self.a(x))))
 
-    whole = Twice().double()
-    models = [copy.deepcopy(whole) for _ in range(3)]
-    whole(torch.ones(3, 6).double() * torch.arange(6)).sin().sum().backward()
+    whole, x = Twice().double(), torch.ones(3, 6).double() * torch.arange(6)
+    whole(x).sin().sum().backward()
 
-    def rank(comm: Any) -> None:
-        plan = {"a": Colwise(gather_output=True), "b": Colwise(gather_output=True), "norm": "replicate"}
-        model = parallelize(models[comm.rank], plan, comm)
+    def check(model: nn.Module, comm: Any) -> None:
         assert model.a is model.b
-        model(torch.ones(3, 6).double() * torch.arange(6)).sin().sum().backward()
+        model(x).sin().sum().backward()
         assert unlike(model, whole, 5) == []
 
-    on_ranks(rank, 3)
+    plan = {"a": Colwise(gather_output=True), "b": Colwise(gather_output=True), "norm": "replicate"}
+    on_parts(whole, plan, check, 3)
 
 
 def test_the_module_that_is_passed_itself_has_a_name_in_the_plan() -> None:
@@ -201,48 +199,35 @@ def test_the_module_that_is_passed_itself_has_a_name_in_the_plan() -> None:
     model, x = Attention(), torch.randn(2, 5, 8)
     layers: dict[str, Any] = {"qkv": Colwise(parts=3), "proj": "rowwise"}
 
-    def rank(comm: Any) -> None:
-        sharded = parallelize(copy.deepcopy(model), {"": "heads", **layers}, comm)
+    def check(sharded: nn.Module, comm: Any) -> None:
         assert sharded.heads == 2
         assert close(sharded(x), model(x))
 
     with pytest.warns(UserWarning, match=r"pass \{'': 'heads'\} in the plan, else 'replicate'"):
-        on_ranks(lambda comm: parallelize(copy.deepcopy(model), layers, comm), 2)
-    on_ranks(rank, 2)
+        on_parts(model, layers, lambda sharded, comm: None)
+    on_parts(model, {"": "heads", **layers}, check)
 
 
 def test_norms_that_share_a_weight_sum_its_gradient_once() -> None:
     whole = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6), nn.LayerNorm(6)).double()
     whole[4].weight = whole[0].weight
-    models = [copy.deepcopy(whole) for _ in range(3)]
     x = torch.randn(6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     whole(x).sin().sum().backward()
 
-    def rank(comm: Any) -> None:
-        plan = {"0": "sequence", "1": "colwise", "3": "rowwise", "4": "sequence"}
-        model = parallelize(models[comm.rank], plan, comm, sequence_dim=0)
+    def check(model: nn.Module, comm: Any) -> None:
         model(x.chunk(3)[comm.rank]).sin().sum().backward()
         assert unlike(model, whole) == []
 
-    on_ranks(rank, 3)
+    on_parts(whole, {"0": "sequence", "1": "colwise", "3": "rowwise", "4": "sequence"}, check, 3, sequence_dim=0)
 
 
 @pytest.mark.parametrize("verify", [False, True])
 def test_a_sequence_that_nobody_cuts_is_noticed(verify: bool) -> None:
-    models = [nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 12), nn.Linear(12, 6)) for _ in range(2)]
+    model = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 12), nn.Linear(12, 6))
+    plan, x = {"0": "sequence", "1": "colwise", "2": "rowwise"}, torch.arange(24.0).view(4, 6)
     said = "got the same input of 0 on all ranks, expected this rank's part of the sequence; name in the plan"
-
-    def rank(comm: Any) -> None:
-        plan = {"0": "sequence", "1": "colwise", "2": "rowwise"}
-        model = parallelize(models[comm.rank], plan, comm, sequence_dim=0, verify=verify)
-        model(torch.arange(24.0).view(4, 6))
-
-    if verify:
-        with pytest.raises(InvalidArgumentError, match=said):
-            on_ranks(rank, 2)
-    else:
-        with pytest.warns(UserWarning, match=said):
-            on_ranks(rank, 2)
+    with pytest.raises(InvalidArgumentError, match=said) if verify else pytest.warns(UserWarning, match=said):
+        on_parts(model, plan, lambda cut, comm: cut(x), sequence_dim=0, verify=verify)
 
 
 class Penalised(nn.Module):
@@ -266,10 +251,8 @@ class Penalised(nn.Module):
 @pytest.mark.parametrize(("how", "name"), [("all", "square"), ("turned", "__get__"), ("bias", "mean"), ("none", "")])
 def test_code_that_computes_with_a_cut_weight_is_noticed(how: str, name: str, compiled: bool) -> None:
     """In the first forward pass with gradients, once; not under torch.compile, which would look at what looks on."""
-    models = [Penalised(how) for _ in range(2)]
 
-    def rank(comm: Any) -> None:
-        model = parallelize(models[comm.rank], {"up": "colwise", "down": "rowwise"}, comm)
+    def passes(model: nn.Module, comm: Any) -> None:
         if compiled:
             model.up.compile(backend="eager")
         with torch.no_grad():
@@ -279,7 +262,7 @@ def test_code_that_computes_with_a_cut_weight_is_noticed(how: str, name: str, co
 
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always", UserWarning)
-        on_ranks(rank, 2)
+        on_parts(Penalised(how), {"up": "colwise", "down": "rowwise"}, passes)
     said = [str(each.message) for each in seen if "outside of the layer" in str(each.message)]
     assert len(said) == (2 if name and not compiled else 0)
     assert all(
@@ -289,17 +272,15 @@ def test_code_that_computes_with_a_cut_weight_is_noticed(how: str, name: str, co
 
 def test_frozen_parameters_that_are_trained_later() -> None:
     whole = make(0)
-    models = [copy.deepcopy(whole).requires_grad_(False) for _ in range(3)]
     loss_of(whole)[0].backward()
 
-    def rank(comm: Any) -> None:
-        model = parallelize(models[comm.rank], *KINDS["sequence"][:1], comm, sequence_dim=1)
+    def check(model: nn.Module, comm: Any) -> None:
         assert not any(p.requires_grad for p in model.parameters())
         model.requires_grad_(True)
         loss_of(model)[0].backward()
         assert unlike(model, whole, 5) == []
 
-    on_ranks(rank, 3)
+    on_parts(make(0).requires_grad_(False), KINDS["sequence"][0], check, 3, sequence_dim=1)
 
 
 # ---- training ------------------------------------------------------------------------------------------------------
@@ -325,7 +306,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("kind", [slow("tensor"), "overlap"])
 def test_twenty_steps(kind: str) -> None:
     whole = make(0)
-    models = [copy.deepcopy(whole) for _ in range(3)]
+    plan, options = KINDS[kind]
 
     def no_clip(parameters: Any, _: float) -> float:
         return 0.0
@@ -333,12 +314,11 @@ def test_twenty_steps(kind: str) -> None:
     train(whole, adamw(whole), no_clip, 1, 0, 20)
     expected = dict(whole.named_parameters())
 
-    def rank(comm: Any) -> float:
-        model = parallelize(models[comm.rank], KINDS[kind][0], comm, **KINDS[kind][1])
+    def worst(model: nn.Module, comm: Any) -> float:
         train(model, adamw(model), no_clip, 1, 0, 20)
         return max(difference(p, part(expected[name], p)) for name, p in model.named_parameters())
 
-    assert max(on_ranks(rank, 3)) < 1e-8  # AdamW divides small numbers by small numbers
+    assert max(on_parts(make(0), plan, worst, 3, **options)) < 1e-8  # AdamW divides small numbers by small numbers
 
 
 def made_anew(model: nn.Module, how: str) -> nn.Module:
@@ -436,19 +416,17 @@ def on_the_wire(traffic: Any, t: int) -> float:
 
 def messages(plan: Plan, options: Any, world_size: int, recompute: bool = False) -> tuple[Any, float]:
     """Of one layer, forward and backward: what three layers send more than two."""
+
+    def step(model: nn.Module, comm: Any) -> Any:
+        model.recompute = recompute
+        loss_of(model)[0].backward()
+        return sent(comm)
+
+    chosen = {("layers.*.down" if name == "layers.0.down" else name): style for name, style in plan.items()}
+    chosen.pop("layers.1.down")
     found = []
     for layers in (2, 3):
-        models = [make(0, layers=layers, normed=False) for _ in range(world_size)]
-        chosen = {("layers.*.down" if name == "layers.0.down" else name): style for name, style in plan.items()}
-        chosen.pop("layers.1.down")
-
-        def rank(comm: Any, models: Any = models, chosen: Any = chosen) -> Any:
-            model = parallelize(models[comm.rank], chosen, comm, **options)
-            model.recompute = recompute
-            loss_of(model)[0].backward()
-            return sent(comm)
-
-        everybody = on_ranks(rank, world_size)
+        everybody = on_parts(make(0, layers=layers, normed=False), chosen, step, world_size, **options)
         assert all(each == everybody[0] for each in everybody)
         found.append(everybody[0])
     found[1].subtract(found[0])

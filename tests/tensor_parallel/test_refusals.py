@@ -15,7 +15,7 @@ from ringcomm.modules.arguments import matches
 from ringcomm.tensor_parallel.group import f
 from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import STYLES, Colwise, Dropout, Heads, Vocab
-from tests.support.mesh.tensor_cases import on_ranks
+from tests.support.mesh.tensor_cases import on_parts, on_ranks
 from tests.tensor_parallel.test_plan import GPT, KINDS, SEQUENCE, TENSOR, Plan, make, tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -192,11 +192,8 @@ class Functional(nn.Module):
 
 def test_a_product_with_the_weight_of_a_cut_embedding() -> None:
     """Is refused in the first forward pass with gradients, but of code that knows of ranks."""
-    models = [Functional() for _ in range(3)]
 
-    def rank(comm: Any) -> None:
-        plan = {"embed": "vocab", "up": "colwise", "down": "rowwise"}
-        model = parallelize(models[comm.rank], plan, comm)
+    def check(model: nn.Module, comm: Any) -> None:
         tokens = torch.arange(9)
         with torch.no_grad():
             assert model(tokens, 1, comm).shape == (9, 3)
@@ -205,7 +202,7 @@ def test_a_product_with_the_weight_of_a_cut_embedding() -> None:
                 model(tokens, how, comm)
         assert model(tokens, 1, comm).shape == (9, 3)
 
-    on_ranks(rank, 3)
+    on_parts(Functional(), {"embed": "vocab", "up": "colwise", "down": "rowwise"}, check, 3)
 
 
 def watched(register: str) -> nn.Module:
@@ -356,15 +353,12 @@ def test_ranks_that_ask_for_different_things_are_told_at_once() -> None:
 
 
 def test_a_sequence_that_does_not_divide() -> None:
-    models = [make() for _ in range(3)]
-
-    def rank(comm: Any) -> None:
-        model = parallelize(models[comm.rank], KINDS["sequence"][0], comm, sequence_dim=1)
+    def check(model: nn.Module, comm: Any) -> None:
         with pytest.raises(ShapeError, match=r"got shape \(2, 11, 96\), expected 3 equal parts along dimension 1; pad"):
             model(tokens()[:, :11])
         model(tokens())
 
-    on_ranks(rank, 3)
+    on_parts(make(), KINDS["sequence"][0], check, 3, sequence_dim=1)
 
 
 def test_every_style_has_a_name() -> None:

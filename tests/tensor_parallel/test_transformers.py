@@ -21,7 +21,7 @@ from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import Colwise, Dropout
 from tests.support import torch_ranks
 from tests.support.choice import slow
-from tests.support.mesh.tensor_cases import close, on_ranks, part, sent, unlike
+from tests.support.mesh.tensor_cases import close, on_parts, on_ranks, part, sent, unlike
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -170,17 +170,15 @@ def test_a_scale_that_is_no_tensor() -> None:
 
     ids = torch.tensor([[0, 1, 6]])
     whole = nn.Sequential(BartScaledWordEmbedding(7, 4, 1, embed_scale=3.0))
-    models = [copy.deepcopy(whole) for _ in range(2)]
     expected = whole(ids)
 
-    def rank(comm: Any) -> None:
-        model = parallelize(models[comm.rank], {"0": "vocab"}, comm)
+    def rank(model: nn.Module, comm: Any) -> None:
         assert torch.equal(model(ids), expected)
         assert model.state_dict().keys() == whole.state_dict().keys()
         with pytest.raises(UnsupportedError, match="got 0, a Twice with a forward pass of its own"):
             parallelize(nn.Sequential(Twice(7, 4, 1, embed_scale=3.0)), {"0": "vocab"}, comm)
 
-    on_ranks(rank, 2)
+    on_parts(whole, {"0": "vocab"}, rank)
 
 
 EXPERTS: dict[str, dict[str, Any]] = {
@@ -202,16 +200,14 @@ def test_experts_by_their_own_plan(kind: str, how: str) -> None:
     """Every rank has a part of each expert; the router is whole, and its gradient comes through all parts."""
     model = mixture(kind, how)
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    models = [copy.deepcopy(model) for _ in range(2)]
-    check(model, None, 2, True, IN_FLOAT32)
 
-    def rank(comm: Any) -> None:
-        cut = parallelize(models[comm.rank], None, comm)
+    def halves(cut: nn.Module, comm: Any) -> None:
         experts = {name: p for name, p in cut.named_parameters() if "experts" in name}
         assert experts
         assert all(2 * p.numel() == shapes[name].numel() for name, p in experts.items())
 
-    on_ranks(rank, 2)
+    on_parts(model, None, halves)
+    check(model, None, 2, True, IN_FLOAT32)
 
 
 def test_experts_in_float32_with_grouped_products() -> None:

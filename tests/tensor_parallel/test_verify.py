@@ -19,7 +19,7 @@ from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import Colwise
 from ringcomm.tensor_parallel.verify import CHUNK, differ, digest
 from tests.support.mesh.cases import Net
-from tests.support.mesh.tensor_cases import on_ranks, unlike
+from tests.support.mesh.tensor_cases import on_parts, unlike
 from tests.tensor_parallel.test_outputs import MLP, MODELS, NEOX, Plan, built
 from tests.tensor_parallel.test_transformers import check, llama, run, tokens
 
@@ -33,15 +33,12 @@ def qwen() -> tuple[nn.Module, Plan]:
 
 
 def refused(model: nn.Module, plan: Plan | None, step: Callable[[nn.Module, int], Any], world_size: int) -> list[str]:
-    models = [copy.deepcopy(model) for _ in range(world_size)]
-
-    def rank(comm: Any) -> str:
-        cut = parallelize(models[comm.rank], plan, comm, verify=True)
+    def error(cut: nn.Module, comm: Any) -> str:
         with pytest.raises(MismatchError) as found:
             step(cut, comm.rank)
         return str(found.value)
 
-    found = on_ranks(rank, world_size)
+    found = on_parts(model, plan, error, world_size, verify=True)
     for number, said in enumerate(found):
         assert said.startswith(f"parallelize: rank {number} found by verify=True that ")
         assert "\n" not in said
@@ -105,16 +102,14 @@ def test_a_block_of_a_sequence_region_that_mixes_tokens(how: str, at: int, regio
     blocks = [Tokens(16 << i, MIXING[how] if i == at and how in MIXING else torch.relu) for i in range(3)]
     model, given = Around(blocks), torch.linspace(-1, 2, 96).view(2, 6, 8).sin()
     plan: Plan = {region: "sequence_region", "*.norm": "sequence", "*.up": "colwise", "*.down": "rowwise"}
-    models = [copy.deepcopy(model) for _ in range(2)]
 
-    def rank(comm: ringcomm.Communicator) -> str | torch.Tensor:
-        cut = parallelize(models[comm.rank], plan, comm, sequence_dim=1, verify=True)
+    def result(cut: nn.Module, comm: Any) -> str | torch.Tensor:
         try:
             return cut(given).detach()
         except MismatchError as error:
             return str(error)
 
-    for found in on_ranks(rank, 2):
+    for found in on_parts(model, plan, result, sequence_dim=1, verify=True):
         if how == "right":
             assert torch.allclose(found, model(given), atol=1e-5)
         else:
@@ -125,16 +120,14 @@ def test_a_block_of_a_sequence_region_that_mixes_tokens(how: str, at: int, regio
 def test_a_forgotten_sum() -> None:
     model, plan = qwen()
     forgetful = {name: "replicate" if name.endswith("q_norm") else style for name, style in plan.items()}
-    models = [copy.deepcopy(model) for _ in range(2)]
     whole = copy.deepcopy(model)
     run(whole)
 
-    def silent(comm: Any) -> list[str]:
-        cut = parallelize(models[comm.rank], forgetful, comm)
+    def silent(cut: nn.Module, comm: Any) -> list[str]:
         run(cut)
         return unlike(cut, whole, 5)
 
-    assert all(any("q_norm" in name for name in wrong) for wrong in on_ranks(silent, 2))
+    assert all(any("q_norm" in name for name in wrong) for wrong in on_parts(model, forgetful, silent))
     for said in refused(model, forgetful, lambda cut, _: run(cut), 2):
         assert "rank 1 has another gradient of model.layers." in said
         assert "self_attn.q_norm.weight than rank 0, float64 of shape (8,) with norm" in said
@@ -143,16 +136,13 @@ def test_a_forgotten_sum() -> None:
 
 def test_a_forgotten_sum_of_a_parameter_that_is_made_anew() -> None:
     """load_state_dict(assign=True) makes other parameters: those that are summed still pass."""
-    model, plan = qwen()
-    models = [copy.deepcopy(model) for _ in range(2)]
 
-    def rank(comm: Any) -> None:
-        cut = parallelize(models[comm.rank], plan, comm, verify=True)
+    def runs(cut: nn.Module, comm: Any) -> None:
         cut.load_state_dict({name: x.clone() for name, x in cut.state_dict().items()}, assign=True)
         run(cut)
         run(cut)
 
-    on_ranks(rank, 2)
+    on_parts(*qwen(), runs, verify=True)
 
 
 def test_it_goes_on_after_a_backward_pass_that_raised() -> None:
@@ -225,8 +215,7 @@ def test_layers_that_follow_one_another_in_a_list_are_compared_together() -> Non
     """Each alone takes or gives a rank's part."""
     plan: Plan = {"0": "colwise", "2": "rowwise"}
     layers = [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)]
-    models = [nn.Sequential(*copy.deepcopy(layers)) for _ in range(2)]
-    on_ranks(lambda comm: parallelize(models[comm.rank], plan, comm, verify=True)(torch.ones(2, 4)), 2)
+    on_parts(nn.Sequential(*layers), plan, lambda cut, comm: cut(torch.ones(2, 4)), verify=True)
     for said in refused(Penalised(*layers), plan, lambda cut, rank: cut(torch.ones(2, 4)), 2):
         assert "found by verify=True that the module gives rank 0 a difference of " in said
 
@@ -250,19 +239,16 @@ def test_a_block_that_computes_something_else(
 
 def test_a_block_is_compared_without_dropout_and_left_as_it_was() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8))
-    )
-    models = [copy.deepcopy(model) for _ in range(2)]
+    block = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+    model = nn.Sequential(block, nn.Sequential(nn.Linear(8, 8)))
 
-    def rank(comm: Any) -> list[bool]:
-        cut = parallelize(models[comm.rank], {"0.0": "colwise", "0.2": "rowwise"}, comm, verify=True)
+    def modes(cut: nn.Module, comm: Any) -> list[bool]:
         cut[0][1].eval()
         cut(torch.ones(3, 8))
         return [each.training for each in cut.modules()]
 
-    expected = [True, True, True, False, True, True, True]
-    assert on_ranks(rank, 2) == [expected, expected]
+    found = on_parts(model, {"0.0": "colwise", "0.2": "rowwise"}, modes, verify=True)
+    assert found == [[True, True, True, False, True, True, True]] * 2
 
 
 def test_digests() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 import ringcomm
 from ringcomm.modules.shard_spec import part_of, take
 from ringcomm.tensor_parallel.group import TensorParallelGroup
+from ringcomm.tensor_parallel.plan import parallelize
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 """The largest difference, of the largest magnitude: a sum is cut into one for each rank, and rounded in between."""
@@ -19,6 +21,14 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 def on_ranks(fn: Callable[[Any], Any], world_size: int) -> list[Any]:
     return ringcomm.run_ranks(fn, world_size, ranks="threads", timeout=30)
+
+
+def on_parts(
+    model: nn.Module, plan: Any, fn: Callable[[Any, Any], Any], world_size: int = 2, **options: Any
+) -> list[Any]:
+    """What ``fn(part, comm)`` returns on each rank, whose copy of the model is parallelized."""
+    models = [copy.deepcopy(model) for _ in range(world_size)]
+    return on_ranks(lambda comm: fn(parallelize(models[comm.rank], plan, comm, **options), comm), world_size)
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
