@@ -14,7 +14,7 @@ import ringcomm
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import AbortedError, InvalidArgumentError
 from ringcomm.pipeline_parallel.pipeline import Pipeline
-from tests.pipeline_parallel.test_runner import SCHEDULES, Gradients, differing, gradients
+from tests.pipeline_parallel.test_runner import SCHEDULES, Gradients, differing, gradients, on_ranks
 from tests.support.seeded import seeded
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
@@ -72,25 +72,17 @@ def plain(model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch
 
 
 def check(
-    model: nn.Module,
-    at: list[str],
-    world_size: int,
-    inputs: dict[str, Any],
-    carry: Sequence[str] = (),
-    **options: Any,
+    model: nn.Module, at: list[str], world_size: int, inputs: dict[str, Any], carry: Sequence[str] = (), **options: Any
 ) -> None:
     loss, logits, expected = plain(model, inputs)
-    models = [copy.deepcopy(model) for _ in range(world_size)]
 
-    def rank_main(comm: Communicator) -> Any:
-        stages = ringcomm.split(models[comm.rank], at, carry=carry)
-        pipe = Pipeline(stages, comm, microbatches=MICROBATCHES, ties="exact", **options)
+    def step(pipe: Pipeline, rank: int) -> Any:
         found = pipe.step(**inputs)
         evaluation = pipe.evaluate(**inputs)
         torch.testing.assert_close(evaluation.loss, loss)
         return found, gradients(pipe), evaluation.output
 
-    done = ringcomm.run_ranks(rank_main, world_size, timeout=30)
+    done = on_ranks(model, at, world_size, step, carry, microbatches=MICROBATCHES, ties="exact", **options)
     assert all(torch.equal(found, loss) for found, _, _ in done), (done[0][0], loss)
     assert differing([grads for _, grads, _ in done], expected) == []
     assert torch.equal(done[-1][2].logits, logits)
@@ -126,15 +118,14 @@ def test_losses_of_routers_are_carried(at: list[str]) -> None:
 
 
 def test_losses_of_routers_that_nothing_carries_are_refused() -> None:
-    def rank_main(comm: Communicator) -> None:
-        pipe = Pipeline(ringcomm.split(mixtral(), ["model.layers.2"]), comm, microbatches=MICROBATCHES)
+    def step(pipe: Pipeline, rank: int) -> str:
         with pytest.raises((InvalidArgumentError, AbortedError)) as error:
             pipe.step(**batch(False))
-        if comm.rank == 1:
-            assert "a result of model.layers.0.mlp.gate" in str(error.value)
-            assert "carry=" in str(error.value)
+        return str(error.value)
 
-    ringcomm.run_ranks(rank_main, 2, timeout=30)
+    _, text = on_ranks(mixtral(), ["model.layers.2"], 2, step, microbatches=MICROBATCHES)
+    assert "a result of model.layers.0.mlp.gate" in text
+    assert "carry=" in text
 
 
 CARRIED = {"llama": ["model.embed_tokens", "model.layers.*"], "gpt2": ["transformer.w*e", "transformer.h.*"]}
@@ -144,16 +135,14 @@ CARRIED = {"llama": ["model.embed_tokens", "model.layers.*"], "gpt2": ["transfor
 def test_hidden_states_are_carried(name: str) -> None:
     make, layers = MODELS[name]
     model, inputs = make(), {"input_ids": batch(False)["input_ids"], "output_hidden_states": True}
+
+    def evaluate(pipe: Pipeline, rank: int) -> Any:
+        return pipe.evaluate(**inputs).output
+
+    _, output = on_ranks(model, [f"{layers}.2"], 2, evaluate, CARRIED[name], microbatches=1)
     expected = model(**inputs).hidden_states
-    models = [copy.deepcopy(model) for _ in range(2)]
-
-    def rank_main(comm: Communicator) -> Any:
-        stages = ringcomm.split(models[comm.rank], [f"{layers}.2"], carry=CARRIED[name])
-        return Pipeline(stages, comm, microbatches=1).evaluate(**inputs).output
-
-    found = ringcomm.run_ranks(rank_main, 2, timeout=30)[1].hidden_states
-    assert len(found) == len(expected)
-    assert all(map(torch.equal, found, expected))
+    assert len(output.hidden_states) == len(expected)
+    assert all(map(torch.equal, output.hidden_states, expected))
 
 
 @pytest.mark.parametrize("name", [*MODELS])
@@ -161,15 +150,12 @@ def test_each_input_where_it_is_needed(name: str) -> None:
     make, layers = MODELS[name]
     model, inputs = make(), batch(False)
     loss, _, expected = plain(model, inputs)
-    models = [copy.deepcopy(model) for _ in range(3)]
 
-    def rank_main(comm: Communicator) -> Any:
-        at = [f"{layers}.1", f"{layers}.3"]
-        pipe = Pipeline(ringcomm.split(models[comm.rank], at), comm, microbatches=MICROBATCHES, ties="exact")
-        mine = [{"input_ids": inputs["input_ids"]}, {}, {"labels": inputs["labels"]}][comm.rank]
+    def step(pipe: Pipeline, rank: int) -> Any:
+        mine = [{"input_ids": inputs["input_ids"]}, {}, {"labels": inputs["labels"]}][rank]
         return pipe.step(**mine), gradients(pipe)
 
-    done = ringcomm.run_ranks(rank_main, 3, timeout=30)
+    done = on_ranks(model, [f"{layers}.1", f"{layers}.3"], 3, step, microbatches=MICROBATCHES, ties="exact")
     assert all(torch.equal(found, loss) for found, _ in done)
     assert differing([grads for _, grads in done], expected) == []
 
@@ -184,19 +170,16 @@ def test_padding(name: str, static: bool) -> None:
 @pytest.mark.parametrize("name", [*MODELS])
 def test_a_mask_on_rank_0_alone_is_an_error(name: str) -> None:
     make, layers = MODELS[name]
-    inputs, models = batch(True), [make(), make()]
-    found: dict[int, BaseException] = {}
+    inputs = batch(True)
 
-    def rank_main(comm: Communicator) -> None:
-        pipe = Pipeline(ringcomm.split(models[comm.rank], [f"{layers}.2"]), comm, microbatches=MICROBATCHES)
-        try:
-            pipe.step(**(inputs if comm.rank == 0 else {"labels": inputs["labels"]}))
-        except (InvalidArgumentError, AbortedError) as error:
-            found[comm.rank] = error
+    def step(pipe: Pipeline, rank: int) -> BaseException:
+        with pytest.raises((InvalidArgumentError, AbortedError)) as error:
+            pipe.step(**(inputs if rank == 0 else {"labels": inputs["labels"]}))
+        return error.value
 
-    ringcomm.run_ranks(rank_main, 2, timeout=10)
-    assert "pass the inputs on every rank" in str(found[1])
-    assert isinstance(found[0], AbortedError)
+    first, last = on_ranks(make(), [f"{layers}.2"], 2, step, microbatches=MICROBATCHES)
+    assert "pass the inputs on every rank" in str(last)
+    assert isinstance(first, AbortedError)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
