@@ -34,6 +34,7 @@ from ringcomm.errors import (
     UnsupportedError,
 )
 from tests.support import forked
+from tests.support.same import same
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -76,10 +77,6 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 def values(model: nn.Module) -> Values:
     return [p.detach().clone() for p in model.parameters()]
-
-
-def equal(a: Values, b: Values) -> bool:
-    return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
 def synchronous(comm: Communicator, make: Make, steps: int, stage: int, dtype: torch.dtype) -> tuple[Values, Any]:
@@ -133,7 +130,7 @@ def test_without_staleness_it_has_the_bits_of_shard(make: Make, stage: int, dtyp
     expected, its_state = run_ranks(synchronous, 3, make, 4, stage, dtype, timeout=20)[0]
     found = run_ranks(lambda comm: train(comm, make, 4, dtype, state=True, max_staleness=0), 3, timeout=20)
     for each in found:
-        assert equal(each["values"], expected)
+        assert same(each["values"], expected)
         assert each["counters"]["staleness"] == {0: 4}
         assert each["state"]["state"].keys() == its_state["state"].keys()
         for i, state in its_state["state"].items():
@@ -165,7 +162,7 @@ def test_a_saved_run_goes_on_with_the_same_bits() -> None:
         return values(model), values(again)
 
     for expected, found in run_ranks(rank, 2, timeout=20):
-        assert equal(expected, found)
+        assert same(expected, found)
 
 
 class _Scaled(nn.Module):
@@ -209,7 +206,7 @@ def test_state_of_torchs_own_optimizer_is_loaded_as_torch_does(make: Make, dtype
             return values(module), model.optimizer.state_dict()["state"]
 
     for found, state in run_ranks(rank, 2, timeout=20):
-        assert equal(found, values(expected))
+        assert same(found, values(expected))
         for i, its in its_optimizer.state_dict()["state"].items():
             assert all(
                 torch.equal(value, state[i][key]) and value.dtype == state[i][key].dtype for key, value in its.items()
@@ -295,7 +292,7 @@ def test_the_learning_rate_is_scaled_by_the_staleness() -> None:
 
     for found, staleness in run_ranks(rank, 2, timeout=20):
         assert staleness == {0: 1, 1: 1}
-        assert equal(found, [torch.full((1, 2), 1.0 - 0.5 - 0.25)])
+        assert same(found, [torch.full((1, 2), 1.0 - 0.5 - 0.25)])
 
 
 def _pause(seed: int) -> Callable[[AsynchronousDataParallel, int], None]:
@@ -313,8 +310,8 @@ def test_a_recorded_order_replays_to_the_same_bits() -> None:
     )
     assert [each["order"] for each in again] == orders
     assert [each["counters"]["staleness"] for each in again] == [each["counters"]["staleness"] for each in first]
-    assert all(equal(a["values"], b["values"]) for a, b in zip(first, again, strict=True))
-    assert not all(equal(a["values"], b["values"]) for a, b in zip(first, other, strict=True))
+    assert all(same(a["values"], b["values"]) for a, b in zip(first, again, strict=True))
+    assert not all(same(a["values"], b["values"]) for a, b in zip(first, other, strict=True))
 
 
 def test_another_run_than_the_recorded_one_is_refused() -> None:
@@ -336,7 +333,7 @@ def test_ranks_that_only_work_and_ranks_that_only_serve() -> None:
 def test_over_two_hosts() -> None:
     found = run_ranks(lambda c: train(c, steps=3, max_staleness=0), 4, hosts=[2, 2], timeout=20)
     expected = run_ranks(lambda c: train(c, steps=3, max_staleness=0), 4, timeout=20)
-    assert equal(found[0]["values"], expected[0]["values"])
+    assert same(found[0]["values"], expected[0]["values"])
 
 
 def test_buffers_and_frozen_parameters_stay_on_their_rank() -> None:
@@ -351,7 +348,7 @@ def test_buffers_and_frozen_parameters_stay_on_their_rank() -> None:
         return values(module), float(module[1].running_mean.sum())
 
     found = run_ranks(rank, 2, timeout=20)
-    assert equal(found[0][0], found[1][0])
+    assert same(found[0][0], found[1][0])
     assert float(found[1][0][1].sum()) == 0.0  # rank 0's
     assert found[0][1] != found[1][1]
 

@@ -21,6 +21,7 @@ from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, Unsupp
 from ringcomm.modules.precision import MixedPrecision
 from tests.support import torch_ranks
 from tests.support.choice import slow
+from tests.support.same import same
 from tests.support.seeded import seeded
 
 Values = dict[str, torch.Tensor]
@@ -55,10 +56,6 @@ def values(model: nn.Module) -> Values:
     return {name: x.detach().clone() for name, x in model.state_dict().items()}
 
 
-def equal(a: Values, b: Values) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(x, b[name]) for name, x in a.items())
-
-
 def on_ranks(fn: Callable[[Any], Any], world_size: int = WORLD) -> list[Any]:
     return ringcomm.run_ranks(fn, world_size, ranks="threads", timeout=30)
 
@@ -86,10 +83,10 @@ def test_arguments_that_change_no_bits() -> None:
         return found
 
     results = on_ranks(rank)
-    assert not equal(results[0][0], values(base))
+    assert not same(results[0][0], values(base))
     for found in results:
         for each in found:
-            assert equal(
+            assert same(
                 {k: v for k, v in each.items() if "." in k and "running" not in k},
                 {k: v for k, v in results[0][0].items() if "running" not in k},
             )
@@ -165,7 +162,7 @@ def test_state_dicts_have_torch_s_names_and_load() -> None:
         state = values(model)
         train(model, comm.rank, 2)
         model.load_state_dict(state)
-        assert equal(values(model), state)
+        assert same(values(model), state)
         return state
 
     assert list(on_ranks(rank)[0]) == [f"module.{name}" for name in make().state_dict()]
@@ -339,7 +336,7 @@ def test_an_attached_optimizer_goes_on_at_another_stage() -> None:
         return values(plain), values(moved)
 
     for plain, moved in on_ranks(rank):
-        assert equal(plain, moved)
+        assert same(plain, moved)
 
 
 def test_mixed_precision_of_ours_and_of_torch() -> None:
@@ -369,9 +366,9 @@ def test_mixed_precision_of_ours_and_of_torch() -> None:
 
     results = on_ranks(rank)
     for ours, theirs, sharded in results:
-        assert equal(ours, theirs)
-        assert equal(ours, sharded)
-        assert equal(ours, results[0][0])
+        assert same(ours, theirs)
+        assert same(ours, sharded)
+        assert same(ours, results[0][0])
         assert ours["module.0.weight"].dtype == torch.float32
 
 
@@ -413,7 +410,7 @@ def test_a_hook_of_one_s_own_sees_every_bucket_in_order() -> None:
         assert sorted(shape for _, _, shapes in seen[:count] for shape in shapes) == sorted(
             tuple(p.shape) for p in make().parameters()
         )
-        assert equal(
+        assert same(
             {k: v for k, v in plain.items() if "running" not in k},
             {k: v for k, v in hooked.items() if "running" not in k},
         )
@@ -475,8 +472,8 @@ def test_torch_s_hooks(kind: str, wrap: bool, close: float | None, backend: str)
     """Equal to torch's wrapper where the layout of the bucket does not matter; otherwise near the exact mean."""
     results = torch_ranks.run(_hooked, kind, wrap, close is not None, backend=backend, timeout_s=100)
     for theirs, ours, plain, rate in results:
-        assert equal(ours, results[0][1])
-        assert not equal(ours, plain) or kind == "allreduce_hook"
+        assert same(ours, results[0][1])
+        assert not same(ours, plain) or kind == "allreduce_hook"
         if "powerSGD" in kind:
             assert rate > 1.5
         for name, x in ours.items():
@@ -512,8 +509,8 @@ def _uneven_with_one_batch_norm() -> tuple[Values, Values]:
 def test_join_and_batch_norm_over_process_groups(backend: str) -> None:
     results = torch_ranks.run(_uneven_with_one_batch_norm, backend=backend, timeout_s=100)
     for joined, normed in results:
-        assert equal(joined, results[0][0])
-        assert equal(normed, results[0][1])
+        assert same(joined, results[0][0])
+        assert same(normed, results[0][1])
     single = make()
     optimizer = torch.optim.SGD(single.parameters(), lr=0.1, momentum=0.5)
     for step in range(3):
@@ -547,7 +544,7 @@ def test_the_naive_way_gives_the_same_mean() -> None:
 
     results = on_ranks(rank)
     for naive, ours in results:
-        assert equal(naive, results[0][0])
+        assert same(naive, results[0][0])
         for name, x in naive.items():
             torch.testing.assert_close(x, ours[name])
 

@@ -20,6 +20,7 @@ from ringcomm.data_parallel.shard import shard, whole
 from ringcomm.modules.precision import MixedPrecision
 from tests.support import torch_ranks
 from tests.support.choice import choose, slow
+from tests.support.same import differences
 from tests.support.seeded import seeded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -151,16 +152,6 @@ def on_ranks(
     return ringcomm.run_ranks(lambda comm: fn(comm, models[comm.rank]), world, ranks="threads", timeout=30)
 
 
-def assert_same(a: tuple[Any, ...], b: tuple[Any, ...]) -> None:
-    assert torch.equal(a[0], b[0])
-    assert a[1].keys() == b[1].keys()
-    assert [k for k in a[1] if not torch.equal(a[1][k], b[1][k])] == []
-    assert a[2]["param_groups"] == b[2]["param_groups"]
-    assert a[2]["state"].keys() == b[2]["state"].keys()
-    for i, state in a[2]["state"].items():
-        assert [k for k, v in state.items() if not torch.equal(v, b[2]["state"][i][k])] == []
-
-
 def by_shard(comm: Any, model: nn.Module, passes: int = 1, **options: Any) -> tuple[Any, ...]:
     optimizer = torch.optim.AdamW(groups_of(model), lr=0.01)
     return train(comm, *shard(model, optimizer, 3, comm, **options), passes=passes)
@@ -191,7 +182,7 @@ def test_the_bits_are_those_of_shard(case: str, checkpointed: bool) -> None:
 
     expected = on_ranks(lambda comm, model: by_shard(comm, model, passes, **other), lambda: make(checkpointed))
     for a, b in zip(expected, on_ranks(composed, lambda: make(checkpointed)), strict=True):
-        assert_same(a, b)
+        assert differences(a, b) == []
 
 
 def test_without_synchronisation_passes_add_up_on_the_rank() -> None:
@@ -291,7 +282,7 @@ def test_evaluation_and_failed_passes_leave_training_as_it_is() -> None:
         return train(comm, model, optimizer)
 
     for a, b in zip(on_ranks(by_shard), on_ranks(disturbed), strict=True):
-        assert_same(a, b)
+        assert differences(a, b) == []
 
 
 def test_two_forward_passes_before_one_backward_pass() -> None:
@@ -519,7 +510,7 @@ def test_torchs_policies() -> None:
     policy = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.float32)
     expected = on_ranks(lambda c, m: by_shard(c, m, mixed_precision=policy, offload=True))
     for a, b in zip(expected, on_ranks(rank), strict=True):
-        assert_same(a, b)
+        assert differences(a, b) == []
 
     def none(comm: Any, model: Any) -> Any:
         return by_blocks(comm, model, offload_policy=OffloadPolicy())._ringcomm.unit.buckets[0].master_device
@@ -640,7 +631,7 @@ def _in_processes() -> Any:
     sharded = shard(reference, torch.optim.AdamW(groups_of(reference), lr=0.01), 3)
     expected = train(_Rank(dist.get_rank()), *sharded)
     if dist.get_backend() == "ringcomm":
-        assert_same(expected, found)
+        assert differences(expected, found) == []
     else:  # Gloo's order of summation depends on the length of a message
         assert torch.allclose(expected[0], found[0])
     return len(units), model._ringcomm.unit.flat.ranks.comm.engine

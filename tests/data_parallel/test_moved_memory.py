@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 import ringcomm
 from ringcomm import Communicator
 from tests.support.choice import slow
+from tests.support.same import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Change = Callable[[nn.Sequential], object]
@@ -141,17 +142,13 @@ CHANGES = [
 ]
 
 
-def alike(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
-    return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
-
-
 @STAGES
 @pytest.mark.parametrize(("change", "when"), CHANGES)
 def test_other_memory_trains_as_without_ringcomm(stage: int, change: Change, when: str) -> None:
     wanted = train(None, 0, None, change, when)
     for cap in (None, 1e-6):  # one bucket; one for each parameter
         for found in ringcomm.run_ranks(train, 2, stage, cap, change, when):
-            assert alike(found, wanted), cap
+            assert same(found, wanted), cap
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -188,7 +185,7 @@ def test_a_new_accumulator_changes_no_gradient(stage: int, first_sends: bool, at
 
     for cap, wrap in itertools.product((None, 1e-6), ("shard", "ddp") if stage == 0 else ("shard",)):
         found, wanted = (ringcomm.run_ranks(rank, 2, cap, renews, wrap)[0] for renews in (True, False))
-        assert alike(found, wanted), (cap, wrap)
+        assert same(found, wanted), (cap, wrap)
 
 
 @STAGES
@@ -210,7 +207,7 @@ def test_gradients_are_put_aside_during_forward(stage: int) -> None:
             found += [p.grad.clone() for p in trained.parameters() if p.grad is not None]
         return found
 
-    assert alike(ringcomm.run_ranks(train, 2)[0], train(None))
+    assert same(ringcomm.run_ranks(train, 2)[0], train(None))
 
 
 def test_a_parameter_that_got_another_node_may_be_left_out_of_a_pass() -> None:
@@ -227,14 +224,14 @@ def test_a_parameter_that_got_another_node_may_be_left_out_of_a_pass() -> None:
         return [p.grad.clone() for p in trained.parameters() if p.grad is not None]
 
     first, second = ringcomm.run_ranks(rank, 2)
-    assert alike(first, second)
+    assert same(first, second)
 
 
 @pytest.mark.parametrize(("stage", "when"), [(0, "before step"), *((s, "without gradients") for s in (0, 1, 2))])
 def test_a_module_in_shared_memory_trains_as_without_ringcomm(stage: int, when: str) -> None:
     wanted = train(None, 0, None, share, when)
     for found in ringcomm.run_ranks(train, 2, stage, None, share, when):
-        assert alike(found, wanted)
+        assert same(found, wanted)
 
 
 @pytest.mark.parametrize(("stage", "named"), [(1, "the gradient of 0.weight"), (2, "the gradient of"), (3, "0.weight")])
@@ -323,7 +320,7 @@ def test_a_compiled_step_is_the_step(stage: int) -> None:
             step()
         return [x.clone() for x in trained.state_dict().values()]
 
-    assert alike(ringcomm.run_ranks(train, 1)[0], train(None))
+    assert same(ringcomm.run_ranks(train, 1)[0], train(None))
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
@@ -351,4 +348,4 @@ def test_our_calls_inside_a_compiled_function(stage: int, accumulates: bool) -> 
         return [x.clone() for x in trained.state_dict().values()]
 
     plain, compiled = (ringcomm.run_ranks(train, 1, each)[0] for each in (False, True))
-    assert alike(plain, compiled)
+    assert same(plain, compiled)

@@ -16,8 +16,9 @@ import ringcomm
 from ringcomm.data_parallel.model.place import sharded_model_of
 from ringcomm.errors import InvalidArgumentError
 from tests.data_parallel.test_shard import STAGES, loss_of, sgd, state_of, step_of, tower
-from tests.modules.test_meta import HOW, Odd, Tower, on_cpu, ranks, same
+from tests.modules.test_meta import HOW, Odd, Tower, on_cpu, ranks
 from tests.support.choice import choose, slow
+from tests.support.same import same
 
 Wrapping = Callable[[ringcomm.Communicator, nn.Module, torch.optim.Optimizer], nn.Module]
 

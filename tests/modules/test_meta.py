@@ -16,6 +16,7 @@ import ringcomm
 from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
 from tests.data_parallel.test_shard import STAGES, Tower, loss_of, sgd, state_of, step_of
 from tests.support.choice import choose
+from tests.support.same import same
 
 WORLD = 3
 
@@ -81,10 +82,6 @@ def on_cpu(kind: type[nn.Module]) -> nn.Module:
 def trained(model: nn.Module, opt: torch.optim.Optimizer, rank: int) -> list[torch.Tensor]:
     before = state_of(model)
     return before + [step_of(model, opt, rank, step) for step in range(3)] + state_of(model)
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 HOW: dict[str, dict[str, Any]] = {

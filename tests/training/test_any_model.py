@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import ringcomm
 from ringcomm.data_parallel.model.place import place_of
 from tests.support.choice import choose, slow
+from tests.support.same import same
 from tests.support.seeded import seeded
 
 STAGES = (0, 1, 2, 3)
@@ -337,12 +338,6 @@ def on_every_stage(
             for name, value in found[0].items():
                 assert same(value, each[name]), f"stage {stage}: {name}"
     return everyone[0]
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    return len(a) == len(b) and all(map(same, a, b))
 
 
 def in_one_process(kind: type[nn.Module], steps: int = 3) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from torch import nn
 import ringcomm
 from ringcomm.data_parallel.optim import cache_blocks
 from ringcomm.data_parallel.optim.optimizer import is_elementwise
+from tests.support.same import differences
 
 OPTIMIZERS: dict[str, list[dict[str, Any]]] = {
     "SGD": [{}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.5, "dampening": 0.1, "maximize": True}],
@@ -49,12 +50,6 @@ def seen(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     state = copy.deepcopy(optimizer.state_dict()["state"])
     values = [(i, key, value) for i, each in sorted(state.items()) for key, value in sorted(each.items())]
     return [*(p.detach().clone() for p in model.parameters()), *values]
-
-
-def same(a: Any, b: Any) -> bool:
-    if torch.is_tensor(a):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    return all(map(same, a, b)) and len(a) == len(b) if isinstance(a, (list, tuple)) else bool(a == b)
 
 
 def trained(name: str, options: dict[str, Any], comm: ringcomm.Communicator | None, seed: int) -> list[Any]:
@@ -97,7 +92,7 @@ def test_the_bits_and_the_state_are_those_of_a_plain_optimizer(
     seed = CASES.index((name, options)) * 3 + [16, 64, 320].index(block)
     expected = trained(name, options, None, seed)
     for found in ringcomm.run_ranks(lambda comm: trained(name, options, comm, seed), 2):
-        assert same(found, expected)
+        assert differences(found, expected) == []
 
 
 @pytest.fixture(autouse=True)

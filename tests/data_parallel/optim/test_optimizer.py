@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, ge
 
 import ringcomm
 from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
+from tests.support.same import same
 
 STAGES = (0, 1, 2, 3)
 BF16 = ringcomm.MixedPrecision(param_dtype=torch.bfloat16)
@@ -85,16 +86,6 @@ def run(function: Callable[[Any], Any], world_size: int = 2) -> list[Any]:
 
 def values(model: nn.Module) -> list[torch.Tensor]:
     return [value.clone() for value in model.state_dict().values()]
-
-
-def same(a: Any, b: Any) -> bool:
-    if torch.is_tensor(a) and torch.is_tensor(b):
-        return torch.equal(a, b)
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
 
 
 def as_in_torch(loop: Loop, make: Make = adamw, stages: tuple[int, ...] = STAGES, **how: Any) -> None:

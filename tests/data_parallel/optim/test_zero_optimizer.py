@@ -14,6 +14,7 @@ from torch import nn
 import ringcomm
 from ringcomm.data_parallel.optim.zero_optimizer import ZeroRedundancyOptimizer
 from tests.support import torch_ranks
+from tests.support.same import differences, same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORLD = 3
@@ -65,16 +66,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, start: int = 0, st
     return [p.detach().clone() for p in model.parameters()]
 
 
-def assert_same_state(a: dict[str, Any], b: dict[str, Any]) -> None:
-    assert a["param_groups"] == b["param_groups"]
-    assert a["state"].keys() == b["state"].keys()
-    for i, state in a["state"].items():
-        assert state.keys() == b["state"][i].keys()
-        for key, value in state.items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(b["state"][i][key])), (i, key)
-            assert torch.as_tensor(value).dtype == torch.as_tensor(b["state"][i][key]).dtype
-
-
 def on_ranks(fn: Callable[[Any, Any], Any], world: int = WORLD) -> list[Any]:
     models = [make() for _ in range(world)]
     return ringcomm.run_ranks(lambda comm: fn(comm, models[comm.rank]), world, ranks="threads", timeout=30)
@@ -104,9 +95,9 @@ def test_the_bits_are_those_of_the_plain_optimizer(kind: str, views: bool) -> No
         )
         assert (addresses == [p.data_ptr() for p in model.parameters()]) is not views
         found = train(model, optimizer)
-        assert [i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if not torch.equal(a, b)] == []
+        assert differences(expected, found) == []
         optimizer.consolidate_state_dict(to=None)
-        assert_same_state(plain.state_dict(), optimizer.state_dict())
+        assert differences(plain.state_dict(), optimizer.state_dict()) == []
 
     on_ranks(rank)
 
@@ -139,12 +130,12 @@ def test_state_goes_to_one_rank_and_comes_back() -> None:
         optimizer.load_state_dict(half_way)
         optimizer.consolidate_state_dict(to=1)
         if comm.rank == 1:
-            assert_same_state(half_way, optimizer.state_dict())
+            assert differences(half_way, optimizer.state_dict()) == []
         else:
             with pytest.raises(ringcomm.InvalidArgumentError, match="got rank 1's, expected its own"):
                 optimizer.state_dict()
         found = train(model, optimizer, start=3)
-        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert differences(expected, found) == []
         with pytest.raises(ringcomm.InvalidArgumentError, match=r"groups of \[1\] parameters, expected \[4, 6\]"):
             optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0]}]})
         before = [value for state in optimizer.optim.state.values() for value in state.values()]
@@ -172,7 +163,7 @@ def test_groups_that_come_later_and_closures() -> None:
 
     def rank(comm: Any, model: Any) -> None:
         found = steps(model, ZeroRedundancyOptimizer(first(model), torch.optim.Adam, comm=comm, lr=0.01))
-        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert differences(expected, found) == []
 
     on_ranks(rank)
 
@@ -266,10 +257,10 @@ def _with_torchs_ddp() -> None:
     ours = ZeroRedundancyOptimizer(wrapped[1].parameters(), torch.optim.AdamW, **options)
     start = 10 * dist.get_rank()
     expected, found = (train(m, o, start) for m, o in zip(wrapped, (plain, ours), strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert differences(expected, found) == []
     ours.consolidate_state_dict(to=0)
     if dist.get_rank() == 0:
-        assert_same_state(plain.state_dict(), ours.state_dict())
+        assert differences(plain.state_dict(), ours.state_dict()) == []
 
 
 @pytest.mark.parametrize("backend", ["ringcomm", "gloo"])
@@ -289,7 +280,7 @@ def test_beside_our_ddp() -> None:
 
     expected = on_ranks(lambda comm, model: steps(comm, model, False))
     for a, b in zip(expected, on_ranks(lambda comm, model: steps(comm, model, True)), strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        assert differences(a, b) == []
 
 
 # ---- uneven inputs ---------------------------------------------------------------------------------------------------
@@ -379,7 +370,7 @@ def _made_before_wrapping() -> list[torch.Tensor]:
 
 def test_an_optimizer_that_was_made_before_its_model_was_wrapped_is_followed() -> None:
     found = torch_ranks.run(_made_before_wrapping, timeout_s=100)
-    assert all(torch.equal(x, y) for theirs in found[1:] for x, y in zip(theirs, found[0], strict=True))
+    assert all(same(theirs, found[0]) for theirs in found[1:])
 
 
 def test_join_steps_the_same_optimizer_on_ranks_that_have_dropped_others() -> None:
@@ -425,7 +416,7 @@ def test_other_numbers_of_batches_beside_torchs_ddp() -> None:
     """The ranks end with equal parameters, as with torch's own optimizer. The values are others: a rank that has joined
     has no gradients for its shard, which is not the same shard."""
     found = torch_ranks.run(_uneven, "torch's DDP", True, timeout_s=100)
-    assert all(torch.equal(x, y) for theirs in found[1:] for x, y in zip(theirs, found[0], strict=True))
+    assert all(same(theirs, found[0]) for theirs in found[1:])
 
 
 def _join_over_a_communicator() -> None:
