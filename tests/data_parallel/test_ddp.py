@@ -16,6 +16,7 @@ import ringcomm
 from ringcomm.data_parallel.ddp import DistributedDataParallel
 from ringcomm.errors import InvalidArgumentError, MismatchError
 from ringcomm.tools.bench.check import tree_sum
+from tests.support.same import same
 
 Gradients = dict[str, "torch.Tensor | None"]
 WORLD = 4  # a power of two: the mean is exact once the sum is
@@ -74,47 +75,39 @@ def reference(base: nn.Module, step: int = 0, world_size: int = WORLD) -> Gradie
     return found
 
 
-def equal(a: Gradients, b: Gradients) -> bool:
-    return a.keys() == b.keys() and all(
-        x is y is None or (x is not None and y is not None and torch.equal(x, y))
-        for x, y in zip(a.values(), b.values(), strict=True)
-    )
-
-
 def on_ranks(fn: Callable[[Any], Any], world_size: int = WORLD) -> list[Any]:
     return ringcomm.run_ranks(fn, world_size, ranks="threads", timeout=30)
+
+
+def wrapped(
+    base: nn.Module, fn: Callable[[DistributedDataParallel, int], Any], world_size: int = WORLD, **options: Any
+) -> list[Any]:
+    """What ``fn(model, rank)`` returns on each rank, whose copy of ``base`` is wrapped."""
+    models = [copy.deepcopy(base) for _ in range(world_size)]
+    return on_ranks(lambda comm: fn(DistributedDataParallel(models[comm.rank], comm, **options), comm.rank), world_size)
+
+
+def of_one_pass(model: DistributedDataParallel, rank: int) -> Gradients:
+    loss_of(model, rank).backward()
+    return gradients(model.module)
 
 
 @pytest.mark.parametrize("bucket_cap_mb", [25.0, 0.0001, 0.0])
 def test_gradients_are_the_canonical_mean_for_every_bucket_size(bucket_cap_mb: float) -> None:
     base = make()
-    models = [copy.deepcopy(base) for _ in range(WORLD)]
-
-    def rank(comm: ringcomm.Communicator) -> Gradients:
-        model = DistributedDataParallel(models[comm.rank], comm, bucket_cap_mb=bucket_cap_mb)
-        loss_of(model, comm.rank).backward()
-        return gradients(model.module)
-
     expected = reference(base)
     assert expected["never.weight"] is None
     assert expected["odd.weight"] is not None
-    for found in on_ranks(rank):
-        assert equal(found, expected)
+    for found in wrapped(base, of_one_pass, bucket_cap_mb=bucket_cap_mb):
+        assert same(found, expected)
 
 
 @pytest.mark.parametrize("bucket_cap_mb", [None, 0.0001])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_other_world_sizes(world_size: int, bucket_cap_mb: float | None) -> None:
     base = make()
-    models = [copy.deepcopy(base) for _ in range(world_size)]
-
-    def rank(comm: ringcomm.Communicator) -> Gradients:
-        model = DistributedDataParallel(models[comm.rank], comm, bucket_cap_mb=bucket_cap_mb)
-        loss_of(model, comm.rank).backward()
-        return gradients(model.module)
-
     expected = reference(base, world_size=world_size)
-    for found in on_ranks(rank, world_size):
+    for found in wrapped(base, of_one_pass, world_size, bucket_cap_mb=bucket_cap_mb):
         for name, gradient in expected.items():
             if gradient is None:
                 assert found[name] is None
@@ -125,14 +118,12 @@ def test_other_world_sizes(world_size: int, bucket_cap_mb: float | None) -> None
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_keeps_views_and_leaves_nothing_stale(set_to_none: bool) -> None:
     base = make()
-    models = [copy.deepcopy(base) for _ in range(WORLD)]
 
-    def rank(comm: ringcomm.Communicator) -> list[Any]:
-        model = DistributedDataParallel(models[comm.rank], comm, bucket_cap_mb=0.0002)
+    def steps(model: DistributedDataParallel, rank: int) -> list[Any]:
         found = []
         for step in range(3):
             model.zero_grad(set_to_none=set_to_none)
-            loss_of(model, comm.rank, step).backward()
+            loss_of(model, rank, step).backward()
             found.append(gradients(model.module))
             for bucket in model.buckets:
                 flat = bucket.gradient.buffer
@@ -141,7 +132,7 @@ def test_zero_grad_keeps_views_and_leaves_nothing_stale(set_to_none: bool) -> No
         return found
 
     expected = [reference(base, step) for step in range(3)]
-    for found in on_ranks(rank):
+    for found in wrapped(base, steps, bucket_cap_mb=0.0002):
         for step in range(3):
             for name, gradient in expected[step].items():
                 got = found[step][name]
@@ -152,20 +143,17 @@ def test_zero_grad_keeps_views_and_leaves_nothing_stale(set_to_none: bool) -> No
 
 
 def test_training_equals_one_process() -> None:
-    base = make()
-    models = [copy.deepcopy(base) for _ in range(WORLD)]
-    single = copy.deepcopy(base)
+    single = make()
 
-    def rank(comm: ringcomm.Communicator) -> dict[str, torch.Tensor]:
-        model = DistributedDataParallel(models[comm.rank], comm)
+    def train(model: DistributedDataParallel, rank: int) -> dict[str, torch.Tensor]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for step in range(5):
-            loss_of(model, comm.rank, step).backward()
+            loss_of(model, rank, step).backward()
             optimizer.step()
             optimizer.zero_grad()
         return {name: p.detach().clone() for name, p in model.module.named_parameters()}
 
-    results = on_ranks(rank)
+    results = wrapped(single, train)
     optimizer = torch.optim.AdamW(single.parameters(), lr=0.01)
     for step in range(5):
         for name, gradient in reference(single, step).items():
@@ -178,17 +166,15 @@ def test_training_equals_one_process() -> None:
 
 def test_no_sync_accumulates_and_ends_with_the_context() -> None:
     base = make()
-    models = [copy.deepcopy(base) for _ in range(WORLD)]
 
-    def rank(comm: ringcomm.Communicator) -> Gradients:
-        model = DistributedDataParallel(models[comm.rank], comm)
+    def passes(model: DistributedDataParallel, rank: int) -> Gradients:
         with pytest.raises(KeyError), model.no_sync():
             raise KeyError
         with model.no_sync():
-            loss_of(model, comm.rank, 0).backward()
+            loss_of(model, rank, 0).backward()
             with model.no_sync():
-                loss_of(model, comm.rank, 1).backward()
-        loss_of(model, comm.rank, 2).backward()
+                loss_of(model, rank, 1).backward()
+        loss_of(model, rank, 2).backward()
         return gradients(model.module)
 
     each = []
@@ -197,7 +183,7 @@ def test_no_sync_accumulates_and_ends_with_the_context() -> None:
         for step in range(3):
             loss_of(model, r, step).backward()
         each.append(gradients(model))
-    for found in on_ranks(rank):
+    for found in wrapped(base, passes):
         for name in ("mid.weight", "embed.weight", "odd.bias"):
             summands = [torch.zeros_like(base.get_parameter(name)) if g[name] is None else g[name] for g in each]
             assert torch.equal(found[name], tree_sum(summands) / WORLD)
@@ -206,16 +192,13 @@ def test_no_sync_accumulates_and_ends_with_the_context() -> None:
 
 def test_two_synchronised_passes_add_up() -> None:
     base = make()
-    models = [copy.deepcopy(base) for _ in range(WORLD)]
 
-    def rank(comm: ringcomm.Communicator) -> Gradients:
-        model = DistributedDataParallel(models[comm.rank], comm)
-        loss_of(model, comm.rank, 0).backward()
-        loss_of(model, comm.rank, 1).backward()
-        return gradients(model.module)
+    def passes(model: DistributedDataParallel, rank: int) -> Gradients:
+        loss_of(model, rank, 1).backward()
+        return of_one_pass(model, rank)
 
-    first, second = reference(base, 0), reference(base, 1)
-    for found in on_ranks(rank):
+    first, second = reference(base, 1), reference(base, 0)
+    for found in wrapped(base, passes):
         torch.testing.assert_close(found["mid.weight"], first["mid.weight"] + second["mid.weight"])
 
 
@@ -256,24 +239,20 @@ def test_rank_0_gives_parameters_and_buffers() -> None:
 
 def test_the_module_survives_a_backward_pass_that_raises() -> None:
     base = make()
-    models = [copy.deepcopy(base) for _ in range(WORLD)]
 
-    def rank(comm: ringcomm.Communicator) -> Gradients:
-        model = DistributedDataParallel(models[comm.rank], comm)
-        loss = loss_of(model, comm.rank)
-
+    def passes(model: DistributedDataParallel, rank: int) -> Gradients:
         def fail(_: torch.Tensor) -> None:
             raise KeyError("raised in backward")
 
+        loss = loss_of(model, rank)
         handle = model.module.mid.weight.register_hook(fail)
         with pytest.raises(KeyError):
             loss.backward()
         handle.remove()
         model.zero_grad()
-        loss_of(model, comm.rank).backward()
-        return gradients(model.module)
+        return of_one_pass(model, rank)
 
-    for found in on_ranks(rank):
+    for found in wrapped(base, passes):
         assert torch.equal(found["mid.weight"], reference(base)["mid.weight"])
 
 
@@ -294,23 +273,17 @@ class Twice(nn.Module):
 @pytest.mark.parametrize("bucket_cap_mb", [25.0, 0.0001])
 def test_activation_checkpointing_gives_the_same_bits(bucket_cap_mb: float) -> None:
     base = make(Twice)
-    models = [[copy.deepcopy(base) for _ in range(2)] for _ in range(3)]
 
-    def rank(comm: ringcomm.Communicator) -> list[Gradients]:
-        found = []
-        for again, module in zip((False, True), models[comm.rank], strict=True):
-            module.again = again
-            model = DistributedDataParallel(module, comm, bucket_cap_mb=bucket_cap_mb)
-            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(comm.rank))
-            model(x).square().sum().backward()
-            found.append(gradients(module))
-        return found
+    def of_batch(model: DistributedDataParallel, rank: int) -> Gradients:
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
+        model(x).square().sum().backward()
+        return gradients(model.module)
 
-    results = on_ranks(rank, 3)
-    for plain, again in results:
-        assert all(grad is not None for grad in plain.values())
-        assert equal(plain, again)
-        assert equal(plain, results[0][0])
+    plain = wrapped(base, of_batch, 3, bucket_cap_mb=bucket_cap_mb)
+    base.again = True
+    again = wrapped(base, of_batch, 3, bucket_cap_mb=bucket_cap_mb)
+    assert all(grad is not None for grad in plain[0].values())
+    assert all(same(each, plain[0]) for each in (*plain, *again))
 
 
 def test_bad_arguments_are_refused() -> None:
@@ -321,8 +294,8 @@ def test_bad_arguments_are_refused() -> None:
             DistributedDataParallel(nn.Linear(1, 1), comm, process_group=object())  # type: ignore[arg-type]
         with pytest.raises(InvalidArgumentError, match=r"int as the second argument, .*process_group=$"):
             DistributedDataParallel(nn.Linear(1, 1), 3)  # type: ignore[arg-type]
-        wrapped = DistributedDataParallel(nn.Linear(1, 1), comm)
-        for again in (wrapped, nn.Sequential(wrapped.module), nn.Sequential(nn.Linear(1, 1), wrapped)):
+        model = DistributedDataParallel(nn.Linear(1, 1), comm)
+        for again in (model, nn.Sequential(model.module), nn.Sequential(nn.Linear(1, 1), model)):
             with pytest.raises(InvalidArgumentError, match=r"has wrapped, expected a plain one|is wrapped already"):
                 DistributedDataParallel(again, comm)
 
@@ -396,7 +369,7 @@ def over_process_groups(comm: ringcomm.Communicator, store: str, expected: Gradi
         DistributedDataParallel(copy.deepcopy(base), process_group=dist.new_group(backend="ringcomm")),
     ):
         loss_of(model, comm.rank).backward()
-        found.append(equal(gradients(model.module), expected))
+        found.append(same(gradients(model.module), expected))
     dist.destroy_process_group()
     return found
 
