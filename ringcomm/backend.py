@@ -10,6 +10,7 @@ make together, or immediately by ``init_process_group(..., device_id=...)``.
 
 from __future__ import annotations
 
+import hashlib
 from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -114,6 +115,9 @@ def _backend(
     if torch.version.cuda is not None:
         ask_for_queues()  # now, because the first call on a device comes after its context
     limit_ms = _milliseconds(options._timeout)
+    # After destroy_process_group() torch gives its names again, also to groups of other ranks over the same store.
+    members = repr([*options.global_ranks_in_group]).encode()
+    prefix = f"{prefix}/{hashlib.sha256(members).hexdigest()[:16]}"
     name, identities = _exchange(store, f"{prefix}/host", rank, world_size, identity().encode(), options._timeout, call)
     hosts = Hosts.of([each.decode() for each in identities])
     on_cpu = RankEngine("cpu", rank, world_size, limit_ms, CPU, hosts, Network(store, name))

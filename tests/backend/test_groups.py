@@ -445,6 +445,9 @@ def _twice(backend: str) -> None:
         x = torch.tensor([float(round_number)])
         dist.broadcast(x, 0)
         assert dist.get_backend_config() == str(dist.BackendConfig(dist.Backend(backend)))
+        group = dist.new_group([*range(round_number + 1)])  # has the same name in each round
+        if rank <= round_number:
+            all_reduce_works(group)
         dist.destroy_process_group()
 
 
