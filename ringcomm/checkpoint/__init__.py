@@ -62,7 +62,8 @@ def save(
              whole); ranks exchange only the list of what was written. Memory: 128 MiB, and one part of a tensor at a
              time.
     Raises:  InvalidArgumentError: a module or an optimizer that is not sharded, an extra that cannot be loaded safely,
-             a folder that holds other files, or pipeline stages whose optimizers have different groups.
+             a folder that holds other files, another path on another rank, or pipeline stages whose optimizers have
+             different groups.
              UnsupportedError: optimizer state with another shape than its sharded parameter, such as factored moments,
              or under keys that are neither parameters nor strings. EngineError: the operating system refused to write.
              All ranks raise, and the old checkpoint remains.
@@ -76,10 +77,11 @@ def save(
 
 def _save(flat: Any, optimizer: Any, extra: dict[str, Any], world: World, path: Path) -> None:
     saver = Saver(flat, optimizer, extra, world)
-    facts = world.run_together(saver.facts)
+    paths, facts = zip(*world.run_together(lambda: (os.fspath(path), saver.facts())), strict=True)
+    world.refuse_another("path", path, paths)
     folder = world.run_together(lambda: make_saving_folder(path) if world.rank == 0 else None)[0]
     try:
-        written: list[WriteReport] = world.run_together(lambda: write(folder, world.rank, saver.planner(facts)))
+        written: list[WriteReport] = world.run_together(lambda: write(folder, world.rank, saver.planner([*facts])))
         world.run_together(lambda: finish(folder, path, written) if world.rank == 0 else None)
     finally:
         if world.rank == 0:
@@ -101,15 +103,15 @@ def load(
              had them.
     Cost:    each rank reads the values that it keeps, and temporarily holds them twice in host memory; stages 1 and 2
              gather the parameters. The files are accessed randomly.
-    Raises:  InvalidArgumentError (ShapeError, DtypeError): a checkpoint of another model or optimizer, or a damaged
-             one; names parameter and rank. All ranks raise, before anything is changed.
+    Raises:  InvalidArgumentError (ShapeError, DtypeError): a checkpoint of another model or optimizer, a damaged one,
+             or another one on another rank; names parameter and rank. All ranks raise, before anything is changed.
     """
     flat = flat_of(model, "load")
     world = World(flat.ranks, "load")
     with Progress(f"load {os.fspath(path)}", shows=world.rank == 0):
         loader = Loader(flat, optimizer, world)
         everyone = world.run_together(loader.facts)
-        world.run_together(lambda: loader.read(Path(path), everyone))
+        world.refuse_another("checkpoint", Path(path), world.run_together(lambda: loader.read(Path(path), everyone)))
         with torch.no_grad():
             loader.commit()
     return loader.extra

@@ -72,7 +72,7 @@ def _next_row(bucket: Bucket, element: int) -> int:
     segment = bucket.layout.segments[bucket.layout.index_of(element)]
     if not segment.offset < element < segment.end:
         return element
-    return min(segment.end, segment.offset + up(element - segment.offset, math.prod(segment.shape[1:])))
+    return min(segment.end, segment.offset + up(element - segment.offset, math.prod(segment.memory_shape[1:])))
 
 
 def is_writer(bucket: Bucket, i: int) -> bool:

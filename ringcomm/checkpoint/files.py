@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from ringcomm import _C
 from ringcomm.checkpoint.metadata import read_metadata
-from ringcomm.data_parallel.buckets.layout import up
+from ringcomm.data_parallel.buckets.layout import inverse, up
 from ringcomm.errors import DtypeError, InvalidArgumentError, ShapeError, one_line
 from ringcomm.modules.shard_spec import PLAIN, ShardSpec
 
@@ -97,14 +97,21 @@ class TensorBox:
 
 
 def boxes_of(
-    name: str, shape: Sequence[int], values: torch.Tensor, start: int = 0, spec: ShardSpec = PLAIN
+    name: str,
+    shape: Sequence[int],
+    values: torch.Tensor,
+    start: int = 0,
+    spec: ShardSpec = PLAIN,
+    dim_order: Sequence[int] = (),
 ) -> list[TensorBox]:
     """Returns views of ``values``, which are a tensor's elements from ``start`` on, as boxes of the tensor.
 
     Args:
         spec: the tensor's place in a larger tensor; the boxes are then those of the larger tensor, without padding.
+        dim_order: the order of the tensor's dimensions, from the slowest to the fastest, in which ``values`` come;
+            empty: as in ``shape``.
     """
-    found = _boxes_here(name, shape, values, start)
+    found = _boxes_here(name, shape, values, start, dim_order or range(len(shape)))
     return [each for box in found for each in _to_unsharded(box, spec)] if spec.dim is not None else found
 
 
@@ -124,7 +131,9 @@ def _to_unsharded(box: TensorBox, spec: ShardSpec) -> list[TensorBox]:
     return found
 
 
-def _boxes_here(name: str, shape: Sequence[int], values: torch.Tensor, start: int) -> list[TensorBox]:
+def _boxes_here(
+    name: str, shape: Sequence[int], values: torch.Tensor, start: int, dim_order: Sequence[int]
+) -> list[TensorBox]:
     """Returns the boxes in this rank's part of a tensor."""
     flat, shape = values.detach().reshape(-1), tuple(shape)
     if not flat.numel():
@@ -132,12 +141,13 @@ def _boxes_here(name: str, shape: Sequence[int], values: torch.Tensor, start: in
         return [TensorBox(name, shape, unsharded, flat.view(shape))] if math.prod(shape) == 0 else []
     most = max(1, MOST_BOX_BYTES // flat.itemsize)
     found, at = [], 0
+    in_memory, in_shape = [shape[dim] for dim in dim_order], inverse(dim_order)
     for first in range(start, start + flat.numel(), most):
-        for offsets, sizes in boxes(shape, first, min(first + most, start + flat.numel())):
-            numel = math.prod(sizes)
-            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            found.append(TensorBox(name, shape, chunk, flat[at : at + numel].view(sizes)))
-            at += numel
+        for offsets, sizes in boxes(in_memory, first, min(first + most, start + flat.numel())):
+            box = flat[at : at + math.prod(sizes)].view(sizes).permute(in_shape)
+            chunk = ChunkStorageMetadata(torch.Size([offsets[dim] for dim in in_shape]), box.shape)
+            found.append(TensorBox(name, shape, chunk, box))
+            at += box.numel()
     return found
 
 
@@ -161,12 +171,18 @@ class ShardSavePlanner(DefaultSavePlanner):
         self.aliases: dict[str, list[str]] = {}
 
     def add_tensor(
-        self, path: Names, shape: Sequence[int], values: torch.Tensor, start: int = 0, spec: ShardSpec = PLAIN
+        self,
+        path: Names,
+        shape: Sequence[int],
+        values: torch.Tensor,
+        start: int = 0,
+        spec: ShardSpec = PLAIN,
+        dim_order: Sequence[int] = (),
     ) -> None:
         """Adds a tensor's elements from ``start`` on; arguments as of `boxes_of`."""
         name = ".".join(path)
         self.paths[name] = path
-        for box in boxes_of(name, shape, values, start, spec):
+        for box in boxes_of(name, shape, values, start, spec, dim_order):
             self.boxes[MetadataIndex(box.name, box.chunk.offsets)] = box
 
     def add_value(self, path: Names, value: Any) -> None:
@@ -364,6 +380,7 @@ class Source:
 
     Attributes:
         paths: by name, the path in nested dicts.
+        digest: a checksum of all checksums; of torch's checkpoints, which have none, of the metadata.
     """
 
     def __init__(self, path: Path, call: str, rank: int) -> None:
@@ -373,6 +390,7 @@ class Source:
         except OSError as error:
             raise self._wrong(f"no checkpoint in {path} ({error.strerror})", "one that was saved there") from error
         self.checksums = self._read_checksums()
+        self.digest = _C.crc32c(repr(self.checksums).encode(), _C.crc32c(raw))
         self.has_checksums = bool(self.checksums)
         if self.has_checksums and self.checksums.get(METADATA) != {"0": _C.crc32c(raw)}:
             raise self._damaged(METADATA, "another checksum")
@@ -540,7 +558,7 @@ def _load_box(target: torch.Tensor, part: _FilePart) -> tuple[torch.Tensor, int]
     storage = box.untyped_storage()
     is_alike = box.dtype == target.dtype and box.shape == target.shape and storage.nbytes() == target.nbytes
     if is_alike and box.is_contiguous() and target.is_contiguous():
-        raw, values = target.view(-1).view(torch.uint8), target
+        raw, values = target.as_strided((target.numel(),), (1,)).view(torch.uint8), target
     else:
         raw = torch.empty(storage.nbytes(), dtype=torch.uint8)
         values = raw.view(box.dtype).as_strided(box.shape, box.stride(), box.storage_offset())

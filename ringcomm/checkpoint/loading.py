@@ -35,7 +35,7 @@ from ringcomm.checkpoint.world import World
 from ringcomm.data_parallel.buckets.bucket import Bucket
 from ringcomm.data_parallel.model.sharded_model import ShardedModel
 from ringcomm.data_parallel.optim.optimizer import ShardedOptimizer
-from ringcomm.data_parallel.optim.state import State
+from ringcomm.data_parallel.optim.state import State, in_shape_of
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.modules.shard_spec import part_of
 
@@ -66,11 +66,12 @@ class Loader:
         names = {name for names in of_tensors for name in names} | dict(with_extra_state(self.flat)).keys()
         return names, OptimizerParams.of(self.flat, self.optimizer, "load").names
 
-    def read(self, path: Path, everyone: list[tuple[set[str], list[list[str]]]]) -> None:
+    def read(self, path: Path, everyone: list[tuple[set[str], list[list[str]]]]) -> int:
         """Reads the checkpoint into separate memory, and raises for anything wrong.
 
         Args:
             everyone: the results of `facts`, by rank.
+        Returns: `Source.digest` of the checkpoint.
         """
         self.source = Source(path, "load", self.rank)
         own = self._read_extra()
@@ -84,6 +85,7 @@ class Loader:
             self.extra_states.append((module, own.get("module", {}).get(name, self.source.value((name,)))))
         if self.optimizer is not None:
             self._read_optimizer(self.optimizer, own.get("optimizer", {}), [groups for _, groups in everyone])
+        return self.source.digest
 
     def _read_extra(self) -> dict[str, dict[str, Any]]:
         """Fills `extra`; returns the values that this rank saved for itself."""
@@ -121,7 +123,8 @@ class Loader:
                 name = self._name(names[id(bucket.params[i])])
                 values = master[first - bucket.start : last - bucket.start]
                 cut = part_of(bucket.params[i])
-                self.source.read(boxes_of(name, segment.shape, values, first - segment.offset, cut))
+                start = first - segment.offset
+                self.source.read(boxes_of(name, segment.shape, values, start, cut, segment.dim_order))
             self.masters.append(master)
 
     def _name(self, names: list[str]) -> str:
@@ -218,7 +221,8 @@ class Loader:
                         dtype = self._state_type(names[i], facts.properties.dtype, param)
                         state[key] = torch.zeros(end - start, dtype=dtype)
                     values = state[key][first - start : last - start]
-                    self.source.read(boxes_of(name, segment.shape, values, first - segment.offset, cut))
+                    offset = first - segment.offset
+                    self.source.read(boxes_of(name, segment.shape, values, offset, cut, segment.dim_order))
                     continue
                 value = self.source.value((*STATE, names[i], key)) if facts is None else self.source.tensor(name)
                 refuse_sharded_state("load", self.rank, bucket, i, key, value)
@@ -227,7 +231,8 @@ class Loader:
                         f"{name} = {value}, where a parameter that travels with it has {state[key]}", "equal ones"
                     )
                 state.setdefault(key, value)
-        return {key: value.view(param.shape) if key in alike else value for key, value in state.items()}
+        segment = bucket.layout.segments[bucket.layout.index_of(start)]
+        return {key: in_shape_of(param, value, segment) if key in alike else value for key, value in state.items()}
 
     def _read_plain(self, p: torch.Tensor, name: str, key: str, alike: list[str], own: dict[str, Any]) -> Any:
         place = ".".join((*STATE, name, key))

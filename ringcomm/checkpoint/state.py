@@ -171,9 +171,8 @@ class Saver:
                     continue
                 segment = bucket.layout.segments[i]
                 values = self.masters[bucket][first - bucket.start : last - bucket.start]
-                out.add_tensor(
-                    (name_of(bucket, i),), segment.shape, values, first - segment.offset, part_of(bucket.params[i])
-                )
+                cut, offset = part_of(bucket.params[i]), first - segment.offset
+                out.add_tensor((name_of(bucket, i),), segment.shape, values, offset, cut, segment.dim_order)
 
     def _add_optimizer_state(self, out: ShardSavePlanner) -> None:
         for bucket, first_here, end_here, param in self.held.ranges:
@@ -185,8 +184,8 @@ class Saver:
                     segment, cut = bucket.layout.segments[i], part_of(bucket.params[i])
                     path = (*STATE, name_of(bucket, i), key)
                     if is_alike(key, value, param):
-                        values = value.reshape(-1)[first - first_here : last - first_here]
-                        out.add_tensor(path, segment.shape, values, first - segment.offset, cut)
+                        values = segment.flatten(value)[first - first_here : last - first_here]
+                        out.add_tensor(path, segment.shape, values, first - segment.offset, cut, segment.dim_order)
                         continue
                     refuse_sharded_state("save", self.rank, bucket, i, key, value)
                     if first == segment.offset and (self.world.ranks.mesh is None or self.world.ranks.mesh.counts):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from ringcomm import errors
 from ringcomm.data_parallel.buckets.group import DataParallelGroup
-from ringcomm.errors import EngineError, RingcommError
+from ringcomm.errors import EngineError, InvalidArgumentError, RingcommError
 
 
 class World:
@@ -61,3 +62,12 @@ class World:
                     raise RingcommError(f"{self.call}: rank {rank} got {failed[0]}: {failed[1]}; see what it raised")
                 raise kind(failed[1])
         return [result for _, result in replies]
+
+    def refuse_another(self, what: str, path: Path, each: Sequence[Any]) -> None:
+        """Raises on every rank if a rank has another path or checkpoint than the first one; ``each``: of every rank."""
+        for rank, its in enumerate(each):
+            if its != each[0]:
+                raise InvalidArgumentError(
+                    f"{self.call}: rank {self.rank} got {path}, and rank {rank} another {what} than rank 0, expected "
+                    "one for all ranks; pass the same path on every rank, to a folder that all of them see"
+                )

@@ -69,7 +69,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     that `ringcomm.restage` can move its state and ``join`` keeps it equal on all ranks.
 
     Args:
-        module: must be on its device already. Its parameters become views of flat buffers, in contiguous memory.
+        module: must be on its device already. Its parameters become views of flat buffers, in the same memory format.
         comm: a Communicator; a list is taken as ``device_ids``; None: a communicator over ``process_group``, else over
             torch.distributed's default group, else ``ringcomm.init()`` from torchrun's environment.
         output_device: None, or the module's device.

@@ -37,7 +37,8 @@ torch.set_num_threads(1)
 
 
 class Net(nn.Module):
-    """Tied, frozen and unused parameters, one without dimensions, an empty one, one of three dimensions, buffers."""
+    """Tied, frozen and unused parameters, one without dimensions, an empty one, two of three dimensions, one of them in
+    another order in memory, buffers."""
 
     def __init__(self, width: int = 10) -> None:
         super().__init__()
@@ -46,6 +47,7 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.empty = nn.Parameter(torch.zeros(0, 3))
         self.cube = nn.Parameter(torch.randn(3, 5, width) / 9)
+        self.turned = nn.Parameter((torch.randn(width, 3, 5) / 9).permute(2, 0, 1))
         self.frozen = nn.Linear(width, width).requires_grad_(False)
         self.unused = nn.Linear(3, 5)
         self.norm = nn.BatchNorm1d(width)
@@ -57,7 +59,7 @@ class Net(nn.Module):
         h = self.norm(self.embed(x)) * self.scale
         for block in self.blocks:
             h = h + torch.tanh(block(h))
-        return self.head(self.frozen(h)) + (h @ self.cube.sum((0, 1))).mean()
+        return self.head(self.frozen(h)) + (h @ self.cube.sum((0, 1))).mean() + (h @ self.turned.sum((0, 2))).mean()
 
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -930,6 +932,25 @@ def test_what_is_not_sharded_is_refused(tmp_path: Path) -> None:
 
 
 # ---- interrupted -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_with_different_paths_are_refused(tmp_path: Path, stage: int) -> None:
+    def body(model: nn.Module, optimizer: Any, comm: Any) -> None:
+        for number in range(2):
+            step(model, optimizer, comm.rank, number)
+            checkpoint.save(tmp_path / str(number), model, optimizer)
+        kept = result(model, optimizer)
+        with pytest.raises(
+            InvalidArgumentError, match=rf"load: rank {comm.rank} .* rank 1 another checkpoint than rank 0"
+        ):
+            checkpoint.load(tmp_path / str(comm.rank), model, optimizer)
+        with pytest.raises(InvalidArgumentError, match=rf"save: rank {comm.rank} .* rank 1 another path than rank 0"):
+            checkpoint.save(tmp_path / f"of rank {comm.rank}", model, optimizer)
+        assert differing(kept, result(model, optimizer)) == []
+
+    ranks(2, stage, body)
+    assert {each.name for each in tmp_path.iterdir()} == {"0", "1"}
 
 
 def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 import ringcomm
 from ringcomm.errors import AbortedError, InvalidArgumentError, MismatchError, UnsupportedError
 from tests.data_parallel.test_shard import STAGES, Tower, batch, loss_of, sgd, state_of, step_of, tower
+from tests.support.same import differences
 
 Sharded = Callable[[ringcomm.Communicator, Tower, torch.optim.Optimizer], Any]
 
@@ -487,6 +489,32 @@ def test_a_step_without_a_reduction_is_refused_by_name(stage: int) -> None:
         step_of(model, opt, comm.rank, 0)
 
     everywhere(check, stages=(stage,))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_step_takes_means_that_the_program_has_made(stage: int, clips: bool) -> None:
+    """As programs do that combine the gradients of several losses."""
+    found: dict[bool, list[torch.Tensor]] = {}
+    for by_hand in (False, True):
+
+        def train(comm: Any, model: Tower, opt: torch.optim.Optimizer, by_hand: bool = by_hand) -> None:
+            for number in range(3):
+                with ringcomm.no_sync(model) if by_hand else nullcontext():
+                    loss_of(model, comm.rank, number).backward()
+                if by_hand:
+                    with_grad = [p for p in model.parameters() if p.grad is not None]
+                    means = [comm.all_reduce(p.grad.clone(), "avg") for p in with_grad]
+                    for p, mean in zip(with_grad, means, strict=True):
+                        p.grad = mean
+                if clips:
+                    ringcomm.clip_grad_norm_(model, 0.1)
+                opt.step()
+                opt.zero_grad()
+            found[by_hand] = state_of(model)
+
+        everywhere(train, stages=(stage,))
+    assert not differences(found[True], found[False])
 
 
 class Casting(nn.Linear):

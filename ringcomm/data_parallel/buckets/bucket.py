@@ -77,7 +77,7 @@ def with_own_storage(part: torch.Tensor) -> torch.Tensor:
     saves their storages."""
     nbytes = torch.empty(0, dtype=torch.uint8, device=part.device)
     nbytes.set_(part.untyped_storage(), part.storage_offset() * part.itemsize, (part.nbytes,))
-    return part.new_empty(0).set_(torch.from_dlpack(nbytes).untyped_storage(), 0, part.shape)
+    return part.new_empty(0).set_(torch.from_dlpack(nbytes).untyped_storage(), 0, part.shape, part.stride())
 
 
 class ViewGeometry(NamedTuple):
@@ -285,7 +285,7 @@ class Bucket:
             return
         values = ranks.empty(layout.numel, types.master, self.params[0].device).zero_()
         for p, segment in zip(params, layout.segments, strict=True):
-            values[segment.offset : segment.end].copy_(p.detach().reshape(-1))
+            segment.view(values[segment.offset : segment.end]).copy_(p.detach())
         self.take_values(values, send)
 
     def take_values(self, values: torch.Tensor, send: bool) -> None:
@@ -566,7 +566,7 @@ class Bucket:
 
     def _write(self, owned: torch.Tensor, i: int, values: torch.Tensor) -> None:
         piece, start = self.layout.piece(owned, self.start, i)
-        piece.copy_(values.detach().reshape(-1)[start : start + piece.numel()])
+        piece.copy_(self.layout.segments[i].flatten(values.detach())[start : start + piece.numel()])
 
     def find_replaced_data(self, call: str) -> list[int]:
         """Returns the parameters whose `p.data` was replaced by another tensor, while the parameters are unsharded. The

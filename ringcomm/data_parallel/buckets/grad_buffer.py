@@ -520,6 +520,15 @@ class GradBuffer:
             for i, grad in others:
                 self._adopt(i, grad, call)
 
+    @property
+    def sums_were_replaced(self) -> bool:
+        """Whether the user has assigned other gradients in the place of all sums, none of which was reduced."""
+        if self.has_reduced or self.is_open or not self.has_local:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = [(i, p.grad) for i, p in enumerate(self.params) if p.grad is not None]
+        return bool(grads) and not any(self._is_exposed(i, grad) for i, grad in grads)
+
     def _unchanged(self, grads: list[torch.Tensor | None]) -> bool:
         if not all(map(operator.is_, grads, self.exposed)):
             return False
@@ -597,7 +606,7 @@ class GradBuffer:
                     f"tree of {len(parts)} sums that were not reduced, expected a reduced one; change it after the "
                     "last backward"
                 )
-            return parts[0].view(-1), 0
+            return self.layout.segments[i].in_memory_order(parts[0]).view(-1), 0
         return self._own_piece(i)
 
     def _own_piece(self, i: int) -> tuple[torch.Tensor, int]:
@@ -625,7 +634,7 @@ class GradBuffer:
                 f"expected {self.layout.segments[i].shape}; keep its shape"
             )
         piece, start = self.piece(i)
-        piece.copy_(values.reshape(-1)[start : start + piece.numel()])
+        piece.copy_(self.layout.segments[i].flatten(values)[start : start + piece.numel()])
         self.changed()
 
     def _is_local(self, i: int) -> bool:
@@ -717,8 +726,10 @@ class GradBuffer:
 
     def _packed(self, fresh: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
         """Returns an unsharded buffer with these gradients, and zeros elsewhere."""
-        if self.skips_packing and fresh[0][1].is_contiguous():
-            return fresh[0][1].view(-1)
+        if self.skips_packing:
+            grad = self.layout.segments[fresh[0][0]].in_memory_order(fresh[0][1])
+            if grad.is_contiguous():
+                return grad.view(-1)
         buffer = self._new_buffer()
         self._fill(buffer, fresh)
         return buffer
@@ -767,9 +778,12 @@ class GradBuffer:
 
 
 def adopt_user_grads(gradients: Collection[GradBuffer], call: str) -> None:
-    """`GradBuffer.adopt_user_grads` for several buckets."""
+    """`GradBuffer.adopt_user_grads` for several buckets, before a step. If a bucket's local sums were all replaced, the
+    tensors in their place are the means."""
     copy_exchanged_grads(gradients)
     for each in gradients:
+        if each.sums_were_replaced:
+            each.drop()
         each.adopt_user_grads(call)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -57,6 +57,26 @@ class Segment:
     group: int = 0  # index of the optimizer's group
     offset: int = 0  # in elements
     atom: int = 1  # a shard boundary inside it lies at a multiple of this, counted from the segment's start
+    dim_order: tuple[int, ...] = ()  # its dimensions from the slowest to the fastest in memory; empty: as in the shape
+
+    def in_memory_order(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns a view of values of this shape with the dimensions in the order of memory."""
+        return values.permute(self.dim_order) if self.dim_order else values
+
+    def flatten(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns values of this shape in the order of the buffer; those that are flat already, as they are."""
+        return (values if values.dim() == 1 else self.in_memory_order(values)).reshape(-1)
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """Returns a view of the segment's elements, which lie one after another, in its shape."""
+        if not self.dim_order:
+            return flat.view(self.shape)
+        return flat.view(self.memory_shape).permute(inverse(self.dim_order))
+
+    @cached_property
+    def memory_shape(self) -> tuple[int, ...]:
+        """The shape with the dimensions in the order of memory."""
+        return tuple(self.shape[dim] for dim in self.dim_order) or self.shape
 
     @cached_property
     def numel(self) -> int:
@@ -98,7 +118,7 @@ class FlatLayout:
         sizes = [spec.numel for spec in ordered]
         shard, offsets = _place(sizes, atoms, align, world_size)
         segments = tuple(
-            Segment(spec.name, spec.shape, spec.group, offset, each)
+            replace(spec, offset=offset, atom=each, dim_order=dim_order_for(atom, spec.dim_order))
             for spec, offset, each in zip(ordered, offsets, atoms, strict=True)
         )
         return FlatLayout(segments, dtype, world_size, shard, atom)
@@ -132,19 +152,30 @@ class FlatLayout:
     def part(self, buffer: torch.Tensor, i: int) -> torch.Tensor:
         """Returns a segment's part of a whole buffer, in the segment's shape."""
         segment = self.segments[i]
-        return buffer[segment.offset : segment.end].view(segment.shape)
+        return segment.view(buffer[segment.offset : segment.end])
 
     def parts(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Returns every segment's part of a whole buffer, with one torch call."""
-        shapes, at = self._shapes
-        cuts = _unflatten(buffer, shapes)
-        return [cuts[k] if cuts[k].numel() else self.part(buffer, i) for i, k in enumerate(at)]
+        return self._cut(buffer)[0]
 
     def parts_and_padding(self, buffer: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Returns every segment's part of a whole buffer, and the gaps between them."""
+        parts, cuts = self._cut(buffer)
+        taken = {*self._shapes[1]}
+        return parts, [cut for k, cut in enumerate(cuts) if k not in taken]
+
+    def _cut(self, buffer: torch.Tensor) -> tuple[list[torch.Tensor], Sequence[torch.Tensor]]:
+        """Returns every segment's part of a whole buffer, and its consecutive parts, padding included."""
         shapes, at = self._shapes
-        cuts, taken = _unflatten(buffer, shapes), {*at}
-        return [cuts[k] for k in at], [cut for k, cut in enumerate(cuts) if k not in taken]
+        cuts = _unflatten(buffer, shapes)
+        parts = [cuts[k] if cuts[k].numel() else self.part(buffer, i) for i, k in enumerate(at)]
+        for i in self._permuted:
+            parts[i] = self.part(buffer, i)
+        return parts, cuts
+
+    @cached_property
+    def _permuted(self) -> list[int]:
+        return [i for i, segment in enumerate(self.segments) if segment.dim_order]
 
     @cached_property
     def _shapes(self) -> tuple[list[torch.Tensor], list[int]]:
@@ -209,6 +240,30 @@ class FlatLayout:
                 found.append(Run(group, first, last, (fragment.segment,)))
             open_run = group >= 0
         return found
+
+
+def inverse(dim_order: Sequence[int]) -> list[int]:
+    """Returns the permutation from the order of memory back to the order of the shape."""
+    return [dim_order.index(dim) for dim in range(len(dim_order))]
+
+
+def dim_order(p: torch.Tensor) -> tuple[int, ...]:
+    """Returns the dimensions of a parameter from the slowest to the fastest in memory, such as (0, 2, 3, 1) for
+    torch.channels_last; empty if they are in the order of its shape, or if its memory has gaps."""
+    strides = p.stride()
+    order = tuple(sorted(range(p.dim()), key=lambda dim: -strides[dim]))
+    return order if [*order] != sorted(order) and p.permute(order).is_contiguous() else ()
+
+
+def dim_order_for(atom: Atom, order: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the order of a parameter's dimensions in the buffer: its own, unless its rows would be scattered."""
+    return () if atom == "row" and order[:1] != (0,) else order
+
+
+def memory_format(p: torch.Tensor) -> str:
+    """Returns the order of a parameter's dimensions in memory as text; empty if it is that of its shape."""
+    order = dim_order(p)
+    return f" with dim_order {order}" if order else ""
 
 
 def _atom_of(spec: Segment, atom: Atom) -> int:

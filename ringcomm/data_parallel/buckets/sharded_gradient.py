@@ -76,9 +76,9 @@ class ShardedGradient(torch.Tensor):
     @staticmethod
     def of(gradient: GradOwner, index: int) -> ShardedGradient:
         """Returns the object for segment ``index`` of a bucket's gradient."""
-        p, name = gradient.params[index], gradient.layout.segments[index].name
-        like = torch.empty(p.shape, dtype=p.dtype, device="meta")
-        return ShardedGradient._made(like, p.device, (name, weakref.ref(gradient), index, ()))
+        p, segment = gradient.params[index], gradient.layout.segments[index]
+        like = segment.view(torch.empty(segment.numel, dtype=p.dtype, device="meta"))
+        return ShardedGradient._made(like, p.device, (segment.name, weakref.ref(gradient), index, ()))
 
     @staticmethod
     def _made(like: torch.Tensor, device: torch.device, what: Any) -> ShardedGradient:
@@ -194,7 +194,10 @@ class ShardedGradient(torch.Tensor):
         if not isinstance(x, torch.Tensor):
             return x
         x = self._unrounded(x)
-        return x.broadcast_to(self.shape).reshape(-1)[start : start + piece.numel()] if x.dim() else x
+        if not x.dim():
+            return x
+        segment = self._home.layout.segments[self._index]
+        return segment.flatten(x.broadcast_to(self.shape))[start : start + piece.numel()]
 
     def _unrounded(self, x: torch.Tensor) -> torch.Tensor:
         """Casts an argument from the parameter's type to the gradient's, if they differ."""

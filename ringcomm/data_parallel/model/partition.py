@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ringcomm.data_parallel.buckets.bucket import Bucket
 from ringcomm.data_parallel.buckets.group import DataParallelGroup
-from ringcomm.data_parallel.buckets.layout import Atom, FlatLayout, Segment, up
+from ringcomm.data_parallel.buckets.layout import Atom, FlatLayout, Segment, dim_order, memory_format, up
 from ringcomm.data_parallel.model.place import place_of
 from ringcomm.data_parallel.model.sharded_model import Config, Unit
 from ringcomm.data_parallel.model.sharded_parameter import ShardedParameter
@@ -57,7 +57,9 @@ def make_units(
     """
 
     def new_bucket(named: Sequence[tuple[str, nn.Parameter]], types: Types) -> Bucket:
-        specs = [Segment(name, tuple(p.shape), optimizer_group.get(id(p), 0)) for name, p in named]
+        specs = [
+            Segment(name, tuple(p.shape), optimizer_group.get(id(p), 0), dim_order=dim_order(p)) for name, p in named
+        ]
         # Its alignment is valid for both types.
         narrowest = min((types.compute, types.master), key=lambda dtype: dtype.itemsize)
         layout = FlatLayout.build(specs, narrowest, ranks.world_size, atom)
@@ -213,7 +215,7 @@ def facts_of(module: nn.Module, ignored: Collection[str] = (), sends_buffers: bo
     """Returns the facts that ranks must agree on: one line per parameter, and one per buffer if rank 0's buffers are
     sent. Names in ``ignored`` may differ."""
     params = [
-        f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}{_place(p)}"
+        f"{name} {tuple(p.shape)} {p.dtype}{memory_format(p)}{'' if p.requires_grad else ' frozen'}{_place(p)}"
         for name, p in module.named_parameters()
         if name not in ignored
     ]

@@ -205,7 +205,8 @@ def _start(x: Any, itemsize: int) -> int:
 def _like(x: Any) -> torch.Tensor:
     """Returns a tensor without memory that has the strides of a parameter or view."""
     if x._geometry is None:
-        return torch.empty(x.shape, dtype=x.dtype, device="meta")
+        bucket, flat = x._ringcomm._bucket(), torch.empty(x.shape.numel(), dtype=x.dtype, device="meta")
+        return flat.view(x.shape) if bucket is None else bucket.layout.segments[x._ringcomm.index].view(flat)
     return torch.empty_strided(x.shape, x._geometry.stride, dtype=x.dtype, device="meta")
 
 

@@ -40,7 +40,7 @@ from ringcomm.data_parallel.model.options import SAME_OPTIONS, Options
 from ringcomm.data_parallel.model.place import Place, place_of
 from ringcomm.data_parallel.model.sharded_model import ShardedModel
 from ringcomm.data_parallel.optim import cache_blocks
-from ringcomm.data_parallel.optim.state import OptimizerState, State, StepParameter
+from ringcomm.data_parallel.optim.state import OptimizerState, State, StepParameter, in_shape_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError, user_stacklevel
 from ringcomm.modules.dynamo import eager
 
@@ -508,8 +508,7 @@ class ShardedOptimizer:
         if self.elementwise:
             param = nn.Parameter(values)
         else:
-            shape, first = bucket.layout.segments[segments[0]].shape, bucket.params[segments[0]]
-            values = values.view(shape)
+            first, values = bucket.params[segments[0]], bucket.layout.segments[segments[0]].view(values)
             own = bucket.stage == 0 and not bucket.gradient.exposes_sharded
             param = first if own else _like(first, values)
         return StepParameter(bucket, group, start, end, segments, param, values, values.data_ptr())
@@ -834,7 +833,8 @@ class ShardedOptimizer:
         bucket, host = entry.bucket, self.host.copy_of(entry.bucket)
         reduced = bucket.gradient.reduced if host is None else host
         start = bucket.start
-        return reduced[entry.start - start : entry.end - start].view(entry.values.shape)
+        part = reduced[entry.start - start : entry.end - start]
+        return in_shape_of(entry.values, part, bucket.layout.segments[entry.segments[0]])
 
     def _leave(self) -> None:
         """Puts the model's parameters back, with the values that step() has set."""
@@ -930,7 +930,8 @@ class ShardedOptimizer:
                 _refuse_in_backward(part.flat)
                 raise InvalidArgumentError(
                     f"step: rank {ranks.rank} got a gradient of {bucket.names[min(put)]} that was not reduced, "
-                    "expected the mean over all ranks; call the last backward() before a step outside of no_sync"
+                    "expected the mean over all ranks; call the last backward() before a step outside of no_sync, or "
+                    "assign the mean of every gradient, p.grad = mean, on every rank"
                 )
 
     # ---- options --------------------------------------------------------------------------------------------------

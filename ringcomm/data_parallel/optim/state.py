@@ -14,6 +14,7 @@ from torch import nn
 
 from ringcomm.data_parallel.buckets.bucket import Bucket
 from ringcomm.data_parallel.buckets.group import DataParallelGroup
+from ringcomm.data_parallel.buckets.layout import Segment
 from ringcomm.data_parallel.optim.cache_blocks import CacheBlocks
 from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError
 
@@ -50,6 +51,11 @@ class StepParameter:
         return self.param is self.bucket.params[self.segments[0]]
 
 
+def in_shape_of(param: torch.Tensor, flat: torch.Tensor, segment: Segment) -> torch.Tensor:
+    """Returns elements of the buffer in the shape of what the optimizer sees: flat, or the segment's."""
+    return flat if param.dim() == 1 else segment.view(flat)
+
+
 @dataclass
 class OptimizerState:
     """An optimizer's unsharded state of a bucket.
@@ -82,7 +88,8 @@ class OptimizerState:
                 if is_alike(key, value, piece.param):
                     if key not in owned:
                         owned[key] = torch.zeros(bucket.end - bucket.start, dtype=value.dtype, device=value.device)
-                    owned[key][piece.start - bucket.start : piece.end - bucket.start] = value.reshape(-1)
+                    flat = bucket.layout.segments[piece.segments[0]].flatten(value)
+                    owned[key][piece.start - bucket.start : piece.end - bucket.start] = flat
                     holders.setdefault(key, set()).update(stepped & {*piece.segments})
                 else:
                     if len(piece.segments) > 1 and not _is_number(value) and torch.is_tensor(value):
@@ -123,7 +130,7 @@ class OptimizerState:
                 if key not in found.alike:
                     device = bucket.master.device
                     found.alike[key] = torch.zeros(bucket.layout.numel, dtype=value.dtype, device=device)
-                found.alike[key][segment.offset : segment.end] = value.reshape(-1).to(bucket.master.device)
+                found.alike[key][segment.offset : segment.end] = segment.flatten(value).to(bucket.master.device)
                 found.holders.setdefault(key, set()).add(i)
         return found
 
@@ -133,7 +140,7 @@ class OptimizerState:
         if not here:
             return {}
         state: State = {
-            key: value[start:end].clone().view(param.shape)
+            key: in_shape_of(param, value[start:end].clone(), self.bucket.layout.segments[segments[0]])
             for key, value in self.alike.items()
             if not self.holders[key].isdisjoint(here)
         }
@@ -162,7 +169,7 @@ class OptimizerState:
             return {}
         segment = self.bucket.layout.segments[i]
         alike = {
-            key: value[segment.offset : segment.end].view(segment.shape)
+            key: segment.view(value[segment.offset : segment.end])
             for key, value in self.alike.items()
             if i in self.holders[key]
         }

@@ -26,7 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.rendezvous import communicator_of
 from ringcomm.data_parallel.buckets.group import DataParallelGroup, Join, refuse_several
-from ringcomm.data_parallel.buckets.layout import Atom, FlatLayout, Segment
+from ringcomm.data_parallel.buckets.layout import Atom, FlatLayout, Segment, dim_order, dim_order_for, memory_format
 from ringcomm.data_parallel.model.place import place_of
 from ringcomm.data_parallel.model.sharded_model import ShardedModel
 from ringcomm.data_parallel.optim.optimizer import is_elementwise, refuse_unusable
@@ -47,6 +47,7 @@ class _Piece:
 
     unsharded: torch.Tensor  # the parameter
     segment: int
+    place: Segment  # the parameter's
     start: int  # offset in the parameter
     end: int
     offset: int  # offset in this rank's shard
@@ -54,7 +55,7 @@ class _Piece:
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the same piece of a tensor with the parameter's shape."""
-        return x if self.end - self.start == x.numel() else x.reshape(-1)[self.start : self.end]
+        return x if self.end - self.start == x.numel() else self.place.flatten(x)[self.start : self.end]
 
     def state(self, unsharded: State, group: dict[str, Any]) -> State:
         """Returns the piece's state, given the parameter's."""
@@ -85,7 +86,7 @@ class _Buffer:
     ) -> None:
         self.ranks = ranks
         first = params[0]
-        specs = [Segment(str(i), tuple(p.shape), number[id(p)]) for i, p in enumerate(params)]
+        specs = [Segment(str(i), tuple(p.shape), number[id(p)], dim_order=dim_order(p)) for i, p in enumerate(params)]
         self.layout = FlatLayout.build(specs, first.dtype, ranks.world_size, atom)
         self.params = [params[int(segment.name)] for segment in self.layout.segments]
         self.groups = [segment.group for segment in self.layout.segments]
@@ -93,9 +94,9 @@ class _Buffer:
         self.device = first.device
         self.buffer = self._bound() if views else None
         self.pieces = []
-        for segment, start, offset, numel in self.layout.fragments(self.start, self.end):
-            p = self.params[segment]
-            piece = _Piece(p, segment, start, start + numel, offset, nn.Parameter(torch.empty(0), False))
+        for i, start, offset, numel in self.layout.fragments(self.start, self.end):
+            p, segment = self.params[i], self.layout.segments[i]
+            piece = _Piece(p, i, segment, start, start + numel, offset, nn.Parameter(torch.empty(0), False))
             piece.param = nn.Parameter(piece.cut(p.detach()), requires_grad=True)
             self.pieces.append(piece)
 
@@ -143,7 +144,7 @@ class _Buffer:
         unsharded = self.ranks.take(self.layout.numel, self.layout.dtype, self.device)
         own = unsharded[self.start : self.end]
         for piece in self.pieces:
-            own[piece.offset : piece.offset + piece.param.numel()].copy_(piece.param.detach().reshape(-1))
+            own[piece.offset : piece.offset + piece.param.numel()].copy_(piece.place.flatten(piece.param.detach()))
         self.ranks.all_gather(own, unsharded).wait()
         for i, (p, segment) in enumerate(zip(self.params, self.layout.segments, strict=True)):
             if segment.offset < self.start or segment.end > self.end:
@@ -172,7 +173,7 @@ class _Buffer:
             for piece in self.pieces:
                 if piece.segment in holders.get(key, ()):
                     values = state[piece.param][key]
-                    own[piece.offset : piece.offset + values.numel()].copy_(values.reshape(-1))
+                    own[piece.offset : piece.offset + values.numel()].copy_(piece.place.flatten(values))
             comm = self.ranks.comm
             unsharded = comm.all_gather(own) if to is None else comm.gather(own, to)
             for i in everywhere[key] if unsharded is not None else ():
@@ -281,7 +282,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         for p in params:
             _made[p] = _made.get(p, 0) + 1
             self._counts.append(_made[p])
-        facts = [f"a parameter of shape {tuple(p.shape)} and {p.dtype} in group {number[id(p)]}" for p in params]
+        facts = [
+            f"a parameter of shape {tuple(p.shape)} and {p.dtype}{memory_format(p)} in group {number[id(p)]}"
+            for p in params
+        ]
         self.ranks.agree(_CALL, facts)
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for p in params:
@@ -303,7 +307,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 f"{_CALL}: rank {self.ranks.rank} got parameters that are in flat buffers already, at stage "
                 f"{flat.stage}, expected plain ones; use the optimizer that ringcomm.shard returned"
             )
-        if not self._views and not p.is_contiguous():
+        if not self._views and not p.is_contiguous() and dim_order_for(self._atom, dim_order(p)) == ():
             raise UnsupportedError(
                 f"{_CALL}: rank {self.ranks.rank} got a parameter of shape {tuple(p.shape)} and strides {p.stride()}, "
                 "expected a contiguous one; pass parameters_as_bucket_view=True, which makes it so"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -562,7 +563,17 @@ def build(program: Program, rank: int) -> Net:
         for name, buffer in net.named_buffers():
             if "mean" in name:
                 buffer.uniform_(-0.1, 0.1, generator=generator)
+    if "memory_format" in program:
+        reorder_memory(net, random.Random(program.seed))
     return net.bfloat16() if "half" in program else net
+
+
+def reorder_memory(net: nn.Module, drawn: random.Random) -> None:
+    """Puts the dimensions of about half of the parameters into another order in memory."""
+    for p in net.parameters():
+        order = drawn.sample(range(p.dim()), p.dim())
+        if drawn.random() < 0.5:
+            p.data = p.data.permute(order).contiguous().permute([order.index(dim) for dim in range(p.dim())])
 
 
 def initialise(net: nn.Module, seed: int, most: float = 0.7) -> torch.Generator:

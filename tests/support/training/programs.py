@@ -98,6 +98,7 @@ CHANCES = {
     "evaluate_between": 0.08,  # forward and backward
     "saved_hooks": 0.08,  # the program's own, around forward
     "half": 0.06,  # parameters of bfloat16
+    "memory_format": 0.15,  # parameters whose dimensions lie in memory in another order
     "clip": 0.35,
     "clip.torch": 0.04,
     "autocast": 0.12,

@@ -164,7 +164,7 @@ class Plain:
             if flat.numel():
                 self.comm.all_reduce(flat, "avg")
             for p, mean in zip(some, flat.split([p.numel() for p in some]), strict=True):
-                p.grad = mean.view(p.shape).clone()
+                p.grad = torch.empty_like(p).copy_(mean.view(p.shape))  # as autograd lays it out
 
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
         return clip_by_exact_norm(list(self.net.parameters()), max_norm, norm_type)
@@ -326,7 +326,7 @@ _WRITES: list[Callable[[torch.Tensor], Any]] = [
     lambda x: x.mul_(0.9),
     lambda x: x[0].mul_(0.5),
     lambda x: x[:, :2].zero_() if x.dim() > 1 else x[:2].zero_(),
-    lambda x: x.view(-1)[::2].add_(0.01),
+    lambda x: (x.view(-1) if x.is_contiguous() else x)[::2].add_(0.01),
     lambda x: x.t()[0].fill_(0.03) if x.dim() == 2 else x[-1:].fill_(0.03),
     lambda x: [row.mul_(0.5 + k / 8) for k, row in enumerate(x)],
     lambda x: x.chunk(2)[0].neg_(),
@@ -345,7 +345,7 @@ _SLICES: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda x: x,
     lambda x: x.detach(),
     lambda x: x.data,
-    lambda x: x.view(-1),
+    lambda x: x.view(-1) if x.is_contiguous() else x.transpose(0, -1),
     lambda x: x[-1:],
 ]
 
