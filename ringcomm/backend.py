@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ringcomm import errors
 from ringcomm.arrays.devices import CPU, EMULATED, Device
+from ringcomm.comm.engine import whole_milliseconds
 from ringcomm.comm.hosts import Hosts, Network, RankEngine, ask_for_queues, extension, identity
 from ringcomm.comm.store import exchange
 from ringcomm.errors import DeviceError as DeviceError
@@ -114,7 +115,7 @@ def _backend(
 ) -> _c10d.Backend:
     if torch.version.cuda is not None:
         ask_for_queues()  # now, because the first call on a device comes after its context
-    limit_ms = _milliseconds(options._timeout)
+    limit_ms = whole_milliseconds(options._timeout)
     # After destroy_process_group() torch gives its names again, also to groups of other ranks over the same store.
     members = repr([*options.global_ranks_in_group]).encode()
     prefix = f"{prefix}/{hashlib.sha256(members).hexdigest()[:16]}"
@@ -148,7 +149,7 @@ class DeviceEngineFactory:
         Raises:  UnsupportedError: this build has no CUDA engine, or there is no device to run it on.
         """
         device = Device("cuda", max(index, 0))
-        limit_ms, world_size = _milliseconds(self._options._timeout), self._hosts.world_size
+        limit_ms, world_size = whole_milliseconds(self._options._timeout), self._hosts.world_size
         try:
             self._engine = RankEngine(self.kind, self._rank, world_size, limit_ms, device, self._hosts, self._network)
         except errors.UnsupportedError as error:
@@ -177,10 +178,6 @@ class DeviceEngineFactory:
             self._error = error
             raise
         return self._engine.native.capsule()
-
-
-def _milliseconds(limit: timedelta) -> int:
-    return max(1, int(limit.total_seconds() * 1000))
 
 
 def _connect(engine: RankEngine, store: dist.Store, prefix: str, timeout: timedelta, call: str) -> None:

@@ -73,10 +73,15 @@ def milliseconds(timeout: float | timedelta | None, call: str, rank: int) -> int
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else as_number(timeout)
     if seconds is None or not 0 < seconds < 1e9:
         raise InvalidArgumentError(
-            f"{call}: rank {rank} got timeout {shown(timeout)}, expected seconds above 0 or a timedelta; pass None for "
-            "the communicator's own limit"
+            f"{call}: rank {rank} got timeout {shown(timeout)}, expected seconds, as a number or a timedelta, above 0 "
+            "and below 1e9; pass None for the communicator's own limit"
         )
-    return max(1, math.ceil(seconds * 1e3))
+    return whole_milliseconds(timedelta(seconds=seconds))
+
+
+def whole_milliseconds(limit: timedelta) -> int:
+    """Rounds a time limit up, to 1 at least, because the engine takes 0 for no limit of its own."""
+    return max(1, math.ceil(limit / timedelta(milliseconds=1)))
 
 
 def named_reduction(op: Any, factor: Any) -> tuple[Any, Any]:

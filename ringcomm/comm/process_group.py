@@ -10,7 +10,7 @@ from typing import Any
 
 from ringcomm.arrays.devices import CPU
 from ringcomm.arrays.libraries import Array, usual_stream
-from ringcomm.comm.engine import CollectiveArgs, Engine, Pairs, Piece
+from ringcomm.comm.engine import CollectiveArgs, Engine, Pairs, Piece, whole_milliseconds
 from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, RingcommError, UnsupportedError
 
 _COMBINES = {
@@ -368,7 +368,7 @@ class ProcessGroupEngine(Engine):
         """The time limit of every call without its own: the one set here, else torch's default."""
         from torch.distributed.constants import default_pg_timeout
 
-        return self._limit_ms or int(default_pg_timeout / timedelta(milliseconds=1))
+        return self._limit_ms or whole_milliseconds(default_pg_timeout)
 
     @timeout_ms.setter
     def timeout_ms(self, limit_ms: int) -> None:

@@ -24,6 +24,7 @@ import ringcomm
 from ringcomm import _C, Communicator, errors
 from ringcomm.arrays import devices
 from ringcomm.comm import process_group
+from ringcomm.comm.engine import milliseconds, whole_milliseconds
 from ringcomm.comm.work import Group
 from tests.support.collectives.arrays import raw
 
@@ -264,6 +265,13 @@ def test_dup_is_independent() -> None:
     four(fn)
 
 
+def test_time_limits_are_rounded_up() -> None:
+    for seconds, expected in ((1e-9, 1), (0.001, 1), (0.0011, 2), (0.029, 29), (1.001, 1001), (2, 2000)):
+        assert milliseconds(seconds, "wait", 0) == expected
+    assert milliseconds(timedelta(microseconds=1_000_001), "wait", 0) == 1001
+    assert whole_milliseconds(timedelta(0)) == 1
+
+
 def test_a_wait_takes_seconds_or_a_timedelta() -> None:
     def fn(comm: Communicator) -> None:
         if comm.rank:
@@ -272,8 +280,8 @@ def test_a_wait_takes_seconds_or_a_timedelta() -> None:
         if not comm.rank:
             with pytest.raises(errors.CollectiveTimeoutError, match="still in flight"):
                 work.wait(timedelta(seconds=0.01))
-            for wrong in ("soon", 0, -1.0, float("nan")):
-                with pytest.raises(errors.InvalidArgumentError, match="wait: rank 0 got timeout"):
+            for wrong in ("soon", 0, -1.0, float("nan"), float("inf"), 1e18, timedelta.max):
+                with pytest.raises(errors.InvalidArgumentError, match=r"wait: rank 0 got timeout .* below 1e9"):
                     work.wait(wrong)
             comm.send(torch.ones(1), 1)
         assert float(work.wait(timedelta(seconds=20))) == 2
