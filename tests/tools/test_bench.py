@@ -286,6 +286,16 @@ def test_processes_beside_a_peer(tmp_path: Path, capfd: pytest.CaptureFixture[st
         assert row["peer"]["ratio"] > 0
 
 
+@pytest.mark.usefixtures("new_pythons")
+def test_the_backend_ringcomm_is_a_peer_of_the_communicator(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert bench.main(["-g", "2", "--peer", "ringcomm", "-b", "1K", "-e", "1K", "-n", "3", "-J", str(out)]) == 0
+    (row,) = json.loads(out.read_text())["results"]
+    assert row["peer"]["ratio"] > 0
+    assert row["in_place"]["time"] > 0
+    assert row["out_of_place"]["time"] > 0  # which a peer lacks
+
+
 def test_a_root_outside_the_world_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("broadcast -g 2 -r 2 -b 64 -e 64") == 2
     assert "got root 2, expected one of 0 to 1" in capsys.readouterr().err

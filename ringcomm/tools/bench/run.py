@@ -119,17 +119,18 @@ class Bench:
         """Yields every (target, half) that exists; leaves out a peer that fails to run a case."""
         in_place_alone = case.collective.name in ("all_reduce", "broadcast", "reduce")
         for name, target in [("ringcomm", self.main), *self.others]:
+            is_ours = target is self.main  # a peer may have the same name
             for half in HALVES:
                 in_place = half == "in_place"
                 if in_place and not case.collective.in_place:
                     continue
-                if name == self.options.peer and in_place != in_place_alone:
+                if name == self.options.peer and not is_ours and in_place != in_place_alone:
                     continue
                 placed = copy_of(case) if target is copy_call else case
                 views = self.views(placed, in_place, 1 if self.options.same_buffer else MAX_VIEWS)
                 calls = [call for x, y in views if (call := target(case, x, y, in_place)) is not None]
                 if calls:
-                    runner = Runner(name, target is self.main, half, calls, self.clock)
+                    runner = Runner(name, is_ours, half, calls, self.clock)
                     if self._warm_up(runner):
                         yield runner
 
