@@ -20,7 +20,7 @@ COMMANDS = {  # name: (module, what it does)
         "what was built, what is usable on this machine, and what is not and why (or: info); with --pid or files: "
         "which rank of a job that hangs is in which call",
     ),
-    "memory": ("ringcomm.data_parallel.budget", "bytes on each rank at every ZeRO stage, from a number of parameters"),
+    "memory": ("ringcomm.tools.memory", "bytes on each rank at every ZeRO stage, from a number of parameters"),
     "run": ("ringcomm.tools.run", "a Python program, with ringcomm in the place of Gloo and NCCL"),
     "schedule": (
         "ringcomm.pipeline_parallel.show",

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import ringcomm
-from ringcomm.data_parallel.budget import bytes_per_rank
 from ringcomm.data_parallel.memory import Memory, Plan, memory, predict, traffic
 from ringcomm.data_parallel.model.place import sharded_model_of
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.tools import cli
+from ringcomm.tools.memory import bytes_per_rank
 from tests.support.choice import slow
 from tests.support.training.parity import OPTIMIZERS, Case, Net, background_is, loss_of, net, optimizer_of, tokens_of
 

@@ -33,6 +33,7 @@ DTYPES = {  # nccl-tests' name: torch's name
     "double": "float64", "bfloat16": "bfloat16", "f8e4m3": "float8_e4m3fn", "f8e5m2": "float8_e5m2", "int16": "int16",
 }  # fmt: skip
 ALL_DTYPES = tuple(name for name in DTYPES if name != "int16")  # the meaning of `-d all`
+_COUNT_SCALES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}  # of a number of parameters
 
 # nccl-tests' flags that have no meaning here: flag -> (long name, the value without effect, the reason or the
 # replacement).
@@ -100,6 +101,25 @@ def parse_size(text: str) -> int:
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes or a number with K, M or G, such as 64K")
     return int(float(match[1]) * 1024 ** " KMG".index(match[2].upper() or " "))
+
+
+def parse_count(text: str) -> int:
+    """Parses a number of parameters, such as 125M, 7B or 7e9."""
+    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([KMBT]?)", text, re.IGNORECASE)
+    try:
+        count = round(float(found[1]) * _COUNT_SCALES[found[2].upper()]) if found else 0
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of parameters; pass one such as 125M or 7e9")
+    return count
+
+
+def positive(text: str) -> int:
+    """Parses a whole number above 0."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number above 0; pass one")
+    return int(text)
 
 
 def size_text(nbytes: int) -> str:

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from ringcomm.data_parallel.budget import _count as parse_count
 from ringcomm.errors import InvalidArgumentError
 from ringcomm.terminal import Progress, columns, folded
-from ringcomm.tools.bench.options import parse_size, size_text, sizes_between
+from ringcomm.tools.bench.options import parse_count, parse_size, positive, size_text, sizes_between
 from ringcomm.tools.simulate import (
     COLLECTIVES,
     ELEMENT_BYTES,
@@ -208,12 +207,6 @@ def _steps(a: argparse.Namespace, cluster: Cluster) -> list[dict[str, Any]]:
 # ---- words ---------------------------------------------------------------------------------------------------------
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number above 0; pass one")
-    return int(text)
-
-
 def _numbered(text: str, what: str) -> tuple[int, float]:
     """Parses `3:0.5`, or a time, `17:2000us` or `17:2ms`."""
     index, _, value = text.partition(":")
@@ -253,9 +246,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog="What is modelled, and what not: docs/simulate.md.",
     )
     g = p.add_argument_group("the cluster")
-    g.add_argument("--hosts", type=_positive, default=2, metavar="N", help="(2)")
+    g.add_argument("--hosts", type=positive, default=2, metavar="N", help="(2)")
     g.add_argument(
-        "--ranks-per-host", "--gpus-per-host", type=_positive, default=8, metavar="N", help="(8)", dest="ranks_per_host"
+        "--ranks-per-host", "--gpus-per-host", type=positive, default=8, metavar="N", help="(8)", dest="ranks_per_host"
     )
     g.add_argument("--preset", choices=PRESETS, default="h100", metavar="NAME", help=f"{', '.join(PRESETS)} (h100)")
     g.add_argument(
@@ -283,17 +276,17 @@ def _parser() -> argparse.ArgumentParser:
                    "on one host ring, direct, oneshot; auto: what a communicator chooses; best; all")  # fmt: skip
     g.add_argument("-b", "--minbytes", type=parse_size, metavar="SIZE", help="smallest message (1K)")
     g.add_argument("-e", "--maxbytes", type=parse_size, metavar="SIZE", help="largest message (1G)")
-    g.add_argument("-f", "--stepfactor", type=_positive, default=4, metavar="N", help="multiply a size (4)")
+    g.add_argument("-f", "--stepfactor", type=positive, default=4, metavar="N", help="multiply a size (4)")
     g.add_argument("-d", "--dtype", choices=ELEMENT_BYTES, default="bfloat16", metavar="NAME", help="(bfloat16)")
     g.add_argument("--root-host", type=int, default=0, metavar="N", help="host of a broadcast's root (0)")
     g.add_argument("-J", "--json", metavar="FILE", help="write all figures as JSON")
     g = p.add_argument_group("a training step instead")
     g.add_argument("--model-parameters", type=parse_count, metavar="N", help="such as 7B or 7e9")
     g.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage (all four)")
-    g.add_argument("--layers", type=_positive, default=32, metavar="N", help="number of equal layers (32)")
-    g.add_argument("--tokens", type=_positive, default=4096, metavar="N", help="tokens of a rank's micro-batch (4096)")
+    g.add_argument("--layers", type=positive, default=32, metavar="N", help="number of equal layers (32)")
+    g.add_argument("--tokens", type=positive, default=4096, metavar="N", help="tokens of a rank's micro-batch (4096)")
     g.add_argument("--tflops", type=float, default=400.0, metavar="X", help="TFLOP/s that a rank reaches (400)")
-    g.add_argument("--microbatches", type=_positive, default=1, metavar="N", help="micro-batches of a step (1)")
+    g.add_argument("--microbatches", type=positive, default=1, metavar="N", help="micro-batches of a step (1)")
     g.add_argument("--reduce-dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="(float32)")
     g.add_argument("--no-overlap", action="store_true", help="wait for every collective")
     return p

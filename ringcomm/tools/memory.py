@@ -13,13 +13,13 @@ are not included; `ringcomm.memory` plans them for a model.
 from __future__ import annotations
 
 import argparse
-import re
-import sys
 from collections.abc import Sequence
+
+from ringcomm.errors import InvalidArgumentError
+from ringcomm.tools.bench.options import parse_count, positive
 
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 STATE_BYTES = {"adamw": 8, "momentum": 4, "sgd": 0}
-_SCALES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def bytes_per_rank(numel: int, world_size: int, stage: int, precision: str, optimizer: str) -> dict[str, float]:
@@ -45,23 +45,6 @@ def transformer_numel(layers: int, width: int, vocabulary: int) -> int:
     return 12 * layers * width**2 + vocabulary * width
 
 
-def _count(text: str) -> int:
-    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([KMBT]?)", text, re.IGNORECASE)
-    try:
-        count = round(float(found[1]) * _SCALES[found[2].upper()]) if found else 0
-    except ValueError:
-        count = 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of parameters; pass one such as 125M or 7e9")
-    return count
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number above 0; pass one")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "ringcomm memory",
@@ -69,32 +52,27 @@ def _parser() -> argparse.ArgumentParser:
         epilog=(__doc__ or "").partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("parameters", nargs="?", type=_count, help="how many, such as 125M, 7B or 7e9")
-    parser.add_argument("--world", nargs="+", type=_positive, default=[1, 8, 64], metavar="W", help="numbers of ranks")
+    parser.add_argument("parameters", nargs="?", type=parse_count, help="how many, such as 125M, 7B or 7e9")
+    parser.add_argument("--world", nargs="+", type=positive, default=[1, 8, 64], metavar="W", help="numbers of ranks")
     parser.add_argument("--precision", choices=COMPUTE_BYTES, default="bf16", help="of forward and backward")
     parser.add_argument("--optimizer", choices=STATE_BYTES, default="adamw")
     transformer = parser.add_argument_group(
         "a transformer in place of a number", "12 layers width^2 + vocabulary width parameters"
     )
     for name in ("layers", "width", "vocabulary"):
-        transformer.add_argument(f"--{name}", type=_positive)
+        transformer.add_argument(f"--{name}", type=positive)
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command. Returns: its exit status."""
-    try:
-        args = _parser().parse_args(list(argv))
-    except SystemExit as ended:
-        return int(ended.code or 0)
+    """Runs the command. Returns: its exit status, 0. Raises: InvalidArgumentError: not one model, in one way."""
+    args = _parser().parse_args(list(argv))
     shape = (args.layers, args.width, args.vocabulary)
     if (args.parameters is None) == (None in shape) or (args.parameters is not None and shape != (None,) * 3):
-        print(
-            "ringcomm memory: got neither or both of a number and a transformer, expected one; pass 7B, or --layers, "
-            "--width and --vocabulary",
-            file=sys.stderr,
+        raise InvalidArgumentError(
+            "memory: got neither or both of a number and a transformer, expected one; pass 7B, or --layers, --width "
+            "and --vocabulary"
         )
-        return 2
     numel = transformer_numel(*shape) if args.parameters is None else args.parameters
     print(f"{numel:,} parameters, {args.precision}, {args.optimizer}; GiB on each rank")
     kinds = list(bytes_per_rank(numel, 1, 0, args.precision, args.optimizer))
