@@ -7,10 +7,13 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ringcomm.terminal import columns, folded
 from ringcomm.tools.bench.options import Options, size_text
+
+if TYPE_CHECKING:
+    from ringcomm.tools.bench.cases import Case
 
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 
@@ -66,12 +69,7 @@ class Half:
 class Row:
     """One line of the table."""
 
-    collective: str
-    nbytes: int
-    count: int
-    type_name: str
-    reduction: str
-    root: int
+    case: Case
     halves: dict[str, Half] = field(default_factory=dict)
     peer: Half | None = None  # the same case through another backend
     copy_gbps: float | None = None
@@ -190,7 +188,7 @@ def _short_line(row: Row, options: Options) -> str:
     if half is not None:
         wrong = "N/A" if half.wrong is None else f"{half.wrong:g}"
         cells = (number(half.mean_us, 7), number(half.busbw, 6), wrong)
-    text = _SHORT.format(str(row.nbytes), row.type_name, row.reduction, *cells)
+    text = _SHORT.format(str(row.case.nbytes), row.case.type_name, row.case.reduction, *cells)
     if options.peer:
         text += f" {statistics.median(row.ratios):6.2f}" if row.ratios else f" {'N/A':>6s}"
     if options.limit:
@@ -237,7 +235,8 @@ def line(row: Row, options: Options) -> str:
     """Returns one line of numbers."""
     if _short(options):
         return _short_line(row, options)
-    text = f"{row.nbytes:12d}  {row.count:12d}  {row.type_name:>8s}  {row.reduction:>6s}  {row.root:6d}"
+    case = row.case
+    text = f"{case.nbytes:12d}  {case.count:12d}  {case.type_name:>8s}  {case.reduction:>6s}  {case.root:6d}"
     text += _half_text(row.halves.get("out_of_place"), options) + _half_text(row.halves.get("in_place"), options)
     if options.peer and row.peer is None:
         text += f"  {'N/A':>7s}  {'N/A':>6s}  {'N/A':>22s}"
@@ -283,11 +282,13 @@ def _half_json(half: Half | None) -> dict[str, Any] | None:
 
 
 def _row_json(row: Row) -> dict[str, Any]:
+    case = row.case
     found = {
-        "size": row.nbytes, "count": row.count, "type": row.type_name, "redop": row.reduction, "root": str(row.root),
+        "size": case.nbytes, "count": case.count, "type": case.type_name, "redop": case.reduction,
+        "root": str(case.root),
         "out_of_place": _half_json(row.halves.get("out_of_place")), "in_place": _half_json(row.halves.get("in_place")),
         "actual_iterations": max((h.iterations for h in row.halves.values()), default=0),
-        "experiment_name": row.collective,
+        "experiment_name": case.collective.name,
     }  # fmt: skip
     for name, half in row.halves.items():
         if half.stats:
@@ -345,8 +346,9 @@ _Point = tuple[int, float, float, float]
 
 
 def _kind(row: Row) -> tuple[str, str, str]:
-    root = f"root {row.root}" if row.root >= 0 else ""
-    return row.type_name, "" if row.reduction == "none" else row.reduction, root
+    case = row.case
+    root = f"root {case.root}" if case.root >= 0 else ""
+    return case.type_name, "" if case.reduction == "none" else case.reduction, root
 
 
 def _differing(rows: Sequence[Row], row: Row) -> list[str]:
@@ -366,11 +368,11 @@ def _curves(rows: Sequence[Row], value: str) -> dict[str, list[_Point]]:
 
     def add(label: str, row: Row, us: float, gbps: float, rounds: Sequence[float]) -> None:
         y = us if value == "time" else gbps
-        if row.nbytes and y:
+        if row.case.nbytes and y:
             # Both are proportional to 1 over the other; the rounds' spread is relative to their median.
             spread = [each / statistics.median(rounds) for each in rounds] or [1.0]
             around = [y * each if value == "time" else y / each for each in spread if each > 0]
-            curves.setdefault(label, []).append((row.nbytes, y, min(around), max(around)))
+            curves.setdefault(label, []).append((row.case.nbytes, y, min(around), max(around)))
 
     for row in rows:
         kind = "".join(f" {each}" for each in _differing(rows, row))
@@ -379,7 +381,7 @@ def _curves(rows: Sequence[Row], value: str) -> dict[str, list[_Point]]:
         if row.peer:
             add(row.peer.target + kind, row, row.peer.mean_us, row.peer.busbw, row.peer.round_us)
         if row.copy_gbps:
-            add("plain copy" + kind, row, row.nbytes / row.copy_gbps / 1e3, row.copy_gbps, ())
+            add("plain copy" + kind, row, row.case.nbytes / row.copy_gbps / 1e3, row.copy_gbps, ())
     return curves
 
 
@@ -414,7 +416,7 @@ def plot(path: str, tables: Sequence[Table]) -> None:
     from matplotlib import pyplot
     from matplotlib.ticker import LogFormatter
 
-    shown = [table for table in tables if any(row.nbytes for row in table.rows)]
+    shown = [table for table in tables if any(row.case.nbytes for row in table.rows)]
     count = max(1, len(shown))
     figure, axes = pyplot.subplots(count, 2, figsize=(11, 0.5 + 3.6 * count), squeeze=False, layout="constrained")
     for table, (left, right) in zip(shown, axes, strict=False):

@@ -211,7 +211,7 @@ class Bench:
     def row(self, case: Case) -> report.Row:
         runners = list(self.runners(case))
         self.measure(runners)
-        row = report.Row(case.collective.name, case.nbytes, case.count, case.type_name, case.reduction, case.root)
+        row = report.Row(case)
         for runner in runners:
             half = self._figures(case, runner)
             if runner.is_ours:
