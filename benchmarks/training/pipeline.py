@@ -32,6 +32,7 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
 import ringcomm
+from benchmarks.training.step import spread
 from examples.gpt import Block
 from ringcomm.pipeline_parallel.check import bubble, formula, times
 from ringcomm.pipeline_parallel.picture import draw
@@ -139,7 +140,7 @@ def bubbles(a: argparse.Namespace, folder: Path | None) -> list[str]:
         measured = spread([100 * idle(rows) for rows in timelines])
         lines.append(
             f"| {name} | {m} | {'-' if published is None else f'{100 * published:.1f} %'} | "
-            f"{100 * bubble(schedule):.1f} % | {measured} % | {spread(spans, 3)} |"
+            f"{100 * bubble(schedule):.1f} % | {measured} % | {spread(spans, digits=3)} |"
         )
         if folder is not None and m == a.microbatches[len(a.microbatches) // 2]:
             middle = sorted(timelines, key=idle)[len(timelines) // 2]
@@ -297,13 +298,8 @@ def table(a: argparse.Namespace, seconds: dict[str, list[float]], notes: list[st
             low, middle, high = statistics.quantiles([p / q for p, q in zip(other, values, strict=True)], n=4)
             ratio = f"{peers[kind]}: {middle:.2f} [{low:.2f}, {high:.2f}]"
         rates = [per_step / value for value in values]
-        lines.append(f"| {name} | {spread(rates, 0)} | {spread([1e3 * value for value in values])} | {ratio} |")
+        lines.append(f"| {name} | {spread(rates, digits=0)} | {spread(values, 1e3)} | {ratio} |")
     return [*lines, "", *notes, ""]
-
-
-def spread(values: Sequence[float], digits: int = 1) -> str:
-    """Formats median (min-max)."""
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
 def worker(rank: int, a: argparse.Namespace, out: Any) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ import torch
 import torch.nn.functional as F
 
 import ringcomm
+from benchmarks.training.step import spread
 from ringcomm.context import ring_attention, shard_sequence
 from ringcomm.context.blocks import FLASH_CPU, ScoreParams, merge
 from ringcomm.context.sequence import Block, block_of
@@ -179,12 +179,6 @@ def peaks_mib(comm: ringcomm.Communicator, inputs: dict[str, list[torch.Tensor]]
         comm.barrier()
         found[name] = taken / 1024 + sum(x.nbytes for x in inputs[name]) / 2**20
     return found
-
-
-def spread(values: list[float], scale: float, digits: int) -> str:
-    """Formats median (min-max)."""
-    found = (scale * each for each in (statistics.median(values), min(values), max(values)))
-    return "{:.{d}f} ({:.{d}f}-{:.{d}f})".format(*found, d=digits)
 
 
 def table(a: argparse.Namespace, length: int) -> list[str]:
