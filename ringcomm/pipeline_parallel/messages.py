@@ -7,7 +7,7 @@ import pickle
 import struct
 from collections.abc import Sequence
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,14 +27,32 @@ Facts = tuple[tuple[tuple[int, ...], torch.dtype, bool, Strides], ...]
 """Shape, type, whether the gradient is wanted, and strides of each tensor."""
 
 
-Sent = tuple[torch.autograd.graph.GradientEdge, tuple[int, ...], torch.dtype]
-"""Edge, shape and type of a tensor that a stage has sent and whose gradient will come; the values are not kept."""
+class Sent(NamedTuple):
+    """A tensor that a stage has sent and whose gradient will come; the values are not kept."""
+
+    edge: torch.autograd.graph.GradientEdge
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def sent_tensors(tensors: Sequence[torch.Tensor]) -> list[Sent]:
     """Returns an entry for each tensor that wants a gradient."""
     edge = torch.autograd.graph.get_gradient_edge
-    return [(edge(x), tuple(x.shape), x.dtype) for x in tensors if x.requires_grad]
+    return [Sent(edge(x), tuple(x.shape), x.dtype) for x in tensors if x.requires_grad]
+
+
+class InFlight(NamedTuple):
+    """A tensor that is being sent.
+
+    Attributes:
+        version: of the tensor when its sending began, if nothing may write into it since; None: it is not checked.
+        of: the receiving stage and the micro-batch of an activation; None: it is none.
+    """
+
+    work: Any
+    tensor: torch.Tensor
+    version: int | None
+    of: tuple[int, int] | None
 
 
 class Messages:
@@ -48,8 +66,7 @@ class Messages:
     def __init__(self, comm: Communicator, device: torch.device, static_shapes: bool) -> None:
         self.comm, self.device, self.static_shapes = comm, device, static_shapes
         self.sent_nbytes = 0  # tensors alone
-        # With each tensor its version, if it must not change, and the stage and micro-batch of an activation.
-        self._sending: list[tuple[Any, torch.Tensor, int | None, tuple[int, int] | None]] = []
+        self._in_flight: list[InFlight] = []
         self._known: dict[tuple[str, int, bool], Any] = {}  # by direction, stage, and whether gradients are on
 
     def send(
@@ -104,17 +121,18 @@ class Messages:
         """Receives the gradients of what was sent to a stage; None for each tensor that the stage did not use."""
         tag = _backward(stage)
         there = self._receive((len(sent),), torch.uint8, False, rank, tag).tolist()
-        dims = sum(len(shape) for (_, shape, _), its in zip(sent, there, strict=True) if its)
+        dims = sum(len(each.shape) for each, its in zip(sent, there, strict=True) if its)
         strides = iter(self._receive((dims,), torch.int64, False, rank, tag).tolist())
         gradients = [
-            self._receive(shape, dtype, False, rank, tag, [*islice(strides, len(shape))]) if its else None
-            for (_, shape, dtype), its in zip(sent, there, strict=True)
+            self._receive(x.shape, x.dtype, False, rank, tag, [*islice(strides, len(x.shape))]) if its else None
+            for x, its in zip(sent, there, strict=True)
         ]
         # The activations have arrived, since their gradients are here: backward may write into their memory now.
         self._refuse_written()
-        for work in [work for work, _, _, of in self._sending if of == (stage, number)]:
-            work.wait()
-        self._sending = [each for each in self._sending if each[3] != (stage, number)]
+        for each in self._in_flight:
+            if each.of == (stage, number):
+                each.work.wait()
+        self._in_flight = [each for each in self._in_flight if each.of != (stage, number)]
         return gradients
 
     def send_tied(self, x: torch.Tensor, rank: int, number: int, counts: bool = True) -> None:
@@ -128,19 +146,19 @@ class Messages:
 
     def finish(self) -> None:
         """Waits until everything that was sent has arrived."""
-        for work, *_ in self._sending:
-            work.wait()
+        for each in self._in_flight:
+            each.work.wait()
         self._refuse_written()
-        self._sending.clear()
+        self._in_flight.clear()
 
     def _refuse_written(self) -> None:
         """Raises where the program wrote into a tensor that was being sent."""
-        for _, x, version, _ in self._sending:
-            if version is not None and version_of(x) != version:
+        for each in self._in_flight:
+            if each.version is not None and version_of(each.tensor) != each.version:
                 raise InvalidArgumentError(
-                    f"Pipeline: rank {self.comm.rank} found that a tensor of shape {tuple(x.shape)}, which its stage "
-                    "returned, or a gradient of one, was written in place while it was being sent, expected the values "
-                    "that were returned; write into a clone"
+                    f"Pipeline: rank {self.comm.rank} found that a tensor of shape {tuple(each.tensor.shape)}, which "
+                    "its stage returned, or a gradient of one, was written in place while it was being sent, expected "
+                    "the values that were returned; write into a clone"
                 )
 
     # ---- one message ----------------------------------------------------------------------------------------------
@@ -155,11 +173,12 @@ class Messages:
         of: tuple[int, int] | None = None,
     ) -> None:
         self._refuse_written()
-        self._sending = [each for each in self._sending if not each[0].done]
+        self._in_flight = [each for each in self._in_flight if not each.work.done]
         x = x.contiguous()
         self.sent_nbytes += x.nbytes if counts else 0
         if x.numel():
-            self._sending.append((self.comm.isend(x, rank, tag), x, version_of(x) if check else None, of))
+            version = version_of(x) if check else None
+            self._in_flight.append(InFlight(self.comm.isend(x, rank, tag), x, version, of))
 
     def _receive(
         self,

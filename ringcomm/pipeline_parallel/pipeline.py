@@ -27,7 +27,7 @@ from ringcomm.errors import AbortedError, InvalidArgumentError, MismatchError, S
 from ringcomm.modules.meta import device_of
 from ringcomm.modules.notes import notes_on
 from ringcomm.modules.precision import Cast
-from ringcomm.pipeline_parallel.check import check
+from ringcomm.pipeline_parallel.check import Timed, check
 from ringcomm.pipeline_parallel.messages import Messages, Sent, sent_tensors
 from ringcomm.pipeline_parallel.microbatches import MicroBatch, Replicate, merge_outputs, split_inputs
 from ringcomm.pipeline_parallel.schedules import COUNT, Action, Kind, Schedule, schedule_of
@@ -149,7 +149,7 @@ class Pipeline(nn.Module):
             stages.tied_params, self.local_stages, self.schedule.rank_of, self.messages, ties == "exact"
         )
         self._tied_params.broadcast_values()
-        self._clock: list[tuple[Action, float, float]] = []
+        self._times: list[Timed] = []  # of the last step
         model = stages.model
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
@@ -255,7 +255,7 @@ class Pipeline(nn.Module):
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Evaluation:
         """Runs the forward passes of a batch, without gradients; takes the arguments of `step`. A collective."""
-        computes = target is not None or self._loss is None or _needs_output_alone(self._loss)
+        computes = target is not None or self._loss is None or _works_without_target(self._loss)
         return Evaluation(*self._run(args, kwargs, target, None, train=False, computes=computes))
 
     def _run(
@@ -292,7 +292,7 @@ class Pipeline(nn.Module):
                         self._tied_params.reduce_grads()
                 self.messages.finish()
             _backward_from(leaves)
-            self._clock = step.clock
+            self._times = step.times
             found = step.loss
             value, bits = (0.0, 0) if found is None else (float(found), 8 * found.dtype.itemsize)
             message = torch.tensor([value, bits, *self._runner.buffers.changed()], dtype=torch.float64, device=device)
@@ -308,7 +308,7 @@ class Pipeline(nn.Module):
 
     def _check_target(self, args: tuple[Any, ...], target: Any) -> None:
         at_end = self.schedule.stages - 1 in self.local_stages
-        if at_end and target is None and self._loss is not None and not _needs_output_alone(self._loss):
+        if at_end and target is None and self._loss is not None and not _works_without_target(self._loss):
             raise InvalidArgumentError(
                 f"Pipeline: rank {self.comm.rank} has the last stage and got no target, expected one for the loss; "
                 "pass target= there" + (", by name: what has none goes to forward" if len(args) > 1 else "")
@@ -323,13 +323,13 @@ class Pipeline(nn.Module):
                 "and initialises them"
             )
 
-    def timeline(self) -> list[list[tuple[Action, float, float]]]:
+    def timeline(self) -> list[list[Timed]]:
         """Returns, by rank, the actions of the last step with their start and end, in seconds from the first start.
 
         For `ringcomm.pipeline_parallel.picture.draw`. A collective. Times of different ranks are comparable on one host
         only; on a device they are the times at which work was launched.
         """
-        rows = self.comm.all_gather_object(self._clock)
+        rows = self.comm.all_gather_object(self._times)
         start = min((row[0][1] for row in rows if row), default=0.0)
         return [[(action, begin - start, end - start) for action, begin, end in row] for row in rows]
 
@@ -377,9 +377,10 @@ class _Step:
         multi_use = {id(p) for p in pipe._runner.multi_use_params()} | pipe._tied_params.placeholder_ids
         self._new_deferring = partial(DeferWeightGrads, frozenset(multi_use), {*multi_use})
         self.outputs: list[Any] = []
-        self.clock: list[tuple[Action, float, float]] = []
+        self.times: list[Timed] = []
         self._skipped: set[tuple[int, int]] = set()  # stage and micro-batch
         self._local_messages: dict[tuple[str, int, int], Any] = {}  # between stages of this rank
+        # Between forward and backward: the gradients of what was received, and what was sent, or the loss.
         self._open: dict[tuple[int, int], tuple[_Gradients, Sequence[Sent] | torch.Tensor]] = {}
         self._deferring_of: dict[tuple[int, int], DeferWeightGrads] = {}
 
@@ -410,7 +411,7 @@ class _Step:
             start = time.perf_counter()
             self._begin_part(action.microbatch)
             self._backward(*at, gradients)
-        self.clock.append((action, start, time.perf_counter()))
+        self.times.append((action, start, time.perf_counter()))
 
     def _begin_part(self, microbatch: int) -> None:
         if self.flat is not None and self.train:
@@ -585,7 +586,7 @@ class _Step:
         if isinstance(sent, torch.Tensor):
             roots.append((sent, None))
         else:
-            roots += [(edge, grad) for (edge, _, _), grad in zip(sent, gradients, strict=True) if grad is not None]
+            roots += [(each.edge, grad) for each, grad in zip(sent, gradients, strict=True) if grad is not None]
         if roots:
             try:
                 backward([end for end, _ in roots], [grad for _, grad in roots], self._deferring(stage, number))
@@ -650,7 +651,7 @@ def _gradients_of(received: Sequence[torch.Tensor]) -> _Gradients:
     return found
 
 
-def _needs_output_alone(loss: Callable[..., Any]) -> bool:
+def _works_without_target(loss: Callable[..., Any]) -> bool:
     """Returns whether a loss can be called without a target; True where its signature is unknown."""
     if inspect.isbuiltin(loss) or inspect.ismethoddescriptor(loss):  # whose signatures torch keeps elsewhere
         loss = get_testing_overrides().get(loss, loss)
