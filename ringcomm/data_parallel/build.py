@@ -70,7 +70,7 @@ def build(
         device=device,
     )
     on_meta.initialise([unit.buckets for unit in units])
-    inner = [*{id(each.flat): each.flat for each in below}.values()]
+    inner = [*dict.fromkeys(each.flat for each in below)]
     _detach_units(module, below, inner)
     flat = ShardedModel(module, ranks, [*below, *units], config, ignored_buffers, saving_references)
     set_places(flat)

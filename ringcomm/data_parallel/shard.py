@@ -26,7 +26,7 @@ from ringcomm.data_parallel.model.partition import (
     named_parameters,
     units_of,
 )
-from ringcomm.data_parallel.model.place import place_of, sharded_model_of, wrapped_model
+from ringcomm.data_parallel.model.place import models_of, sharded_model_of, wrapped_model
 from ringcomm.data_parallel.model.sharded_model import Config, ShardedModel
 from ringcomm.data_parallel.model.unit_module import UnitModule
 from ringcomm.data_parallel.optim.optimizer import (
@@ -330,11 +330,11 @@ def unshard(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
 
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     flat = wrapped_model(inner, "unshard")
-    flats = {id(place.flat): place.flat for place in map(place_of, inner.parameters()) if place is not None}
+    flats = models_of(inner.parameters())
     if optimizer is not None:
         refuse_foreign(optimizer, inner, "unshard", flat.ranks.rank)
     mine = {id(p) for p in inner.parameters()}
-    for each in flats.values():
+    for each in flats:
         named = [pair for bucket in each.buckets for pair in zip(bucket.names, bucket.params, strict=True)]
         missing = [name for name, p in named if id(p) not in mine]
         if missing:
@@ -342,7 +342,7 @@ def unshard(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
                 f"unshard: rank {flat.ranks.rank} got a {type(inner).__name__} without {missing[0]}, a part of what "
                 "was wrapped, expected all of it; pass the outermost module"
             )
-    for each in flats.values():
+    for each in flats:
         each.ranks.agree("unshard", ["unshard"])
         unwrap_model(each)
     return inner

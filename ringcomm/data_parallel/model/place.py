@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -68,6 +69,11 @@ def place_of(p: Any) -> Place | None:
     """Returns the place of a wrapped model's parameter; None for anything else, including a view of a parameter."""
     place: Place | None = getattr(p, "_ringcomm", None)
     return place if place and place.is_of(p) else None
+
+
+def models_of(params: Iterable[Any]) -> list[ShardedModel]:
+    """Returns the wrapped models that have some of the parameters, each once."""
+    return [*dict.fromkeys(place.flat for place in map(place_of, params) if place is not None)]
 
 
 def set_places(flat: ShardedModel) -> None:

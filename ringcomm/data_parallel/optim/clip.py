@@ -114,7 +114,7 @@ def _chosen(
     sharded model that they belong to."""
     found = list({id(p): p for p in given if p.requires_grad or p.grad is not None}.values())
     places = [place if place is not None and place.bucket.trainable else None for place in map(place_of, found)]
-    homes = list({id(place.flat): place.flat for place in places if place is not None}.values())
+    homes = [*dict.fromkeys(place.flat for place in places if place is not None)]
     if not homes:
         return found, places, None
     if len(homes) > 1 or (None in places and not homes[0].config.composed):

@@ -37,7 +37,7 @@ from ringcomm.data_parallel.buckets.bucket import Bucket, adopt_writes
 from ringcomm.data_parallel.buckets.grad_buffer import adopt_user_grads, sync_grads_from_root
 from ringcomm.data_parallel.buckets.offload import HostGradients
 from ringcomm.data_parallel.model.options import SAME_OPTIONS, Options
-from ringcomm.data_parallel.model.place import Place, place_of
+from ringcomm.data_parallel.model.place import Place, models_of, place_of
 from ringcomm.data_parallel.model.sharded_model import ShardedModel
 from ringcomm.data_parallel.optim import cache_blocks
 from ringcomm.data_parallel.optim.state import OptimizerState, State, StepParameter, in_shape_of
@@ -173,7 +173,7 @@ def sharded_optimizer_of(optimizer: Any, call: str) -> ShardedOptimizer | None:
     found = find_sharded_optimizer(optimizer)
     if found is not None:
         return found
-    flat = next((flat for flat in _flats_of(optimizer.param_groups) if _needs_shards(flat)), None)
+    flat = next((flat for flat in _flats_of(optimizer) if _needs_shards(flat)), None)
     if flat is None:
         return None
     refuse_unusable(optimizer, call, flat.ranks.rank, flat.stage)
@@ -268,17 +268,16 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     if at != now:
         options = None
         if sharded_optimizer_of(optimizer, "step") is None:
-            flats = _flats_of(optimizer.param_groups)
+            flats = _flats_of(optimizer)
             options = UnattachedOptions(optimizer, flats) if flats else None
         _checked[optimizer] = now, options
     if options is not None:
         options.before_step()
 
 
-def _flats_of(param_groups: list[dict[str, Any]]) -> list[ShardedModel]:
-    """Returns the models that have some of the parameters."""
-    places = (place_of(p) for group in param_groups for p in group["params"])
-    return [*dict.fromkeys(place.flat for place in places if place is not None)]
+def _flats_of(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:
+    """Returns the models that have some of the optimizer's parameters."""
+    return models_of(p for group in optimizer.param_groups for p in group["params"])
 
 
 def _refuse_in_backward(flat: ShardedModel) -> None:
@@ -414,7 +413,7 @@ class ShardedOptimizer:
         """Finds the optimizer's parameters in the models' buckets, and makes the entries for the buckets' stage,
         without state."""
         groups = self.optimizer.param_groups
-        for flat in _flats_of(groups):
+        for flat in _flats_of(self.optimizer):
             refuse_unusable(self.optimizer, call, flat.ranks.rank, flat.stage)
         self.outside = [list(group["params"]) for group in groups]
         self.parts: dict[Bucket, BucketPart] = {}
@@ -443,7 +442,7 @@ class ShardedOptimizer:
 
     def _register(self) -> None:
         """Registers the optimizer with the wrapped models."""
-        flats = _flats_of(self.optimizer.param_groups)
+        flats = _flats_of(self.optimizer)
         for flat in self.flats:
             if flat not in flats:
                 flat.optimizers.remove(self.optimizer, self.host)
@@ -464,7 +463,7 @@ class ShardedOptimizer:
     def _others_were_wrapped(self) -> bool:
         """Whether a model with some of the parameters was wrapped since the last check."""
         before, self._watches = self._watches, _watches
-        return before != _watches and _flats_of(self.optimizer.param_groups) != self.flats
+        return before != _watches and _flats_of(self.optimizer) != self.flats
 
     def _list_inside(self) -> None:
         """Sets, by group, the optimizer's parameters in step(): first unchanged parameters in their order, then the
@@ -557,7 +556,7 @@ class ShardedOptimizer:
             states: what `take_state` returned before that change; None: the buckets are unchanged, and `take_state` is
                 called now.
         """
-        for flat in _flats_of(self.optimizer.param_groups):
+        for flat in _flats_of(self.optimizer):
             refuse_unusable(self.optimizer, "step", flat.ranks.rank, flat.stage)
         states = self.take_state() if states is None else states
         self._find_params("step")
