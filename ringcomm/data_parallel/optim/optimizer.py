@@ -432,7 +432,7 @@ class ShardedOptimizer:
             for group, start, end, segments in self._pieces(bucket, group_of)
         ]
         own = {id(entry.param) for entry in self.entries if entry.is_own}
-        self._sharded = {
+        self._place_by_id = {  # of the parameters whose state is sharded
             id(bucket.params[i]): (bucket, i)
             for bucket, part in self.parts.items()
             for i in part.segments
@@ -468,7 +468,7 @@ class ShardedOptimizer:
     def _list_inside(self) -> None:
         """Sets, by group, the optimizer's parameters in step(): first unchanged parameters in their order, then the
         shards."""
-        self.inside = [[p for p in params if id(p) not in self._sharded] for params in self.outside]
+        self.inside = [[p for p in params if id(p) not in self._place_by_id] for params in self.outside]
         shards = [entry for entry in self.entries if not entry.is_own]
         for entry in shards:
             self.inside[entry.group].append(entry.param)
@@ -562,21 +562,22 @@ class ShardedOptimizer:
         self._find_params("step")
         self._register()
         for p, state in states.items():
-            place = self._sharded.get(id(p))
+            place = self.sharded_place(p)
             if place is None:
                 self.state[p] = state
             else:
                 self._keep_unsharded(place, state)
-        for p in [p for p in self.state if id(p) in self._sharded]:  # its model was wrapped since
-            self._keep_unsharded(self._sharded[id(p)], self.state.pop(p))
+        for p in [p for p in self.state if id(p) in self._place_by_id]:  # its model was wrapped since
+            self._keep_unsharded(self._place_by_id[id(p)], self.state.pop(p))
         self.expose_state()
         self.close()
 
     def _keep_unsharded(self, place: tuple[Bucket, int], state: State) -> None:
         """Keeps a parameter's unsharded state until the next step."""
-        part = self.parts[place[0]]
+        bucket, i = place
+        part = self.parts[bucket]
         part.unsharded = {} if part.unsharded is None else part.unsharded
-        part.unsharded[place[1]] = state
+        part.unsharded[i] = state
 
     def take_state(self) -> dict[Any, State]:
         """Takes the unsharded state of the models' parameters out, to be passed to `rebuild`; a collective."""
@@ -607,15 +608,16 @@ class ShardedOptimizer:
         for name in ("register_step_pre_hook", "zero_grad", "_ringcomm"):
             delattr(self.optimizer, name)
         _checked.pop(self.optimizer, None)
-        self.flats, self.entries, self.inside, self.parts, self._sharded = [], [], [], {}, {}  # frees the memory now
+        self.flats, self.entries, self.inside = [], [], []  # frees the memory now
+        self.parts, self._place_by_id = {}, {}
         self.state = defaultdict(dict)
         self.host = HostGradients()
 
     # ---- state ----------------------------------------------------------------------------------------------------
 
-    def place_of(self, p: Any) -> tuple[Bucket, int] | None:
-        """Returns the place of a parameter whose state is sharded."""
-        return self._sharded.get(id(p))
+    def sharded_place(self, p: Any) -> tuple[Bucket, int] | None:
+        """Returns the bucket of a parameter whose state is sharded, and its index there; None for any other key."""
+        return self._place_by_id.get(id(p))
 
     def _known(self) -> set[int]:
         """Returns the ids of the keys of `state` that are parameters."""
@@ -623,7 +625,7 @@ class ShardedOptimizer:
 
     def has_state(self, key: Any) -> bool:
         """Whether `optimizer.state` has a key; the answer is the same on every rank."""
-        place = self._sharded.get(id(key))
+        place = self.sharded_place(key)
         return self._has_state(*place) if place is not None else id(key) not in self._shards and key in self.state
 
     def parameters_with_state(self) -> Iterator[Any]:
@@ -683,13 +685,13 @@ class ShardedOptimizer:
 
     def expose_state(self) -> None:
         """Sets `optimizer.state` to what users see between two steps."""
-        self.optimizer.state = self._state_view if self._sharded else self.state
+        self.optimizer.state = self._state_view if self._place_by_id else self.state
 
     def adopt_state(self) -> None:
         """Takes over a mapping by parameter that was assigned to `optimizer.state`, for example by
         load_state_dict()."""
         found = self.optimizer.state
-        if found is self._state_view or (found is self.state and not self._sharded):
+        if found is self._state_view or (found is self.state and not self._place_by_id):
             return
         if found is not self.state:
             self.state = defaultdict(dict)
@@ -697,7 +699,7 @@ class ShardedOptimizer:
                 part.unsharded = {}
             widened: list[tuple[tuple[Bucket, int], str]] = []
             for key, value in found.items():
-                place = self._sharded.get(id(key))
+                place = self.sharded_place(key)
                 if place is None:
                     self.state[key] = value
                 else:
@@ -725,7 +727,7 @@ class ShardedOptimizer:
         for bucket, part in self.parts.items():
             found = self._gathered(bucket) if part.unsharded is None else None
             for i in sorted(part.segments):
-                if id(bucket.params[i]) in self._sharded:
+                if id(bucket.params[i]) in self._place_by_id:
                     state = (part.unsharded or {}).get(i) if found is None else found.of_parameter(i)
                     if state:
                         states[bucket.params[i]] = state
@@ -735,7 +737,7 @@ class ShardedOptimizer:
         """Returns the unsharded state of sharded parameters together with all other state, in the groups' order."""
         found: defaultdict[Any, Any] = defaultdict(dict)
         for p in chain.from_iterable(self.outside):
-            if p in states or (p in self.state and self.place_of(p) is None):
+            if p in states or (p in self.state and self.sharded_place(p) is None):
                 found[p] = states[p] if p in states else self.state[p]
         known = self._known()
         found.update({key: value for key, value in self.state.items() if id(key) not in known})
@@ -756,11 +758,12 @@ class ShardedOptimizer:
         rest = dict(state_dict["state"])
         for group, params in zip(groups, self.outside, strict=True):
             for index, p in zip(group["params"], params, strict=True):
-                place = self._sharded.get(id(p))
+                place = self.sharded_place(p)
                 state = rest.pop(index, None) if place is not None else None
                 if place is not None and state:
+                    bucket, i = place
                     on_device = bool(group.get("capturable") or group.get("fused"))
-                    found[place[0]][place[1]] = _loaded(place[0], state, on_device)
+                    found[bucket][i] = _loaded(bucket, state, on_device)
         known = _is_torchs(type(self.optimizer))
         for bucket, part in self.parts.items():
             part.loading = OptimizerState.of(bucket, found[bucket], bucket.ranks.rank, checked=known)
@@ -971,27 +974,27 @@ class UnshardedStates(defaultdict[Any, Any]):
         assert found is not None
         return found
 
-    def __getitem__(self, key: Any) -> Any:
-        place = self._sharded.place_of(key)
+    def _mapping_with(self, key: Any) -> tuple[dict[Any, Any], Any]:
+        """Returns the mapping that has the state of a key, and the key's own key there."""
+        place = self._sharded.sharded_place(key)
         if place is None:
-            return self._sharded.state[key]
-        return self._sharded.unsharded_state(place[0]).setdefault(place[1], {})
+            return self._sharded.state, key
+        bucket, i = place
+        return self._sharded.unsharded_state(bucket), i
+
+    def __getitem__(self, key: Any) -> Any:
+        states, at = self._mapping_with(key)
+        return states.setdefault(at, {})
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        place = self._sharded.place_of(key)
-        if place is None:
-            self._sharded.state[key] = value
-        else:
-            self._sharded.unsharded_state(place[0])[place[1]] = value
+        states, at = self._mapping_with(key)
+        states[at] = value
 
     def __delitem__(self, key: Any) -> None:
         if key not in self:
             raise KeyError(key)
-        place = self._sharded.place_of(key)
-        if place is None:
-            del self._sharded.state[key]
-        else:
-            del self._sharded.unsharded_state(place[0])[place[1]]
+        states, at = self._mapping_with(key)
+        del states[at]
 
     def __iter__(self) -> Iterator[Any]:
         return iter([*self._sharded.parameters_with_state()])
