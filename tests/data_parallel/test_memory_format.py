@@ -152,6 +152,29 @@ def test_gradients_and_views_are_written_in_the_shape(stage: int) -> None:
     on_ranks(body)
 
 
+def results(p: torch.Tensor) -> list[Any]:
+    def drawn(like: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        torch.manual_seed(1)
+        return like(p)
+
+    made = [torch.empty_like(p), torch.zeros_like(p.data), torch.ones_like(input=p)]
+    made += [torch.zeros_like(p, memory_format=torch.contiguous_format), p.contiguous(), p.detach().clone(), p.double()]
+    formats = [torch.preserve_format, torch.contiguous_format, *([torch.channels_last] if p.dim() == 4 else [])]
+    made += [p.to(memory_format=each) for each in formats] + [p.data.cpu(memory_format=each) for each in formats]
+    return [[x.stride() for x in made], drawn(torch.randn_like), drawn(torch.rand_like)]
+
+
+def _new_tensors() -> None:
+    expected = [results(p) for p in make().parameters()]
+    for stage in STAGES:
+        model, _ = wrapped(None, make(), stage)
+        assert same([results(p) for p in model.parameters()], expected), stage
+
+
+def test_tensors_made_like_parameters_have_it() -> None:
+    torch_ranks.run(_new_tensors, world_size=2)
+
+
 @pytest.mark.parametrize("before", [0, 2, 3])
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_a_checkpoint_fits_a_model_of_another_order(tmp_path: Path, before: int, after: int) -> None:

@@ -517,6 +517,33 @@ def test_a_step_takes_means_that_the_program_has_made(stage: int, clips: bool) -
     assert not differences(found[True], found[False])
 
 
+def _swap(a: torch.Tensor, b: torch.Tensor) -> None:
+    a.grad, b.grad = b.grad, a.grad
+
+
+def _detach(a: torch.Tensor, b: torch.Tensor) -> None:
+    for p in (a, b):
+        assert p.grad is not None
+        p.grad = p.grad.detach()
+
+
+@pytest.mark.parametrize("accumulation", ["sequential", "tree"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("change", [_swap, _detach])
+def test_this_ranks_own_sums_are_no_means(change: Callable[..., None], stage: int, accumulation: str) -> None:
+    def train(comm: Any) -> None:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        ringcomm.shard(model, opt, stage, comm, accumulation=accumulation)
+        with ringcomm.no_sync(model):
+            model(torch.ones(1, 4)).sum().backward()
+        change(*model.parameters())
+        with pytest.raises(InvalidArgumentError, match="that was not reduced"):
+            opt.step()
+
+    ringcomm.run_ranks(train, 2, ranks="threads", timeout=60)
+
+
 class Casting(nn.Linear):
     """Casts its parameters in its forward pass, as routers of transformers do."""
 

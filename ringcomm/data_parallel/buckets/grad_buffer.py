@@ -520,14 +520,17 @@ class GradBuffer:
             for i, grad in others:
                 self._adopt(i, grad, call)
 
-    @property
-    def sums_were_replaced(self) -> bool:
-        """Whether the user has assigned other gradients in the place of all sums, none of which was reduced."""
+    def sums_were_replaced(self, sums: Collection[int]) -> bool:
+        """Whether the user has assigned other gradients in the place of all sums, none of which was reduced.
+
+        Args:
+            sums: the storages of all buckets' sums; a gradient in one of them is this rank's own, whoever has it.
+        """
         if self.has_reduced or self.is_open or not self.has_local:
             return False
         with torch._C.DisableTorchFunctionSubclass():
-            grads = [(i, p.grad) for i, p in enumerate(self.params) if p.grad is not None]
-        return bool(grads) and not any(self._is_exposed(i, grad) for i, grad in grads)
+            grads = [p.grad for p in self.params if p.grad is not None]
+        return bool(grads) and not any(_is_sum(grad, sums) for grad in grads)
 
     def _unchanged(self, grads: list[torch.Tensor | None]) -> bool:
         if not all(map(operator.is_, grads, self.exposed)):
@@ -780,11 +783,21 @@ class GradBuffer:
 def adopt_user_grads(gradients: Collection[GradBuffer], call: str) -> None:
     """`GradBuffer.adopt_user_grads` for several buckets, before a step. If a bucket's local sums were all replaced, the
     tensors in their place are the means."""
+    sums = {sum.untyped_storage()._cdata for each in gradients for sum in each.local.held}
+    replaced = [each for each in gradients if each.sums_were_replaced(sums)]
     copy_exchanged_grads(gradients)
+    for each in replaced:
+        each.drop()
     for each in gradients:
-        if each.sums_were_replaced:
-            each.drop()
         each.adopt_user_grads(call)
+
+
+def _is_sum(grad: torch.Tensor, sums: Collection[int]) -> bool:
+    """Whether a gradient is this rank's sum or a view of it, and not a mean; ``sums``: the storages of the sums."""
+    if isinstance(grad, ShardedGradient):
+        home = grad._owner()
+        return isinstance(home, GradBuffer) and not home.has_reduced
+    return grad.layout == torch.strided and grad.untyped_storage()._cdata in sums
 
 
 def copy_exchanged_grads(gradients: Collection[GradBuffer]) -> None:

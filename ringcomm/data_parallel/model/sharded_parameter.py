@@ -93,6 +93,7 @@ class ShardedView(torch.Tensor):
                 return func(*args, **kwargs)
         if name in _LIKE and (name == "result_type" or not any(map(_has_place, tree_leaves((args[1:], kwargs))))):
             with torch._C.DisableTorchFunctionSubclass():
+                args, kwargs = tree_map(_strided, (args, kwargs)) if name.endswith("_like") else (args, kwargs)
                 return func(*args, **kwargs)
         if name in _OF_AUTOGRAD:
             roots = _without_values(name, args, kwargs)
@@ -210,6 +211,16 @@ def _like(x: Any) -> torch.Tensor:
     return torch.empty_strided(x.shape, x._geometry.stride, dtype=x.dtype, device="meta")
 
 
+def _strided(x: Any) -> Any:
+    """Returns a tensor to make others like ``x``: a placeholder has strides of 0, which torch takes for the order of
+    the shape."""
+    if not _has_place(x) or x._geometry is not None:
+        return x
+    stride = _like(x).stride()
+    plain = stride == torch.empty(x.shape, device="meta").stride()
+    return x if plain else torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device)
+
+
 def _set_data(p: ShardedView, values: torch.Tensor) -> None:
     """Implements `p.data = values`: this rank keeps its part of them."""
     place: Place = p._ringcomm
@@ -245,6 +256,9 @@ def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a conversion, such as `to`, returns the parameter itself."""
     if getattr(func, "__name__", "") == "contiguous":
         return _like(args[0]).is_contiguous(*args[1:], **kwargs)
+    like, memory_format = _like(args[0]), kwargs.get("memory_format", torch.preserve_format)
+    if like.to(memory_format=memory_format) is not like:
+        return False
     empty = torch.empty([0] * args[0].dim(), dtype=args[0].dtype, device=args[0].device)
     rest = [torch.empty(0, dtype=x.dtype, device=x.device) if isinstance(x, torch.Tensor) else x for x in args[1:]]
     return func(empty, *rest, **kwargs) is empty
