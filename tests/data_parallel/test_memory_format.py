@@ -152,6 +152,24 @@ def test_gradients_and_views_are_written_in_the_shape(stage: int) -> None:
     on_ranks(body)
 
 
+@pytest.mark.parametrize("stage", [None, *STAGES])
+def test_the_format_of_a_wrapped_module_can_be_changed(stage: int | None) -> None:
+    """`to` also gives the gradients other memory, which is discarded with them."""
+
+    def body(comm: Any, model: nn.Module) -> None:
+        other = copy.deepcopy(model)
+        (model, opt), (expected, its_opt) = wrapped(comm, model, stage), wrapped(comm, other, stage)
+        for number in range(3):
+            for each, its in ((model, opt), (expected, its_opt)):
+                its.zero_grad()
+                step(each, its, comm.rank, number)
+            model.to(memory_format=torch.channels_last if number else torch.contiguous_format)
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(p.detach().clone(), q.detach().clone())
+
+    on_ranks(body)
+
+
 def results(p: torch.Tensor) -> list[Any]:
     def drawn(like: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         torch.manual_seed(1)

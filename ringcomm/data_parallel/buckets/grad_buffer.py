@@ -273,6 +273,11 @@ class GradBuffer:
         self._update_addresses()
         means, addresses = self.means
         own = [*map(operator.eq, map(torch.Tensor.data_ptr, means), addresses)]
+        if not all(own):  # the user has given means other memory, as `p.grad.data = ...` and `module.to` do
+            means[:] = [
+                mean if is_own else self._new_mean(i) for i, (mean, is_own) in enumerate(zip(means, own, strict=True))
+            ]
+            own = [True] * len(own)
         if uses(self.buffer) > self.buffer.own.uses + sum(own):
             self._use_buffer(self.ranks.another(self.buffer).copy_(self.buffer))
             for i, is_own in enumerate(own):
