@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -192,6 +193,8 @@ class _WatchedOutput(torch.Tensor):
             made = func(*args, **given)
         if type(made) not in (torch.Tensor, _WatchedOutput):
             return made
+        if name in ("getitem", "select") and made.dim() == 0 and made.requires_grad and sharding is not None:
+            made.register_hook(partial(_refuse_number, sharding, called))
         if name in KEEPS or func == torch.Tensor.data.__get__:
             given_outputs = [each for each in (*args, *given.values()) if isinstance(each, _WatchedOutput)]
             kept = next((each for each in given_outputs if each.shape == made.shape), None)
@@ -214,6 +217,13 @@ class _WatchedOutput(torch.Tensor):
                     sharding.check_factors(name, asked)
             return sharding.watch(made) if len(asked) == 1 and made.dim() <= x.dim() else made
         return made
+
+
+def _refuse_number(sharding: OutputSharding, function: str, grad: torch.Tensor) -> None:
+    """Refuses, in backward, the gradient of a single number: programs print such numbers, but a loss from one has
+    gradients of another number on each rank."""
+    sharding.watched.clear()
+    sharding.refuse_mixed(function.strip("_"), "takes a single number that the loss depends on")
 
 
 @contextmanager
@@ -507,7 +517,7 @@ def _getitem(x: torch.Tensor, index: Any, value: Any = None) -> Ends | None:
     if not (any(each is Ellipsis for each in used) or len(used) == x.dim()) or used[-1] is Ellipsis:
         return NOWHERE
     last, length = used[-1], x.shape[-1]
-    if isinstance(last, int):  # one number of a batch is for printing; no layer computes with it
+    if isinstance(last, int):  # one number of a batch may be for printing; `_refuse_number` looks at backward
         return NOWHERE if x.dim() > 1 and all(type(each) is int for each in used) else None
     first, end, step = last.indices(length)
     if last.stop is not None and length < last.stop < 1 << 31:  # counted in all ranks' outputs, not this rank's

@@ -342,6 +342,25 @@ def test_outputs_of_a_frozen_layer_are_refused_as_others(use: Callable[[torch.Te
     on_ranks(rank, 2)
 
 
+@pytest.mark.parametrize("number", [lambda y: y[0, 1], lambda y: (2 * y)[:1][0, 1], lambda y: y.T[1, 0]])
+def test_a_loss_from_a_single_number_is_refused_in_backward(number: Callable[[torch.Tensor], Any]) -> None:
+    def check(model: nn.Module, comm: Any) -> None:
+        x = torch.ones(2, 4)
+        for _ in range(2):
+            one = number(y := model(x))
+            assert one.item() == one.detach()
+            with pytest.raises(
+                InvalidArgumentError, match=r"1, whose 8 outputs are cut, here 4, but getitem takes a s"
+            ):
+                (y.square().mean(0) * one.exp()).backward(torch.ones(4))
+            with pytest.raises(InvalidArgumentError, match="takes a single number that the loss depends on"):
+                torch.autograd.grad(number(model(x)), model[0].weight)
+        number(y := model(x))  # for printing
+        y.backward(torch.ones(2, 4))
+
+    on_parts(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8)), {"1": "colwise"}, check)
+
+
 def test_an_assignment_through_a_mask_is_element_wise() -> None:
     cut = OutputSharding("a", 0, (12,), 24, frozenset())
     y = cut.watch(X.clone().requires_grad_() * 1)
