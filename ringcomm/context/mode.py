@@ -45,18 +45,44 @@ _ORDERS = {
     "topk": "a choice",
     "sort": "an order",
     "argsort": "an order",
+    "normalize": "a norm",
+    "diff": "differences",
+    "flip": "the reverse order",
 }
 """Functions whose result at a token depends on the other tokens, if they work along the sequence."""
-_POOLS = {"mean", "sum", "amax", "amin", "max", "min", "logsumexp", "std", "var", "median"}
-"""Functions that leave one result per sequence, if they work along the sequence."""
-_DIM_AT = {"roll": 2, "topk": 2, "gumbel_softmax": 4}
-"""The place of the dimension among a function's arguments, where it is not 1."""
+_SUMS = {"mean", "sum", "nanmean", "nansum"}
+_POOLS = {
+    *("amax", "amin", "aminmax", "max", "min", "logsumexp", "std", "var", "std_mean", "var_mean", "prod"),
+    *("median", "nanmedian", "quantile", "nanquantile", "kthvalue", "mode", "cosine_similarity"),
+    *("norm", "linalg_norm", "linalg_vector_norm", "frobenius_norm"),
+    *("adaptive_avg_pool1d", "adaptive_max_pool1d", "adaptive_max_pool1d_with_indices"),
+}
+"""Functions that leave one result per sequence, if they work along the sequence; a loss may take sums in steps."""
+_TAKES = {"select", "narrow", "index_select", "gather", "take_along_dim", "unbind", "split"}
+"""Functions that may take single tokens, if they work along the sequence."""
+_WINDOWS = {"avg_pool1d": 1, "max_pool1d": 1, "max_pool1d_with_indices": 1, "lp_pool1d": 2}
+"""Functions of windows of the last dimension, and the place of the window's length among their arguments."""
+_DIMS: dict[str, tuple[int, Any]] = {
+    **dict.fromkeys(("roll", "norm", "linalg_norm", "linalg_vector_norm", "quantile", "nanquantile"), (2, ())),
+    **dict.fromkeys(("kthvalue", "diff", "topk"), (2, -1)),
+    **dict.fromkeys(("sort", "argsort", "mode"), (1, -1)),
+    **dict.fromkeys(("adaptive_avg_pool1d", "adaptive_max_pool1d", "adaptive_max_pool1d_with_indices"), (9, -1)),
+    **dict.fromkeys(("normalize", "cosine_similarity"), (2, 1)),
+    "gumbel_softmax": (4, -1),
+    "take_along_dim": (2, ()),
+    "split": (2, 0),
+    "unbind": (1, 0),
+}
+"""The place of the dimension among a function's arguments, and the dimension where none is given, if not 1 and
+none."""
 _NORMS = {
     F.group_norm: "a group norm",
     F.instance_norm: "an instance norm",
     F.batch_norm: "a batch norm",
     F.layer_norm: "a layer norm",
+    F.rms_norm: "an RMS norm",
 }
+_CONVOLUTIONS = {torch.conv1d, torch.conv_transpose1d}
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 _OF_SEQUENCES = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
@@ -171,18 +197,38 @@ def _transformers_locals() -> dict[str, Any]:
     return frame.f_locals if frame.f_globals.get("__name__", "").startswith(_WITH_LABELS) else {}
 
 
-def _picks_token(x: torch.Tensor, at: Any) -> bool:
-    """Returns whether an index takes the first or last token of every sequence, or one token of each by its number."""
-    if x.dim() != 3 or not x.is_floating_point() or not isinstance(at, tuple) or len(at) < 2:
+def _at(x: torch.Tensor, at: Any, dim: int) -> Any:
+    """Returns what an index takes of a dimension, if it takes all of the others; else None."""
+    index = list(at) if isinstance(at, tuple) else [at]
+    where = next((i for i, each in enumerate(index) if each is Ellipsis), len(index))
+    index[where : where + 1] = [slice(None)] * (x.dim() - len(index) + (where < len(index)))
+    others = [*index[:dim], *index[dim + 1 :]]
+    takes_all = len(index) == x.dim() and all(isinstance(each, slice) and each == slice(None) for each in others)
+    return index[dim] if takes_all else None
+
+
+def _picks_token(x: torch.Tensor, at: Any, dim: int) -> bool:
+    """Returns whether an index takes one token of every sequence, by its place or its number."""
+    place = _at(x, at, dim)
+    if isinstance(place, (int, list)):
+        return isinstance(place, int) or len(place) == 1
+    if isinstance(place, slice):
+        return (place.start or 0, place.stop, place.step or 1) in ((0, 1, 1), (-1, None, 1))
+    if dim != 1 or not isinstance(at, tuple) or len(at) < 2:
         return False
     rows, place, *rest = at
-    all_features = all(isinstance(each, slice) and each == slice(None) for each in rest)
-    if isinstance(rows, slice):
-        return all_features and rows == slice(None) and isinstance(place, int) and place in (0, -1)
-    if not isinstance(rows, torch.Tensor) or rows.shape != x.shape[:1] or rows.is_floating_point() or not all_features:
+    if not isinstance(rows, torch.Tensor) or rows.shape != x.shape[:1] or rows.is_floating_point():
+        return False
+    if not all(isinstance(each, slice) and each == slice(None) for each in rest):
         return False
     one = place.shape == rows.shape if isinstance(place, torch.Tensor) else isinstance(place, int)
     return one and torch.equal(rows, torch.arange(len(rows), device=rows.device))
+
+
+def _drops_token(x: torch.Tensor, at: Any, dim: int) -> bool:
+    """Returns whether an index takes all tokens but the first or last one, as programs shift tokens."""
+    place = _at(x, at, dim)
+    return isinstance(place, slice) and place in (slice(1, None), slice(None, -1), slice(0, -1))
 
 
 def _reaches(roots: Any, wanted: dict[Any, str]) -> str | None:
@@ -225,18 +271,29 @@ def _ramps(x: Any) -> Iterator[int]:
                 yield length
 
 
+def _dims(func: Any, x: torch.Tensor, args: Sequence[Any], options: Mapping[str, Any]) -> set[int]:
+    """Returns the dimensions that a function works along, if it names them."""
+    at, default = _DIMS.get(getattr(func, "__name__", ""), (1, ()))
+    named = next((options[name] for name in ("dim", "dims", "axis") if options.get(name) is not None), default)
+    dims = args[at] if len(args) > at else named
+    dims = dims if isinstance(dims, (tuple, list)) else [dims]
+    return {dim % x.dim() for dim in dims if isinstance(dim, int) and not isinstance(dim, bool)}
+
+
 def _is_along_tokens(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
     """Returns whether a function works along another dimension than the last one, which holds the features."""
     x = args[0] if args else options.get("input")
     if not isinstance(x, torch.Tensor) or x.dim() < 3 or not x.is_floating_point():
         return False
-    at = _DIM_AT.get(getattr(func, "__name__", ""), 1)
-    named = next((options[name] for name in ("dim", "dims", "axis") if name in options), ())
-    dims = args[at] if len(args) > at else named
-    return any(
-        isinstance(dim, int) and dim % x.dim() != x.dim() - 1
-        for dim in (dims if isinstance(dims, (tuple, list)) else [dims])
-    )
+    return bool(_dims(func, x, args, options) - {x.dim() - 1})
+
+
+def _token_letters(equation: Any, dims: Sequence[int | None]) -> tuple[set[str], str]:
+    """Returns the letters of the tokens in an equation of `torch.einsum`, and those of its result."""
+    if not isinstance(equation, str) or "->" not in equation or "." in equation:
+        return set(), ""
+    given, _, made = equation.replace(" ", "").partition("->")
+    return {each[dim] for each, dim in zip(given.split(","), dims, strict=True) if dim is not None}, made
 
 
 def _rows(numbers: Any) -> torch.Tensor:
@@ -266,7 +323,7 @@ def _is_over_tokens(norm: Any, args: Sequence[Any], options: Mapping[str, Any], 
     if norm is F.batch_norm:
         return bool(args[5] if len(args) > 5 else options.get("training"))
     shape = args[1] if len(args) > 1 else options.get("normalized_shape", ())
-    return not has_token_rows and (norm is not F.layer_norm or len(shape) > 1)
+    return not has_token_rows and (norm not in (F.layer_norm, F.rms_norm) or len(shape) > 1)
 
 
 class ContextParallelMode(TorchFunctionMode):
@@ -338,11 +395,8 @@ class ContextParallelMode(TorchFunctionMode):
             )
         if func in _ANGLES and len(args) > _ANGLES[func]:
             self._ramps.update((length, _module()) for length in _ramps(args[_ANGLES[func]]))
-        result, name = func(*args, **options), getattr(func, "__name__", "")
-        if func is torch.Tensor.__getitem__ and args[0].shape[:2] == self._met and _picks_token(*args):
-            self._note_pick(result, f"one token of each sequence, which {_module()} takes by its place")
-        elif name in _POOLS and self._is_along_part(func, args, options):
-            self._note_pick(result, f"the {name} over the tokens of each sequence in {_module()}")
+        result = func(*args, **options)
+        self._note_use(func, args, options, result)
         weights = func in _SOFTMAX or (self._weights and args and self._is_weights(args[0]))
         if weights and isinstance(result, torch.Tensor) and result.dim() > 2:
             self._weights[result] = True
@@ -363,22 +417,64 @@ class ContextParallelMode(TorchFunctionMode):
                 "local=True if nothing inside mixes tokens"
             )
 
-    def _is_along_part(self, func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
-        """Returns whether a function works along the tokens of (B, S, features), once attention has shown B and S."""
-        x = args[0] if args else options.get("input")
-        return (
-            isinstance(x, torch.Tensor)
-            and x.dim() == 3
-            and x.shape[:2] == self._met
-            and _is_along_tokens(func, args, options)
-        )
+    def _dim(self, x: Any) -> int | None:
+        """Returns the dimension of the tokens in (B, S, D), (S, B, D), (B, D, S) that is a view of the first, or
+        (B, heads, ...) of these, once attention has shown B and S; None: another tensor."""
+        if self._met is None or not isinstance(x, torch.Tensor) or x.dim() not in (3, 4) or not x.is_floating_point():
+            return None
+        batch, length = self._met
+        if len(x) == batch and x.shape[-1] == length and 0 < x.stride(-2) < x.stride(-1):
+            return x.dim() - 1
+        if len(x) == batch and x.shape[-2] == length:
+            return x.dim() - 2
+        return 0 if x.dim() == 3 and x.shape[:2] == (length, batch) else None
 
-    def _note_pick(self, picked: Any, what: str) -> None:
-        """Records what a module made of a sequence's tokens, until backward shows whether the loss depends on it."""
+    def _is_along_part(self, func: Any, x: Any, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
+        """Returns whether a function works along the tokens of a rank's part."""
+        dim = self._dim(x)
+        return dim is not None and x.dim() == 3 and dim in _dims(func, x, args, options)
+
+    def _is_across(self, func: Any, args: Sequence[Any]) -> str:
+        """Returns how a product combines tokens of a rank's part with each other; empty: it does not."""
+        operands = args[1:] if func is torch.einsum else args
+        operands = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+        dims = [self._dim(x) for x in operands]
+        if func is torch.einsum:
+            letters, made = _token_letters(args[0], dims)
+            is_sum, is_pair = bool(made) and bool(letters - {*made}), len(letters & {*made}) > 1
+        elif getattr(func, "__name__", "") == "cdist":
+            is_sum, is_pair = False, bool(dims) and None not in dims
+        else:
+            last = [None if dim is None else dim - x.dim() for dim, x in zip(dims, operands, strict=True)][-2:]
+            is_sum, is_pair = last == [-1, -2], last == [-2, -1]
+        return "a sum over the tokens" if is_sum else "pairs of tokens" if is_pair else ""
+
+    def _note_use(self, func: Any, args: Sequence[Any], options: Mapping[str, Any], result: Any) -> None:
+        """Records a use of a part's tokens that a loss must not depend on."""
+        name, x = getattr(func, "__name__", ""), args[0] if args else options.get("input", options.get("x1"))
+        if self._met is None:
+            return
+        if func is torch.Tensor.__getitem__ and x.dim() == 3 and (dim := self._dim(x)) is not None:
+            if _drops_token(x, args[1], dim):
+                self._note_pick(result, f"tokens that {_module()} shifts by leaving one out of each sequence")
+            elif _picks_token(x, args[1], dim):
+                self._note_pick(result, f"one token of each sequence, which {_module()} takes by its place")
+        elif name in _TAKES and self._is_along_part(func, x, args, options):
+            taken = result[0] if isinstance(result, (tuple, list)) else result
+            if taken.numel() * self._met[1] == x.numel():
+                self._note_pick(taken, f"one token of each sequence, which {_module()} takes by {name}", False)
+        elif (name in _SUMS or name in _POOLS) and self._is_along_part(func, x, args, options):
+            self._note_pick(result, f"the {name} over the tokens of each sequence in {_module()}", name in _POOLS)
+        elif (name in _PRODUCTS or name == "cdist") and (how := self._is_across(func, args)):
+            self._note_pick(result, f"{how} of a part in {_module()} ({name})")
+
+    def _note_pick(self, picked: Any, what: str, anywhere: bool = True) -> None:
+        """Records what a module, or code anywhere, made of a sequence's tokens, until backward shows whether the loss
+        depends on it."""
         modules, picked = _modules(), picked[0] if isinstance(picked, tuple) else picked
         if any(type(each).__name__.endswith(_OF_SEQUENCES) for each in modules):
             self._refuse_pick(what)
-        if modules and picked.requires_grad:
+        if (modules or anywhere) and picked.requires_grad:
             self._picks[get_gradient_edge(picked).node] = what
 
     def _check_picks(self, roots: Any) -> None:
@@ -399,17 +495,24 @@ class ContextParallelMode(TorchFunctionMode):
 
     def _refuse_mixing(self, func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         name, what, advice = getattr(func, "__name__", ""), "", "cut this model in other ways"
-        if func is torch.conv1d and (args[1] if len(args) > 1 else options["weight"]).shape[-1] > 1:
+        x = args[0] if args else options.get("input")
+        if func in _CONVOLUTIONS and (args[1] if len(args) > 1 else options["weight"]).shape[-1] > 1:
             what = "a convolution over the sequence"
         elif func in _RECURRENT:
             what = "a recurrent layer"
         elif name.startswith("fft_"):
             what = "a Fourier transform"
-        elif name in _MOVES and _is_along_tokens(func, args, options):
+        elif name in _WINDOWS and self._has_windows_across(name, args, options):
+            what = f"windows of tokens along the sequence ({name})"
+        elif func is F.interpolate and self._interpolates_tokens(*args, **options):
+            what = "an interpolation of tokens"
+        elif name in _MOVES and (_is_along_tokens(func, args, options) or self._is_along_part(func, x, args, options)):
             what = f"{_MOVES[name]} along the sequence ({name})"
         elif func is F.pad and args and args[0].dim() == 3 and any((args[1] if len(args) > 1 else options["pad"])[2:4]):
             what = "tokens shifted along the sequence (pad)"
-        elif name in _ORDERS and self._is_along_part(func, args, options):
+        elif name in _ORDERS and self._is_along_part(func, x, args, options):
+            if name == "flip" and self.layout == "zigzag":
+                return  # a rank has the part of the reversed sequence
             what = f"{_ORDERS[name]} along the sequence ({name})"
         elif func in _NORMS and _is_over_tokens(func, args, options, self._met):
             what = f"{_NORMS[func]} over the sequence"
@@ -424,6 +527,22 @@ class ContextParallelMode(TorchFunctionMode):
                 f"stays within a rank's part of the sequence; {advice}, call ring_attention, or pass local=True where "
                 "that is meant"
             )
+
+    def _interpolates_tokens(
+        self, x: Any, size: Any = None, factor: Any = None, mode: Any = "nearest", **_: Any
+    ) -> bool:
+        """Returns whether `F.interpolate`, which gets all but the input by name, mixes tokens."""
+        return not mode.startswith("nearest") and isinstance(x, torch.Tensor) and x.dim() == 3 and self._dim(x) == 2
+
+    def _has_windows_across(self, name: str, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
+        """Returns whether windows along the sequence would reach from one piece of it into the next."""
+        if not args or args[0].dim() != 3 or self._dim(args[0]) != 2:
+            return False
+        at, given = _WINDOWS[name], ("kernel_size", "stride", "padding")
+        found: list[Any] = [args[at + i] if len(args) > at + i else options.get(key) for i, key in enumerate(given)]
+        size, step, pad = (each[0] if isinstance(each, (tuple, list)) and each else each for each in found)
+        piece = args[0].shape[2] // (2 if self.layout == "zigzag" else 1)
+        return bool(size > 1) and (size > (step or size) or bool(pad) or piece % (step or size) != 0)
 
     def _refuse_places(self, numbers: torch.Tensor) -> None:
         """Raises where an embedding gets consecutive numbers that are positions, but not those of this part."""

@@ -35,8 +35,9 @@ def context_parallel(
     Operations that mix tokens in other ways stay within a rank's part. They raise where they are detected: softmax
     weights that are multiplied with values, convolutions over the sequence, recurrent layers, Fourier transforms,
     running sums, tokens shifted by a pad or roll, labels that a loss of transformers shifts (pass ``shift_labels``), a
-    loss from one token of each sequence, and layers other than attention in a configuration of transformers. A backward
-    pass, or the end of the context, also raises where linear layers but no attention have been computed inside.
+    loss from one token or all tokens of each sequence, from products that sum over tokens or pair them, or from tokens
+    shifted by a slice, and layers other than attention in a configuration of transformers. A backward pass, or the end
+    of the context, also raises where linear layers but no attention have been computed inside.
 
     Args:
         layout, overlap: as in `ring_attention`.

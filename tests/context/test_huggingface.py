@@ -280,6 +280,20 @@ SIMPLE: dict[str, tuple[Any, str]] = {
         "a batch norm over the sequence .*SyncBatchNorm",
     ),
     "cummax": (partial(Moving, lambda x: x.cummax(1)[0]), r"running extremes along the sequence \(cummax\)"),
+    "attention, then running sums": (partial(Attending, lambda x: x.mT.cumsum(-1)), "running sums along the sequence"),
+    "attention, then an average of neighbours": (
+        partial(Attending, lambda x: F.avg_pool1d(x.mT, 3, 1, 1)),
+        r"windows of tokens along the sequence \(avg_pool1d",
+    ),
+    "attention, then windows of three": (partial(Attending, lambda x: F.max_pool1d(x.mT, 3)), "windows of tokens"),
+    "attention, then an interpolation": (
+        partial(Attending, lambda x: F.interpolate(x.mT, scale_factor=2, mode="linear")),
+        "an interpolation of tokens",
+    ),
+    "attention, then a transposed convolution": (lambda: nn.ConvTranspose1d(4, 4, 3), "a convolution over"),
+    "attention, then a norm of tokens": (partial(Attending, F.normalize), r"a norm along the sequence \(normalize"),
+    "attention, then differences": (partial(Attending, lambda x: x.diff(dim=1)), r"differences along .*\(diff"),
+    "attention, then an RMS norm": (partial(Attending, lambda x: F.rms_norm(x, (4, 4))), "an RMS norm over"),
     "attention, then an order": (
         partial(Attending, lambda x: x.sort(dim=-2)[0]),
         r"an order along .*\(sort",
@@ -497,9 +511,78 @@ def test_a_loss_from_one_token_of_each_sequence_is_refused_on_all_ranks(what: st
     on_ranks(rank, 2)
 
 
+T = partial(torch.transpose, dim0=1, dim1=2)
+FIRST = torch.zeros(2, 1, 6, dtype=torch.long)
+ONE, SHIFTED = "one token of each sequence", "tokens that .* shifts by leaving one out"
+USED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "first, of features in between": (lambda y: y[..., 0, :], ONE),
+    "first, kept": (lambda y: y[:, 0:1], ONE),
+    "last, kept": (lambda y: y[:, -1:], ONE),
+    "listed": (lambda y: y[:, [0]], ONE),
+    "of (S, B, D)": (lambda y: y.transpose(0, 1)[0], ONE),
+    "all but the first": (lambda y: y[:, 1:], SHIFTED),
+    "all but the last": (lambda y: y[:, :-1], SHIFTED),
+    "norm": (lambda y: y.norm(dim=1), "the norm over"),
+    "vector_norm": (lambda y: torch.linalg.vector_norm(y, dim=1), "the linalg_vector_norm over"),
+    "cosine_similarity": (lambda y: F.cosine_similarity(y, y.sin()), "the cosine_similarity over"),
+    "std_mean": (lambda y: torch.std_mean(y, 1)[0], "the std_mean over"),
+    "quantile": (lambda y: y.quantile(0.5, 1), "the quantile over"),
+    "prod": (lambda y: y.prod(1), "the prod over"),
+    "pool": (lambda y: F.adaptive_avg_pool1d(T(y), 1), "the adaptive_avg_pool1d over"),
+    "features first": (lambda y: T(y).amax(-1), "the amax over"),
+    "matmul": (lambda y: y.mT @ y, r"a sum over the tokens of a part .*\(matmul"),
+    "einsum": (lambda y: torch.einsum("bsd,bse->bde", y, y), r"a sum over the tokens of a part .*\(einsum"),
+    "linear attention": (lambda y: y[:, None].mT @ y[:, None], "a sum over the tokens of a part"),
+    "scores": (lambda y: torch.einsum("bsd, btd -> bst", y, y), "pairs of tokens of a part"),
+    "cdist": (lambda y: torch.cdist(y, y.exp()), "pairs of tokens of a part"),
+}
+IN_A_MODULE = {
+    "select": lambda y: y.select(1, 0),
+    "narrow": lambda y: y.narrow(1, 0, 1),
+    "index_select": lambda y: y.index_select(1, torch.tensor([0])),
+    "gather": lambda y: y.gather(1, FIRST),
+    "unbind": lambda y: y.unbind(1)[0],
+    "split": lambda y: y.split(1, 1)[0],
+}
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("what", [*USED, *IN_A_MODULE])
+def test_a_loss_that_uses_tokens_of_a_part_together_is_refused(what: str, inside: bool) -> None:
+    use, message = USED.get(what) or (IN_A_MODULE[what], f"{ONE}, .* takes by {what}")
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        part = torch.rand(2, 4, 6).requires_grad_()
+        with context_parallel(comm):
+            y = Attending(use if inside else torch.sin)(part)
+            loss = (y if inside else use(y)).square().mean()
+            if not inside and what in IN_A_MODULE:  # programs may take the loss of one token after the other
+                loss.backward()
+                return
+            with pytest.raises(UnsupportedError, match=f"rank {comm.rank} got a loss from {message}"):
+                loss.backward()
+        with context_parallel(comm):  # what no loss needs
+            (Attending(lambda y: y + 0 * use(y.detach()).mean())(part).mean() + use(part).mean().item()).backward()
+
+    on_ranks(rank, 2)
+
+
 @pytest.mark.parametrize(
     "norm",
     [
+        lambda y: F.normalize(y, dim=-1),
+        lambda y: y * F.cosine_similarity(y, y.sin(), -1)[..., None],
+        lambda y: y * y.std(-1, keepdim=True) + y.norm(dim=-1, keepdim=True),
+        lambda y: y + y.norm() + y.mean(0) + y.std(),
+        lambda y: torch.cat([each.tanh() for each in y.chunk(2, 1)], 1),
+        lambda y: torch.cat([y[:, :2], y[:, 2:]], 1),
+        lambda y: T(F.max_pool1d(T(y), 2)).repeat_interleave(2, 1),
+        lambda y: T(F.interpolate(T(y), scale_factor=2))[:, ::2],
+        lambda y: F.avg_pool1d(y, 3, 1, 1),
+        lambda y: y.flip(1),
+        lambda y: torch.einsum("bsd,de->bse", y, torch.ones(6, 6)),
+        lambda y: y @ torch.ones(2, 6, 4) @ torch.ones(2, 4, 6),
+        lambda y: torch.einsum("bsd,bsd->bs", y, y)[..., None] + torch.einsum("bsd,bsd->", y, y) + y,
         lambda y: F.layer_norm(y.view(-1, 2, 3), (2, 3)),
         lambda y: F.group_norm(y.view(-1, 6, 1), 2),
         lambda y: F.gumbel_softmax(y, 1),
