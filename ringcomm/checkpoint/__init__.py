@@ -69,7 +69,6 @@ def save(
              All ranks raise, and the old checkpoint remains.
     """
     flat, path = flat_of(model, "save"), Path(path)
-    path = Path(os.path.realpath(path)) if path.is_symlink() else path  # the link stays
     world = World(flat.ranks, "save")
     with Progress(f"save {path}", shows=world.rank == 0):
         _save(flat, optimizer, extra, world, path)
@@ -79,13 +78,19 @@ def _save(flat: Any, optimizer: Any, extra: dict[str, Any], world: World, path: 
     saver = Saver(flat, optimizer, extra, world)
     paths, facts = zip(*world.run_together(lambda: (os.fspath(path), saver.facts())), strict=True)
     world.refuse_another("path", path, paths)
-    folder = world.run_together(lambda: make_saving_folder(path) if world.rank == 0 else None)[0]
+    path, folder = world.run_together(lambda: _folders(path) if world.rank == 0 else None)[0]
     try:
         written: list[WriteReport] = world.run_together(lambda: write(folder, world.rank, saver.planner([*facts])))
         world.run_together(lambda: finish(folder, path, written) if world.rank == 0 else None)
     finally:
         if world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folders(path: Path) -> tuple[Path, Path]:
+    """Returns the folder to replace, and the one to write into until then; if ``path`` is a link, it stays."""
+    path = Path(os.path.realpath(path)) if path.is_symlink() else path
+    return path, make_saving_folder(path)
 
 
 @expects("load", path=PATH, model=MODULE, optimizer=OPTIMIZER)
