@@ -544,6 +544,23 @@ def test_this_ranks_own_sums_are_no_means(change: Callable[..., None], stage: in
     ringcomm.run_ranks(train, 2, ranks="threads", timeout=60)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_different_means_are_refused(stage: int) -> None:
+    def check(comm: Any, model: Tower, opt: torch.optim.Optimizer) -> None:
+        before = state_of(model)
+        with ringcomm.no_sync(model):
+            loss_of(model, comm.rank, 0).backward()
+        for p in model.parameters():
+            p.grad = None if p.grad is None else p.grad * 0.5
+        with pytest.raises(MismatchError, match=r"step: .* a gradient of .* with checksum .*; assign the mean"):
+            opt.step()
+        assert all(map(torch.equal, before, state_of(model)))
+        opt.zero_grad()
+        step_of(model, opt, comm.rank, 0)
+
+    everywhere(check, stages=(stage,))
+
+
 class Casting(nn.Linear):
     """Casts its parameters in its forward pass, as routers of transformers do."""
 

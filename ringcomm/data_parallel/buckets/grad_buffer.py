@@ -17,6 +17,7 @@ import contextlib
 import copy
 import operator
 import sys
+import zlib
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial, reduce
 from typing import Any, NamedTuple
@@ -537,6 +538,19 @@ class GradBuffer:
             grads = [p.grad for p in self.params if p.grad is not None]
         return bool(grads) and not any(_is_sum(grad, sums) for grad in grads)
 
+    def facts_of_grads(self) -> list[str]:
+        """Returns a line for each gradient, with a checksum of its values."""
+        with_grad = [(segment, p.grad) for segment, p in zip(self.layout.segments, self.params, strict=True)]
+        flat = {
+            segment.name: segment.flatten(grad.detach()).cpu().contiguous()
+            for segment, grad in with_grad
+            if grad is not None
+        }
+        return [
+            f"a gradient of {name} with checksum {zlib.crc32(values.view(torch.uint8).numpy())}"
+            for name, values in flat.items()
+        ]
+
     def _unchanged(self, grads: list[torch.Tensor | None]) -> bool:
         if not all(map(operator.is_, grads, self.exposed)):
             return False
@@ -787,10 +801,16 @@ class GradBuffer:
 
 def adopt_user_grads(gradients: Collection[GradBuffer], call: str) -> None:
     """`GradBuffer.adopt_user_grads` for several buckets, before a step. If a bucket's local sums were all replaced, the
-    tensors in their place are the means."""
+    tensors in their place are the means, which the ranks compare.
+
+    Raises: MismatchError: the ranks have different means.
+    """
     sums = {sum.untyped_storage()._cdata for each in gradients for sum in each.local.held}
     replaced = [each for each in gradients if each.sums_were_replaced(sums)]
     copy_exchanged_grads(gradients)
+    if replaced:
+        facts = [fact for each in replaced for fact in each.facts_of_grads()]
+        replaced[0].ranks.agree(call, facts, "assign the mean over all ranks, the same on every rank")
     for each in replaced:
         each.drop()
     for each in gradients:
