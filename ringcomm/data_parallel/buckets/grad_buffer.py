@@ -540,16 +540,13 @@ class GradBuffer:
 
     def facts_of_grads(self) -> list[str]:
         """Returns a line for each gradient, with a checksum of its values."""
-        with_grad = [(segment, p.grad) for segment, p in zip(self.layout.segments, self.params, strict=True)]
-        flat = {
-            segment.name: segment.flatten(grad.detach()).cpu().contiguous()
-            for segment, grad in with_grad
-            if grad is not None
-        }
-        return [
-            f"a gradient of {name} with checksum {zlib.crc32(values.view(torch.uint8).numpy())}"
-            for name, values in flat.items()
-        ]
+        found = []
+        for segment, p in zip(self.layout.segments, self.params, strict=True):
+            if p.grad is not None:
+                values = segment.flatten(p.grad.detach()).cpu().contiguous()
+                checksum = zlib.crc32(values.view(torch.uint8).numpy())
+                found.append(f"a gradient of {segment.name} with checksum {checksum}")
+        return found
 
     def _unchanged(self, grads: list[torch.Tensor | None]) -> bool:
         if not all(map(operator.is_, grads, self.exposed)):
