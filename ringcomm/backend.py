@@ -11,6 +11,7 @@ make together, or immediately by ``init_process_group(..., device_id=...)``.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -116,15 +117,19 @@ def _backend(
     if torch.version.cuda is not None:
         ask_for_queues()  # now, because the first call on a device comes after its context
     limit_ms = whole_milliseconds(options._timeout)
-    # After destroy_process_group() torch gives its names again, also to groups of other ranks over the same store.
-    members = repr([*options.global_ranks_in_group]).encode()
-    prefix = f"{prefix}/{hashlib.sha256(members).hexdigest()[:16]}"
+    prefix = keys_of(prefix, options.global_ranks_in_group)
     name, identities = _exchange(store, f"{prefix}/host", rank, world_size, identity().encode(), options._timeout, call)
     hosts = Hosts.of([each.decode() for each in identities])
     on_cpu = RankEngine("cpu", rank, world_size, limit_ms, CPU, hosts, Network(store, name))
     _connect(on_cpu, store, prefix, options._timeout, call)
     device = DeviceEngineFactory(on_cpu, hosts, Network(store, f"{name}/device"), f"{prefix}/device", options)
     return module.Backend(on_cpu.native.capsule(), options, device, device.serves_cpu)
+
+
+def keys_of(prefix: str, members: Sequence[int]) -> str:
+    """Returns the prefix of a group's keys in the store. It depends on the members, because after
+    destroy_process_group() torch gives the same names to groups of other ranks over the same store."""
+    return f"{prefix}/{hashlib.sha256(repr([*members]).encode()).hexdigest()[:16]}"
 
 
 class DeviceEngineFactory:

@@ -242,7 +242,7 @@ def test_a_changed_message_to_a_process_group_is_refused(change: Change) -> None
     options = dist.distributed_c10d._DistributedBackendOptions()
     options.store, options.group_rank, options.group_size = store, 0, 2
     options.timeout, options.group_id, options.global_ranks_in_group = dist.constants.default_pg_timeout, "g", [0, 1]
-    store.set("ringcomm/host/1/1", changed(add_checksum(identity().encode(), 2), change))
+    store.set(f"{backend.keys_of('ringcomm', [0, 1])}/host/1/1", changed(add_checksum(identity().encode(), 2), change))
     assert "rank 0" in refusal(lambda: backend.create(options))
 
 
