@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ringcomm.checkpoint.files import TensorBox, boxes_of
 from ringcomm.data_parallel.buckets.bucket import Bucket
 from ringcomm.data_parallel.buckets.layout import up
 from ringcomm.data_parallel.model.place import wrapped_model
@@ -47,6 +48,14 @@ def name_of(bucket: Bucket, i: int) -> str:
 def unsharded_shape(bucket: Bucket, i: int) -> tuple[int, ...]:
     """Returns the shape of the tensor that a parameter is, or is a part of."""
     return part_of(bucket.params[i]).unsharded_shape(bucket.layout.segments[i].shape)
+
+
+def boxes_in(bucket: Bucket, i: int, name: str, values: torch.Tensor, first: int) -> list[TensorBox]:
+    """Returns views of ``values``, which are elements of a parameter from element ``first`` of its bucket on, as boxes
+    of the unsharded tensor ``name``."""
+    segment = bucket.layout.segments[i]
+    part = part_of(bucket.params[i])
+    return boxes_of(name, segment.shape, values, first - segment.offset, part, segment.dim_order)
 
 
 def saved_ranges(flat: ShardedModel) -> dict[Bucket, tuple[int, int]]:

@@ -170,20 +170,15 @@ class ShardSavePlanner(DefaultSavePlanner):
         self.paths: dict[str, Names] = {}
         self.aliases: dict[str, list[str]] = {}
 
-    def add_tensor(
-        self,
-        path: Names,
-        shape: Sequence[int],
-        values: torch.Tensor,
-        start: int = 0,
-        spec: ShardSpec = PLAIN,
-        dim_order: Sequence[int] = (),
-    ) -> None:
-        """Adds a tensor's elements from ``start`` on; arguments as of `boxes_of`."""
-        name = ".".join(path)
-        self.paths[name] = path
-        for box in boxes_of(name, shape, values, start, spec, dim_order):
+    def add_boxes(self, path: Names, boxes: Iterable[TensorBox]) -> None:
+        """Adds boxes of the tensor at a path."""
+        self.paths[".".join(path)] = path
+        for box in boxes:
             self.boxes[MetadataIndex(box.name, box.chunk.offsets)] = box
+
+    def add_tensor(self, path: Names, shape: Sequence[int], values: torch.Tensor) -> None:
+        """Adds an unsharded tensor of this shape."""
+        self.add_boxes(path, boxes_of(".".join(path), shape, values))
 
     def add_value(self, path: Names, value: Any) -> None:
         """Adds a value that is not a tensor."""

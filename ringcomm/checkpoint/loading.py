@@ -12,13 +12,14 @@ from ringcomm.checkpoint.contents import (
     BucketRange,
     OptimizerParams,
     Replicated,
+    boxes_in,
     name_of,
     names_of_params,
     replicated_of,
     unsharded_shape,
     with_extra_state,
 )
-from ringcomm.checkpoint.files import Names, Source, boxes_of
+from ringcomm.checkpoint.files import Names, Source
 from ringcomm.checkpoint.state import (
     ABOUT,
     COMMON,
@@ -37,7 +38,6 @@ from ringcomm.data_parallel.model.sharded_model import ShardedModel
 from ringcomm.data_parallel.optim.optimizer import ShardedOptimizer
 from ringcomm.data_parallel.optim.state import State, in_shape_of
 from ringcomm.errors import InvalidArgumentError
-from ringcomm.modules.shard_spec import part_of
 
 
 class Loader:
@@ -119,12 +119,9 @@ class Loader:
             for i, p in enumerate(bucket.params):
                 self._check(names[id(p)], unsharded_shape(bucket, i), bucket.types.master)
             for i, first, last in spans_of(bucket, bucket.start, bucket.end):
-                segment = bucket.layout.segments[i]
                 name = self._name(names[id(bucket.params[i])])
                 values = master[first - bucket.start : last - bucket.start]
-                cut = part_of(bucket.params[i])
-                start = first - segment.offset
-                self.source.read(boxes_of(name, segment.shape, values, start, cut, segment.dim_order))
+                self.source.read(boxes_in(bucket, i, name, values, first))
             self.masters.append(master)
 
     def _name(self, names: list[str]) -> str:
@@ -211,7 +208,6 @@ class Loader:
         bucket, start, end, param = bucket_range
         names = [name_of(bucket, i) for i in range(len(bucket.params))]
         for i, first, last in spans_of(bucket, start, end):
-            segment, cut = bucket.layout.segments[i], part_of(bucket.params[i])
             for key in keys.get(names[i], ()):
                 name = ".".join((*STATE, names[i], key))
                 facts = self.source.tensors.get(name)
@@ -221,8 +217,7 @@ class Loader:
                         dtype = self._state_type(names[i], facts.properties.dtype, param)
                         state[key] = torch.zeros(end - start, dtype=dtype)
                     values = state[key][first - start : last - start]
-                    offset = first - segment.offset
-                    self.source.read(boxes_of(name, segment.shape, values, offset, cut, segment.dim_order))
+                    self.source.read(boxes_in(bucket, i, name, values, first))
                     continue
                 value = self.source.value((*STATE, names[i], key)) if facts is None else self.source.tensor(name)
                 refuse_sharded_state("load", self.rank, bucket, i, key, value)

@@ -13,6 +13,7 @@ import torch
 
 from ringcomm.checkpoint.contents import (
     OptimizerParams,
+    boxes_in,
     is_writer,
     name_of,
     names_of_params,
@@ -169,10 +170,8 @@ class Saver:
             for i, first, last in spans_of(bucket, *self.ranges[bucket]):
                 if not bucket.is_primary_copy(i):
                     continue
-                segment = bucket.layout.segments[i]
-                values = self.masters[bucket][first - bucket.start : last - bucket.start]
-                cut, offset = part_of(bucket.params[i]), first - segment.offset
-                out.add_tensor((name_of(bucket, i),), segment.shape, values, offset, cut, segment.dim_order)
+                name, values = name_of(bucket, i), self.masters[bucket][first - bucket.start : last - bucket.start]
+                out.add_boxes((name,), boxes_in(bucket, i, name, values, first))
 
     def _add_optimizer_state(self, out: ShardSavePlanner) -> None:
         for bucket, first_here, end_here, param in self.held.ranges:
@@ -181,11 +180,10 @@ class Saver:
             spans = [each for each in spans if self.held.has_state(bucket, each[0]) and bucket.is_primary_copy(each[0])]
             for key, value in self._state(param).items():
                 for i, first, last in spans:
-                    segment, cut = bucket.layout.segments[i], part_of(bucket.params[i])
-                    path = (*STATE, name_of(bucket, i), key)
+                    segment, path = bucket.layout.segments[i], (*STATE, name_of(bucket, i), key)
                     if is_alike(key, value, param):
                         values = segment.flatten(value)[first - first_here : last - first_here]
-                        out.add_tensor(path, segment.shape, values, first - segment.offset, cut, segment.dim_order)
+                        out.add_boxes(path, boxes_in(bucket, i, ".".join(path), values, first))
                         continue
                     refuse_sharded_state("save", self.rank, bucket, i, key, value)
                     if first == segment.offset and (self.world.ranks.mesh is None or self.world.ranks.mesh.counts):

@@ -46,8 +46,8 @@ class _Piece:
     """The piece of a parameter that this rank updates."""
 
     unsharded: torch.Tensor  # the parameter
-    segment: int
-    place: Segment  # the parameter's
+    index: int  # of the parameter's segment
+    segment: Segment
     start: int  # offset in the parameter
     end: int
     offset: int  # offset in this rank's shard
@@ -55,7 +55,7 @@ class _Piece:
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the same piece of a tensor with the parameter's shape."""
-        return x if self.end - self.start == x.numel() else self.place.flatten(x)[self.start : self.end]
+        return x if self.end - self.start == x.numel() else self.segment.flatten(x)[self.start : self.end]
 
     def state(self, unsharded: State, group: dict[str, Any]) -> State:
         """Returns the piece's state, given the parameter's."""
@@ -144,7 +144,7 @@ class _Buffer:
         unsharded = self.ranks.take(self.layout.numel, self.layout.dtype, self.device)
         own = unsharded[self.start : self.end]
         for piece in self.pieces:
-            own[piece.offset : piece.offset + piece.param.numel()].copy_(piece.place.flatten(piece.param.detach()))
+            own[piece.offset : piece.offset + piece.param.numel()].copy_(piece.segment.flatten(piece.param.detach()))
         self.ranks.all_gather(own, unsharded).wait()
         for i, (p, segment) in enumerate(zip(self.params, self.layout.segments, strict=True)):
             if segment.offset < self.start or segment.end > self.end:
@@ -163,17 +163,17 @@ class _Buffer:
             for key, value in state.get(piece.param, {}).items():
                 if is_alike(key, value, piece.param):
                     types[key] = value.dtype
-                    holders.setdefault(key, set()).add(piece.segment)
+                    holders.setdefault(key, set()).add(piece.index)
                 else:
-                    other.setdefault(piece.segment, {})[key] = value
+                    other.setdefault(piece.index, {})[key] = value
         keys, other, _, everywhere = merge_over_ranks(self.ranks, self.device, types, other, set(), holders)
         found: list[State] = [dict(other.get(i, {})) for i in range(len(self.params))]
         for key, dtype in keys:
             own = torch.zeros(self.layout.shard_numel, dtype=dtype, device=self.device)
             for piece in self.pieces:
-                if piece.segment in holders.get(key, ()):
+                if piece.index in holders.get(key, ()):
                     values = state[piece.param][key]
-                    own[piece.offset : piece.offset + values.numel()].copy_(piece.place.flatten(values))
+                    own[piece.offset : piece.offset + values.numel()].copy_(piece.segment.flatten(values))
             comm = self.ranks.comm
             unsharded = comm.all_gather(own) if to is None else comm.gather(own, to)
             for i in everywhere[key] if unsharded is not None else ():
@@ -295,7 +295,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             buffer = _Buffer(some, number, self.ranks, self._atom, self._views)
             self._buffers.append(buffer)
             for piece in buffer.pieces:
-                pieces[buffer.groups[piece.segment]].append(piece)
+                pieces[buffer.groups[piece.index]].append(piece)
         return pieces
 
     def _refuse_unusable(self, p: torch.Tensor) -> None:
@@ -457,7 +457,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self.optim.state.clear()
         for buffer in self._buffers:
             for piece in buffer.pieces:
-                group = self.param_groups[buffer.groups[piece.segment]]
+                group = self.param_groups[buffer.groups[piece.index]]
                 state = piece.state(states[id(piece.unsharded)], group)
                 if state:
                     self.optim.state[piece.param] = state
