@@ -337,6 +337,7 @@ class RankEngine:
     """
 
     _is_reported = False  # whether AT_CLOSE was called, once for each engine
+    _stop_watch: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -356,7 +357,6 @@ class RankEngine:
         here = self._hosts.ranks[self._hosts.host_of(rank)] if self._hosts else tuple(range(world_size))
         self._inside = _C.Engine(kind, here.index(rank), len(here), limit_ms, device=device.index)
         self.native = self._inside
-        self._stop_watch: Callable[[], None] | None = None
 
     def handle(self) -> bytes:
         """Returns the bytes that ranks on the same host need to connect to this one."""
@@ -376,7 +376,7 @@ class RankEngine:
         native.connect(handles)
         self.native = native
         self._warn_of_time_slices()
-        self._stop_watch = _start_watch(self, self._network.prefixed())
+        self._stop_watch = _start_watch(native, self.world_size, self._network.prefixed())
 
     def _warn_of_time_slices(self) -> None:
         """Warns once per process that processes sharing a device without MPS run one at a time."""
@@ -397,33 +397,36 @@ class RankEngine:
     def close(self) -> None:
         """Finishes the calls in flight and disconnects from the peers."""
         self.native.close()
-        if self._stop_watch is not None:
-            atexit.unregister(self._stop_watch)
-            self._stop_watch()
-        self._report_end()
+        self._end()
 
     def __del__(self) -> None:
         # The end of a process group, which torch closes, and of a communicator that nobody closes.
         if not sys.is_finalizing():
-            self._report_end()
+            self._end()
 
-    def _report_end(self) -> None:
+    def _end(self) -> None:
+        if self._stop_watch is not None:
+            atexit.unregister(self._stop_watch)
+            self._stop_watch()
+            self._stop_watch = None
         if not self._is_reported:
             self._is_reported = True
             for call in AT_CLOSE:
                 call()
 
 
-def _start_watch(engine: RankEngine, store: Any) -> Callable[[], None]:
+def _start_watch(native: _C.Engine, world_size: int, store: Any) -> Callable[[], None]:
     """Starts a thread that carries an abort from host to host through the store; inside a host shared memory does.
 
-    Returns: a function that stops the thread, after a last check whether an abort must be published.
+    Returns: a function that stops the thread, after a last check whether an abort must be published. It also waits
+             until the thread has let go of the store: a FileStore whose file a program removes at the same time blocks
+             the whole process until the store's time limit.
     """
     with suppress(Exception):  # a separate client, because a waiting client blocks every thread that shares it
         store = store.clone()
     end = threading.Event()
-    every_s = max(_LOOK_EVERY_S, engine.world_size / 2000)
-    arguments = (weakref.ref(engine), store, end, every_s)  # weak, so that the thread does not keep the engine alive
+    every_s = max(_LOOK_EVERY_S, world_size / 2000)
+    arguments = (weakref.ref(native), store, end, every_s)  # weak, so that the thread does not keep the engine alive
     thread = threading.Thread(target=_watch, args=arguments, name="ringcomm watch", daemon=True)
     stop = partial(_end_watch, thread, end)
     thread.start()
@@ -437,17 +440,17 @@ def _end_watch(thread: threading.Thread, end: threading.Event) -> None:
         thread.join(_LAST_LOOK_S)
 
 
-def _watch(owner: weakref.ref[RankEngine], store: Any, end: threading.Event, every_s: float) -> None:
+def _watch(watched: weakref.ref[_C.Engine], store: Any, end: threading.Event, every_s: float) -> None:
     last, reached = False, True
     while not last:
         last = end.wait(every_s)
-        engine = owner()
-        if engine is None:
+        native = watched()
+        if native is None:
             return
-        if engine.native.aborted:
-            reason = engine.native.why_aborted or "another rank of this host gave up"
-            kind = engine.native.aborted_as
-            engine.native.abort(reason, kind)  # an abort in shared memory does not end waits for other hosts
+        if native.aborted:
+            reason = native.why_aborted or "another rank of this host gave up"
+            kind = native.aborted_as
+            native.abort(reason, kind)  # an abort in shared memory does not end waits for other hosts
             with suppress(RuntimeError):
                 if reached:
                     store.compare_set(_ABORTED, "", f"{kind}\n{reason}")
@@ -456,9 +459,9 @@ def _watch(owner: weakref.ref[RankEngine], store: Any, end: threading.Event, eve
             try:
                 if store.check([_ABORTED]):
                     kind, _, reason = store.get(_ABORTED).decode(errors="replace").partition("\n")
-                    engine.native.abort(reason, kind)
+                    native.abort(reason, kind)
                     return
             except RuntimeError:
                 reached = False  # the store ended with its owner; ranks on this host must still abort each other
-        last = last or engine.native.closed
-        del engine
+        last = last or native.closed
+        del native

@@ -14,6 +14,7 @@ import multiprocessing.connection
 import os
 import pickle
 import shutil
+import signal
 import tempfile
 import time
 import traceback
@@ -81,7 +82,11 @@ class Pool:
         errors = [text for ok, text in replies.values() if not ok]
         if errors or len(replies) < len(ranks):
             missing = sorted(set(ranks) - set(replies))
-            errors += [f"ranks {missing} gave no answer within {timeout_s:g} s"] if missing else []
+            if missing:
+                errors.append(f"ranks {missing} gave no answer within {timeout_s:g} s; their stacks are on stderr")
+            for rank in missing:
+                os.kill(self.processes[rank].pid, signal.SIGUSR1)
+                time.sleep(0.5)  # one writes at a time
             raise AssertionError("\n".join(errors))
         return [replies[rank][1] for rank in ranks]
 
@@ -135,6 +140,7 @@ def _serve(pipe: multiprocessing.connection.Connection, rank: int) -> None:
     os.environ.update(GLOO_SOCKET_IFNAME="lo", RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # writes the stacks of all threads
     try:
         import torch
 
