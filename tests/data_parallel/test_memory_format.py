@@ -152,6 +152,22 @@ def test_gradients_and_views_are_written_in_the_shape(stage: int) -> None:
     on_ranks(body)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_data_can_be_replaced_by_its_transpose(stage: int) -> None:
+    """The transpose has the same address and shape."""
+    values = torch.arange(25.0).view(5, 5)
+
+    def body(comm: Any, model: nn.Module) -> None:
+        model.square = nn.Parameter(values.clone())
+        model, opt = wrapped(comm, model, stage)
+        model.square.data = model.square.data.t()
+        (model.square * values).sum().backward()
+        opt.step()
+        assert torch.equal(model.square.detach().clone(), torch.sub(values.t(), values, alpha=0.1))
+
+    on_ranks(body)
+
+
 @pytest.mark.parametrize("stage", [None, *STAGES])
 def test_the_format_of_a_wrapped_module_can_be_changed(stage: int | None) -> None:
     """`to` also gives the gradients other memory, which is discarded with them."""

@@ -35,7 +35,7 @@ from ringcomm.modules.shard_spec import is_primary_copy
 _F = TypeVar("_F", bound=Callable[..., Any])
 _CACHED_VIEWS_EACH = 8  # the most views kept per parameter
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_dtype_of = operator.attrgetter("dtype")
+_BINDING = (operator.attrgetter("dtype"), torch.Tensor.data_ptr, torch.Tensor.stride)
 
 
 def in_transform() -> bool:
@@ -65,6 +65,11 @@ def _set_values(params: Sequence[nn.Parameter], values: Sequence[torch.Tensor], 
         for p, data in zip(params, values, strict=True):
             p.data = data
     _set_classes(params, classes)
+
+
+def _bindings(params: Sequence[torch.Tensor]) -> list[list[Any]]:
+    """Returns the dtypes, the addresses and the strides of parameters."""
+    return [[*map(read, params)] for read in _BINDING]
 
 
 def _set_classes(params: Sequence[nn.Parameter], classes: Sequence[type]) -> None:
@@ -149,7 +154,8 @@ class ParamMemory:
 
     Attributes:
         classes: the parameters' own classes.
-        views: every parameter's part of the buffer; ``addresses``: where they were when they became the parameters.
+        views: every parameter's part of the buffer; ``bound``: their dtypes, addresses and strides when they
+            became the parameters.
         cached_views: other views, kept for the next backward pass.
         own_uses: how many of our tensors, cached views excluded, share the memory while the parameters are views of it.
         gathering: the all_gather in flight.
@@ -201,7 +207,7 @@ class ParamMemory:
         """Makes the parameters views of the buffer, so that they can be computed with."""
         _set_values(self.params, self.views, self.classes)
         self.has_own_classes = True
-        self.addresses = [*map(torch.Tensor.data_ptr, self.views)]
+        self.bound = _bindings(self.views)
 
     def use_sharded_class(self, sharded: bool) -> None:
         """Gives the parameters the sharded class, or their own classes; they keep their values."""
@@ -575,15 +581,13 @@ class Bucket:
 
         Raises: InvalidArgumentError: a tensor of another shape or type, or on another device.
         """
-        here, views = self.memory.addresses, self.memory.views
         with torch._C.DisableTorchFunctionSubclass():
-            types = [*map(_dtype_of, self.params)]
-            addresses = [*map(torch.Tensor.data_ptr, self.params)]
-        if addresses == here and {*types} == {self.types.compute}:
+            now = _bindings(self.params)
+        if now == self.memory.bound:
             return []
         found = []
-        for i, (p, view) in enumerate(zip(self.params, views, strict=True)):
-            if addresses[i] == here[i] and types[i] == self.types.compute:
+        for i, (p, view) in enumerate(zip(self.params, self.memory.views, strict=True)):
+            if all(a[i] == b[i] for a, b in zip(now, self.memory.bound, strict=True)):
                 continue
             if (p.shape, p.dtype, p.device) != (view.shape, view.dtype, view.device):
                 raise InvalidArgumentError(
@@ -592,6 +596,9 @@ class Bucket:
                     f"{tuple(view.shape)} {view.dtype} on {view.device}; change the module before it "
                     "is wrapped, or take it out with ringcomm.unshard, change it and wrap it again"
                 )
+            with torch._C.DisableTorchFunctionSubclass():
+                if p.data_ptr() == view.data_ptr():  # as after `p.data = p.data.t()`: other strides of the same memory
+                    p.data = p.detach().clone()
             found.append(i)
         self.memory.replaced.update(found)
         return found
