@@ -576,6 +576,9 @@ def test_operations_without_values_need_no_other_rank() -> None:
         if comm.rank == 0:
             p = model[0].weight
             assert p.new_zeros(2, 3).tolist() == [[0] * 3] * 2
+            one = torch.ones((), dtype=torch.float64)
+            assert one.to(p).dtype == one.type_as(p).dtype == p.dtype
+            assert one.expand_as(p).shape == torch.ones(p.numel()).view_as(p).shape == p.shape
             assert torch.ones_like(p).shape == torch.empty_like(p).shape == p.shape
             assert torch.result_type(p, model[0].bias) == p.new_tensor([1]).dtype == p.dtype
             assert (p.is_signed(), p.is_inference(), p.dim_order()) == (True, False, (0, 1))
