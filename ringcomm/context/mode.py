@@ -156,11 +156,18 @@ def _backward(tensors: Any, grads: Any = None, **options: Any) -> None:
     torch.autograd.backward(edges, grads, **options)
 
 
+def _self_of(frame: Any) -> Any:
+    """Returns what a frame calls ``self``. The locals of other frames are not read: Python would keep all of their
+    values, such as the last step's logits, until it reads them again."""
+    code = frame.f_code
+    return frame.f_locals.get("self") if "self" in code.co_varnames or "self" in code.co_freevars else None
+
+
 def _modules() -> list[torch.nn.Module]:
     """Returns the modules whose forward is running, the innermost first."""
     frame, found = sys._getframe(1), []
     while frame is not None:
-        own = frame.f_locals.get("self")
+        own = _self_of(frame)
         if isinstance(own, torch.nn.Module):
             found.append(own)
         frame = frame.f_back  # type: ignore[assignment]
@@ -249,13 +256,8 @@ def _reaches(roots: Any, wanted: dict[Any, str]) -> str | None:
 
 def _is_own_table(x: Any) -> bool:
     """Returns whether a tensor is a two-dimensional parameter or buffer of the module whose forward is running."""
-    frame = sys._getframe(2)
-    own = frame.f_locals.get("self")
-    return (
-        isinstance(own, torch.nn.Module)
-        and x.dim() == 2
-        and any(x is y for y in (*own.buffers(False), *own.parameters(False)))
-    )
+    own = _self_of(sys._getframe(2)) if x.dim() == 2 else None
+    return isinstance(own, torch.nn.Module) and any(x is y for y in (*own.buffers(False), *own.parameters(False)))
 
 
 def _ramps(x: Any) -> Iterator[int]:
