@@ -238,16 +238,16 @@ def _drops_token(x: torch.Tensor, at: Any, dim: int) -> bool:
     return isinstance(place, slice) and place in (slice(1, None), slice(None, -1), slice(0, -1))
 
 
-def _reaches(roots: Any, wanted: dict[Any, str]) -> str | None:
-    """Returns what is noted of one of the ``wanted`` nodes, if a backward pass from the roots reaches it."""
+def _reaches(roots: Any) -> str | None:
+    """Returns what is noted of a node of autograd, if a backward pass from the roots reaches one that has a note."""
     roots = [roots] if isinstance(roots, (torch.Tensor, GradientEdge)) else roots
     edges = [get_gradient_edge(x) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in roots]
     ahead = [edge.node for edge in edges if isinstance(edge, GradientEdge)]
     seen = set(ahead)
     while ahead:
         node = ahead.pop()
-        if node in wanted:
-            return wanted[node]
+        if CALL in node.metadata:
+            return str(node.metadata[CALL])
         new = {each for each, _ in node.next_functions if each is not None} - seen
         seen |= new
         ahead += new
@@ -343,7 +343,7 @@ class ContextParallelMode(TorchFunctionMode):
         self.parts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._calls = num_calls()
         self._met: torch.Size | None = None  # batch and part length in the last attention
-        self._picks: dict[Any, str] = {}  # autograd nodes that made one result per sequence of a part, and how
+        self._has_picks = False  # whether something was noted (`_note_pick`) since the last backward pass
         self._ramps: dict[int, str] = {}  # by length: where angles of positions 0, 1, ... were computed
         self._layer: str | None = None  # the module of the first layer that ran
         self._weights = WeakIdKeyDictionary()  # results of softmax, and tensors made from them
@@ -471,21 +471,24 @@ class ContextParallelMode(TorchFunctionMode):
             self._note_pick(result, f"{how} of a part in {_module()} ({name})")
 
     def _note_pick(self, picked: Any, what: str, anywhere: bool = True) -> None:
-        """Records what a module, or code anywhere, made of a sequence's tokens, until backward shows whether the loss
-        depends on it."""
+        """Records, in the autograd graph, what a module, or code anywhere, made of a sequence's tokens: backward shows
+        whether the loss depends on it. The next pass of the context looks before it begins (`_reaches`), all other
+        passes get there."""
         modules, picked = _modules(), picked[0] if isinstance(picked, tuple) else picked
         if any(type(each).__name__.endswith(_OF_SEQUENCES) for each in modules):
             self._refuse_pick(what)
         if (modules or anywhere) and picked.requires_grad:
-            self._picks[get_gradient_edge(picked).node] = what
+            node = get_gradient_edge(picked).node
+            node.metadata[CALL], self._has_picks = what, True
+            node.register_prehook(partial(self._refuse_pick, what))
 
     def _check_picks(self, roots: Any) -> None:
-        what = _reaches(roots, self._picks) if self._picks and roots is not None else None
-        self._picks = {}
+        what = _reaches(roots) if self._has_picks and roots is not None else None
+        self._has_picks = False
         if what is not None:
             self._refuse_pick(what)
 
-    def _refuse_pick(self, what: str) -> None:
+    def _refuse_pick(self, what: str, *_: Any) -> None:
         raise UnsupportedError(
             f"{CALL}: rank {self.comm.rank} got a loss from {what}, expected none: the tokens are those of the rank's "
             "part, other ones on every rank; call the layers before it in the context, and the rest on what "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -573,6 +574,26 @@ def test_a_loss_that_uses_tokens_of_a_part_together_is_refused(what: str, inside
         lambda y: F.normalize(y, dim=-1),
         lambda y: y * F.cosine_similarity(y, y.sin(), -1)[..., None],
         lambda y: y * y.std(-1, keepdim=True) + y.norm(dim=-1, keepdim=True),
+def test_a_loss_from_one_token_is_refused_in_later_passes_and_outside_of_the_context() -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        part = torch.rand(2, 4, 6).requires_grad_()
+        with context_parallel(comm):
+            y = Attending(torch.sin)(part)
+            loss = y[:, 0].sum()
+            y.square().mean().backward(retain_graph=True)
+            with pytest.raises(UnsupportedError, match=f"rank {comm.rank} got a loss from {ONE}"):
+                loss.backward(retain_graph=True)
+        with pytest.raises(UnsupportedError, match=f"rank {comm.rank} got a loss from {ONE}"):
+            loss.backward()
+        with context_parallel(comm):  # what no backward pass needs is not kept
+            y, mark = Attending(torch.sin)(part), set[int]()
+            y[:, 0].grad_fn.metadata["mark"], alive = mark, weakref.ref(mark)
+            del y, mark
+            assert alive() is None
+
+    on_ranks(rank, 2)
+
+
         lambda y: y + y.norm() + y.mean(0) + y.std(),
         lambda y: torch.cat([each.tanh() for each in y.chunk(2, 1)], 1),
         lambda y: torch.cat([y[:, :2], y[:, 2:]], 1),
