@@ -205,13 +205,16 @@ def _transformers_locals() -> dict[str, Any]:
 
 
 def _at(x: torch.Tensor, at: Any, dim: int) -> Any:
-    """Returns what an index takes of a dimension, if it takes all of the others; else None."""
-    index = list(at) if isinstance(at, tuple) else [at]
+    """Returns what an index of (B, S, D), in any order, takes of the tokens in dimension ``dim``, if it takes all of
+    the batch, and features by a slice or a number; else None."""
+    index = [each for each in (at if isinstance(at, tuple) else (at,)) if each is not None]
     where = next((i for i, each in enumerate(index) if each is Ellipsis), len(index))
     index[where : where + 1] = [slice(None)] * (x.dim() - len(index) + (where < len(index)))
-    others = [*index[:dim], *index[dim + 1 :]]
-    takes_all = len(index) == x.dim() and all(isinstance(each, slice) and each == slice(None) for each in others)
-    return index[dim] if takes_all else None
+    if len(index) != x.dim():
+        return None
+    batch, features = [*index[:dim], *index[dim + 1 :]]
+    takes_batch = isinstance(batch, slice) and batch == slice(None)
+    return index[dim] if takes_batch and isinstance(features, (int, slice)) else None
 
 
 def _picks_token(x: torch.Tensor, at: Any, dim: int) -> bool:
@@ -291,11 +294,17 @@ def _is_along_tokens(func: Any, args: Sequence[Any], options: Mapping[str, Any])
 
 
 def _token_letters(equation: Any, dims: Sequence[int | None]) -> tuple[set[str], str]:
-    """Returns the letters of the tokens in an equation of `torch.einsum`, and those of its result."""
-    if not isinstance(equation, str) or "->" not in equation or "." in equation:
+    """Returns the letters of the tokens in an equation of `torch.einsum`, and those of its result.
+
+    Args:
+        dims: of the tokens in each operand, counted from the last one; None: an operand without tokens.
+    """
+    if not isinstance(equation, str) or "->" not in equation:
         return set(), ""
     given, _, made = equation.replace(" ", "").partition("->")
-    return {each[dim] for each, dim in zip(given.split(","), dims, strict=True) if dim is not None}, made
+    ends = [each.rpartition("...")[2] for each in given.split(",")]
+    found = {end[dim] for end, dim in zip(ends, dims, strict=True) if dim is not None and len(end) >= -dim}
+    return found, made.replace("...", "")
 
 
 def _rows(numbers: Any) -> torch.Tensor:
@@ -440,15 +449,14 @@ class ContextParallelMode(TorchFunctionMode):
         """Returns how a product combines tokens of a rank's part with each other; empty: it does not."""
         operands = args[1:] if func is torch.einsum else args
         operands = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
-        dims = [self._dim(x) for x in operands]
+        dims = [None if (dim := self._dim(x)) is None else dim - x.dim() for x in operands]
         if func is torch.einsum:
             letters, made = _token_letters(args[0], dims)
             is_sum, is_pair = bool(made) and bool(letters - {*made}), len(letters & {*made}) > 1
         elif getattr(func, "__name__", "") == "cdist":
             is_sum, is_pair = False, bool(dims) and None not in dims
         else:
-            last = [None if dim is None else dim - x.dim() for dim, x in zip(dims, operands, strict=True)][-2:]
-            is_sum, is_pair = last == [-1, -2], last == [-2, -1]
+            is_sum, is_pair = dims[-2:] in ([-1, -2], [None, -2]), dims[-2:] == [-2, -1]
         return "a sum over the tokens" if is_sum else "pairs of tokens" if is_pair else ""
 
     def _note_use(self, func: Any, args: Sequence[Any], options: Mapping[str, Any], result: Any) -> None:

@@ -520,9 +520,13 @@ USED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "first, kept": (lambda y: y[:, 0:1], ONE),
     "last, kept": (lambda y: y[:, -1:], ONE),
     "listed": (lambda y: y[:, [0]], ONE),
+    "first, of some features": (lambda y: y[:, 0, :2], ONE),
+    "first, of a new dimension": (lambda y: y[:, None, 0], ONE),
+    "last, one feature": (lambda y: y[:, -1, 3], ONE),
     "of (S, B, D)": (lambda y: y.transpose(0, 1)[0], ONE),
     "all but the first": (lambda y: y[:, 1:], SHIFTED),
     "all but the last": (lambda y: y[:, :-1], SHIFTED),
+    "all but the last, of some features": (lambda y: y[..., :-1, :2], SHIFTED),
     "norm": (lambda y: y.norm(dim=1), "the norm over"),
     "vector_norm": (lambda y: torch.linalg.vector_norm(y, dim=1), "the linalg_vector_norm over"),
     "cosine_similarity": (lambda y: F.cosine_similarity(y, y.sin()), "the cosine_similarity over"),
@@ -534,7 +538,9 @@ USED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "matmul": (lambda y: y.mT @ y, r"a sum over the tokens of a part .*\(matmul"),
     "einsum": (lambda y: torch.einsum("bsd,bse->bde", y, y), r"a sum over the tokens of a part .*\(einsum"),
     "linear attention": (lambda y: y[:, None].mT @ y[:, None], "a sum over the tokens of a part"),
+    "weights of tokens": (lambda y: torch.ones(2, 1, 4) @ y, "a sum over the tokens of a part"),
     "scores": (lambda y: torch.einsum("bsd, btd -> bst", y, y), "pairs of tokens of a part"),
+    "scores of any batch": (lambda y: torch.einsum("...sd,...td->...st", y, y), "pairs of tokens of a part"),
     "cdist": (lambda y: torch.cdist(y, y.exp()), "pairs of tokens of a part"),
 }
 IN_A_MODULE = {
@@ -568,12 +574,6 @@ def test_a_loss_that_uses_tokens_of_a_part_together_is_refused(what: str, inside
     on_ranks(rank, 2)
 
 
-@pytest.mark.parametrize(
-    "norm",
-    [
-        lambda y: F.normalize(y, dim=-1),
-        lambda y: y * F.cosine_similarity(y, y.sin(), -1)[..., None],
-        lambda y: y * y.std(-1, keepdim=True) + y.norm(dim=-1, keepdim=True),
 def test_a_loss_from_one_token_is_refused_in_later_passes_and_outside_of_the_context() -> None:
     def rank(comm: ringcomm.Communicator) -> None:
         part = torch.rand(2, 4, 6).requires_grad_()
@@ -594,6 +594,12 @@ def test_a_loss_from_one_token_is_refused_in_later_passes_and_outside_of_the_con
     on_ranks(rank, 2)
 
 
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda y: F.normalize(y, dim=-1),
+        lambda y: y * F.cosine_similarity(y, y.sin(), -1)[..., None],
+        lambda y: y * y.std(-1, keepdim=True) + y.norm(dim=-1, keepdim=True),
         lambda y: y + y.norm() + y.mean(0) + y.std(),
         lambda y: torch.cat([each.tanh() for each in y.chunk(2, 1)], 1),
         lambda y: torch.cat([y[:, :2], y[:, 2:]], 1),
@@ -602,6 +608,7 @@ def test_a_loss_from_one_token_is_refused_in_later_passes_and_outside_of_the_con
         lambda y: F.avg_pool1d(y, 3, 1, 1),
         lambda y: y.flip(1),
         lambda y: torch.einsum("bsd,de->bse", y, torch.ones(6, 6)),
+        lambda y: torch.einsum("...d,...d->...", y, y)[..., None] * torch.einsum("b...,b...->b...", y, y),
         lambda y: y @ torch.ones(2, 6, 4) @ torch.ones(2, 4, 6),
         lambda y: torch.einsum("bsd,bsd->bs", y, y)[..., None] + torch.einsum("bsd,bsd->", y, y) + y,
         lambda y: F.layer_norm(y.view(-1, 2, 3), (2, 3)),
