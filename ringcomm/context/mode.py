@@ -445,6 +445,13 @@ class ContextParallelMode(TorchFunctionMode):
         dim = self._dim(x)
         return dim is not None and x.dim() == 3 and dim in _dims(func, x, args, options)
 
+    def _moves_tokens(self, func: Any, x: Any, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
+        """Returns whether a function works along the tokens; where their dimension is not known, along any but the
+        last."""
+        if self._dim(x) is None or x.dim() != 3:
+            return _is_along_tokens(func, args, options)
+        return self._is_along_part(func, x, args, options)
+
     def _is_across(self, func: Any, args: Sequence[Any]) -> str:
         """Returns how a product combines tokens of a rank's part with each other; empty: it does not."""
         operands = args[1:] if func is torch.einsum else args
@@ -506,6 +513,14 @@ class ContextParallelMode(TorchFunctionMode):
     def _is_weights(self, x: Any) -> bool:
         return isinstance(x, torch.Tensor) and x in self._weights
 
+    def _weighs_tokens(self, x: Any) -> bool:
+        """Returns whether a tensor has weights of tokens, as many rows as columns. After the first attention, every
+        token may have weights of its own, as of heads."""
+        if not self._is_weights(x) or x.shape[-1] != x.shape[-2]:
+            return False
+        batch, length = self._met or (0, 0)
+        return not batch * length or x.shape[-1] == length or x.shape[:-2].numel() % (batch * length) != 0
+
     def _refuse_mixing(self, func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         name, what, advice = getattr(func, "__name__", ""), "", "cut this model in other ways"
         x = args[0] if args else options.get("input")
@@ -519,7 +534,7 @@ class ContextParallelMode(TorchFunctionMode):
             what = f"windows of tokens along the sequence ({name})"
         elif func is F.interpolate and self._interpolates_tokens(*args, **options):
             what = "an interpolation of tokens"
-        elif name in _MOVES and (_is_along_tokens(func, args, options) or self._is_along_part(func, x, args, options)):
+        elif name in _MOVES and self._moves_tokens(func, x, args, options):
             what = f"{_MOVES[name]} along the sequence ({name})"
         elif func is F.pad and args and args[0].dim() == 3 and any((args[1] if len(args) > 1 else options["pad"])[2:4]):
             what = "tokens shifted along the sequence (pad)"
@@ -532,7 +547,7 @@ class ContextParallelMode(TorchFunctionMode):
             advice = "use ringcomm.SyncBatchNorm" if func is F.batch_norm else "normalize features alone"
         elif self._weights and name in _PRODUCTS:
             operands = [x for each in args for x in (each if isinstance(each, (list, tuple)) else [each])]
-            if any(self._is_weights(x) and x.shape[-1] == x.shape[-2] for x in operands):
+            if any(map(self._weighs_tokens, operands)):
                 what, advice = "attention by softmax and matmul", "set attn_implementation='sdpa' (transformers)"
         if what:
             raise UnsupportedError(

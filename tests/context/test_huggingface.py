@@ -610,6 +610,11 @@ def test_a_loss_from_one_token_is_refused_in_later_passes_and_outside_of_the_con
         lambda y: torch.einsum("bsd,de->bse", y, torch.ones(6, 6)),
         lambda y: torch.einsum("...d,...d->...", y, y)[..., None] * torch.einsum("b...,b...->b...", y, y),
         lambda y: y @ torch.ones(2, 6, 4) @ torch.ones(2, 4, 6),
+        lambda y: torch.einsum(
+            "bshg,bsgd->bshd", F.softmax(y.view(2, 4, 3, 2) @ torch.ones(2, 3), -1), y.view(2, 4, 3, 2)
+        ),
+        lambda y: F.softmax(y.view(-1, 2, 3) @ y.view(-1, 2, 3).mT, -1) @ y.view(-1, 2, 3),
+        lambda y: y - y.roll(1, 0) + y.cumsum(0),
         lambda y: torch.einsum("bsd,bsd->bs", y, y)[..., None] + torch.einsum("bsd,bsd->", y, y) + y,
         lambda y: F.layer_norm(y.view(-1, 2, 3), (2, 3)),
         lambda y: F.group_norm(y.view(-1, 6, 1), 2),
