@@ -30,14 +30,14 @@ from ringcomm.modules.precision import Cast
 from ringcomm.pipeline_parallel.check import Timed, check
 from ringcomm.pipeline_parallel.messages import Messages, Sent, sent_tensors
 from ringcomm.pipeline_parallel.microbatches import MicroBatch, Replicate, merge_outputs, split_inputs
-from ringcomm.pipeline_parallel.schedules import COUNT, Action, Kind, Schedule, schedule_of
+from ringcomm.pipeline_parallel.schedules import COUNT, SCHEDULES, Action, Kind, Schedule, schedule_of
 from ringcomm.pipeline_parallel.shape_only import ShapeOnlyTensor
 from ringcomm.pipeline_parallel.side_effects import TensorShape
 from ringcomm.pipeline_parallel.split import Chain, Stages, split
 from ringcomm.pipeline_parallel.stage_runner import StageMetadata, StageRunner, is_staged
 from ringcomm.pipeline_parallel.tied_params import TiedParams
 from ringcomm.pipeline_parallel.weight_grads import DeferWeightGrads, backward, run_weight_grads
-from ringcomm.validation import FLAG, FUNCTION, Requirement, a, expects, one_of, several
+from ringcomm.validation import FLAG, FUNCTION, Requirement, a, expects, one_of, several, that
 
 
 class Evaluation(NamedTuple):
@@ -60,6 +60,12 @@ def _stages(value: Any) -> Any:
     if not len(value):
         raise ValueError("there is none")
     return several("", a("", nn.Module)).take(value)
+
+
+_SCHEDULE = that(
+    f"a Schedule or the name of one: {', '.join(map(repr, SCHEDULES))}",
+    lambda value: isinstance(value, Schedule) or (isinstance(value, str) and value in SCHEDULES),
+)
 
 
 class Pipeline(nn.Module):
@@ -109,7 +115,7 @@ class Pipeline(nn.Module):
         "Pipeline",
         stages=Requirement("what split() gives, or a list of modules", _stages),
         microbatches=COUNT,
-        schedule=a("the name of a schedule, or one", str, Schedule),
+        schedule=_SCHEDULE,
         loss=FUNCTION,
         reduction=one_of("mean", "sum"),
         ties=one_of("sum", "exact"),

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ringcomm.comm.communicator import Communicator
+from ringcomm.data_parallel.model.place import sharded_model_of
 from ringcomm.errors import InvalidArgumentError, MismatchError, RingcommError, UnsupportedError, shown
 from ringcomm.modules.arguments import MODULE, matches
 from ringcomm.modules.notes import attributes_of
@@ -235,6 +236,11 @@ def _make_targets(
         raise InvalidArgumentError(
             f"parallelize: rank {group.rank} got a pipeline's part of a model, expected the whole; call parallelize "
             "first, and split the model then"
+        )
+    if sharded_model_of(module) is not None:
+        raise InvalidArgumentError(
+            f"parallelize: rank {group.rank} got a module that ringcomm has wrapped, expected a plain one; call "
+            "parallelize first, and ringcomm.shard, fully_shard or DistributedDataParallel then"
         )
     chosen = resolve(module, _own_plan(module, group.rank) if plan is None else plan, group.rank)
     _check_sequence(module, chosen, sequence_dim, group.rank)

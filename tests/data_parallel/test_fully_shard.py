@@ -594,7 +594,7 @@ REFUSED = {
         lambda c, m: (fully_shard(m.blocks[0], comm=c.dup()), fully_shard(m, comm=c)),
         "got other ranks than for a module below",
     ),
-    "copy": (lambda c, m: __import__("copy").deepcopy(by_blocks(c, m)), "copy: rank . got a Net of stage 3"),
+    "copy": (lambda c, m: __import__("copy").deepcopy(by_blocks(c, m)), "copy or pickle: rank . got a Net of stage 3"),
 }
 
 

@@ -67,9 +67,21 @@ def foreign(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([nn.Parameter(torch.zeros(3, 7))], lr=0.1)
 
 
+class Wrapper(torch.optim.Optimizer):
+    """As Lookahead and others are published: torch's constructor is not called."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.param_groups, self.state, self.defaults = base, base.param_groups, base.state, base.defaults
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "says"),
     [
+        (
+            lambda model: Wrapper(torch.optim.SGD(model.parameters(), 0.1)),
+            InvalidArgumentError,
+            "pass that one and wrap",
+        ),
         (sparse_adam, UnsupportedError, "SparseAdam"),
         (foreign, InvalidArgumentError, "an optimizer with none of the module's parameters"),
         (lambda model: list(model.parameters()), InvalidArgumentError, "list, expected a torch.optim.Optimizer"),

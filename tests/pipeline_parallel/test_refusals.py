@@ -117,7 +117,11 @@ def test_impossible_orders_are_refused(at: list[str], order: list[str], text: st
     ("at", "options", "text"),
     [
         (["1", "2"], {}, "3 stages for 2 ranks"),
-        (["2"], {"schedule": "fastest"}, "'zero-bubble'"),
+        (
+            ["2"],
+            {"schedule": "1F1B"},
+            "Pipeline: got schedule='1F1B', expected a Schedule or the name of one: 'gpipe', '1f1b'",
+        ),
         (["2"], {"schedule": one_f_one_b(2, 3)}, "3 micro-batches"),
         (["1", "2", "3"], {"schedule": "1f1b"}, "one stage on each rank"),
         (["2"], {"schedule": Schedule("none", 2, 2, (0, 1), ((), ()))}, "expected"),

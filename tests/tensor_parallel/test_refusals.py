@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import ringcomm
 from ringcomm.errors import InvalidArgumentError, MismatchError, ShapeError, UnsupportedError
 from ringcomm.modules.arguments import matches
 from ringcomm.tensor_parallel.group import f
@@ -318,6 +319,18 @@ def test_refusals_come_before_the_module_is_changed(number: int) -> None:
         assert "\n" not in said
         assert ", expected " in said
         assert "; " in said
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_wrapped_module_is_refused(stage: int) -> None:
+    def rank(comm: Any) -> None:
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+        ringcomm.shard(model, None, stage, comm)
+        with pytest.raises(InvalidArgumentError, match="a module that ringcomm has wrapped, expected a plain one"):
+            parallelize(model, {"0": "colwise", "1": "rowwise"}, comm)
+        assert [type(each) for each in model.modules()][1:] == [nn.Linear, nn.Linear]
+
+    on_ranks(rank, 2)
 
 
 def test_ranks_of_which_one_has_no_values_are_told() -> None:

@@ -73,7 +73,8 @@ class UnitModule:
             raise AttributeError("_ddp_params_and_buffers_to_ignore")
         raise InvalidArgumentError(
             "DistributedDataParallel: got a module that ringcomm.shard or fully_shard has wrapped, expected a plain "
-            "one: gradients would be averaged twice; wrap it once"
+            "one: gradients would be averaged twice; wrap it once (with accelerate, prepare only the loader and the "
+            "optimizer)"
         )
 
     def __prepare_scriptable__(self) -> Any:
@@ -87,9 +88,9 @@ class UnitModule:
         unit: Unit | None = notes_of(self).unit
         if unit is not None and unit.flat.stage == LAST_STAGE:
             raise UnsupportedError(
-                f"copy: rank {unit.flat.ranks.rank} got a {type(self).__name__} of stage 3, whose parameters are in "
-                "the ranks' shards, expected whole ones; copy it at another stage, or load its state_dict() into a "
-                "new module; to average weights, as AveragedModel does, lerp_ a copy of its state_dict() "
+                f"copy or pickle: rank {unit.flat.ranks.rank} got a {type(self).__name__} of stage 3, whose parameters "
+                "are in the ranks' shards, expected whole ones; do it at another stage, save state_dict(), or load it "
+                "into a new module; to average weights, as AveragedModel does, lerp_ a copy of its state_dict() "
                 "(docs/training.md, Averaging weights)"
             )
         state = without_unit(self.__getstate__())  # type: ignore[attr-defined]

@@ -120,7 +120,8 @@ def _chosen(
     if len(homes) > 1 or (None in places and not homes[0].config.composed):
         raise InvalidArgumentError(
             "clip_grad_norm_: got parameters of several wrapped modules, or wrapped and plain parameters, expected "
-            "parameters of one wrapped module; clip them one by one"
+            "parameters of one wrapped module; clip them one by one, or by one norm of all with "
+            "torch.nn.utils.clip_grad_norm_"
         )
     return found, places, homes[0]
 

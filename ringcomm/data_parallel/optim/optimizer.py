@@ -99,6 +99,12 @@ def refuse_unusable(optimizer: Any, call: str, rank: int, stage: int = 1) -> Non
         raise InvalidArgumentError(
             f"{call}: rank {rank} got {type(optimizer).__name__}, expected a torch.optim.Optimizer; pass the optimizer"
         )
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise InvalidArgumentError(
+            f"{call}: rank {rank} got {type(optimizer).__name__}, whose constructor does not call that of "
+            "torch.optim.Optimizer, expected an optimizer with hooks; if it wraps another optimizer, pass that one and "
+            "wrap it afterwards"
+        )
     for cls in type(optimizer).__mro__:
         if cls.__name__ in _REFUSED and cls.__module__.startswith(("torch.optim.", "torch.distributed.", "ringcomm.")):
             raise UnsupportedError(
