@@ -164,9 +164,13 @@ def gradient_left_out_of_its_bucket(right: Function) -> Function:
     return wrong
 
 
-@fault(GradBuffer, "adopt_user_grads")
+@fault(GradBuffer, "adopt_user_grads", "model_zero_grad")
 def gradients_kept_after_zero_grad(right: Function) -> Function:
-    return lambda gradient, call, own=False: right(gradient, call, own) if own else None
+    def wrong(gradient: GradBuffer, call: str, own: bool = False) -> None:
+        if any(p.grad is not None for p in gradient.params):
+            right(gradient, call, own)
+
+    return wrong
 
 
 @fault(GradBuffer, "_replace_kept_buffer", "grad_keep")

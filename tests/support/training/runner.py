@@ -508,6 +508,7 @@ class Loop:
         to_none = "zeros" not in self.program
         if "model_zero_grad" in self.program:
             self.placed.model.zero_grad(set_to_none=to_none)
+            return
         for optimizer in self.placed.optimizers:
             optimizer.zero_grad(set_to_none=to_none)
 
