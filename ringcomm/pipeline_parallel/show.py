@@ -40,9 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Which rank of a pipeline works on which micro-batch when: a table of forward passes (F) and "
         "backward passes (B, or I and W for the gradients of inputs and weights), or a picture.",
     )
-    parser.add_argument(
-        "--schedule", default="1f1b", choices=SCHEDULES, metavar="NAME", help=", ".join(SCHEDULES) + " (1f1b)"
-    )
+    parser.add_argument("--schedule", default="1f1b", metavar="NAME", help=", ".join(SCHEDULES) + " (1f1b)")
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="(4)")
     parser.add_argument("--microbatches", type=int, default=8, metavar="N", help="(8)")
     parser.add_argument("--chunks", type=int, default=1, metavar="N", help="stages on each rank, for interleaved (1)")
