@@ -487,8 +487,8 @@ class ContextParallelMode(TorchFunctionMode):
 
     def _note_pick(self, picked: Any, what: str, anywhere: bool = True) -> None:
         """Records, in the autograd graph, what a module, or code anywhere, made of a sequence's tokens: backward shows
-        whether the loss depends on it. The next pass of the context looks before it begins (`_reaches`), all other
-        passes get there."""
+        whether the loss depends on it. The context's next backward pass looks for the note before it begins
+        (`_reaches`); any other pass is refused when it reaches the node."""
         modules, picked = _modules(), picked[0] if isinstance(picked, tuple) else picked
         if any(type(each).__name__.endswith(_OF_SEQUENCES) for each in modules):
             self._refuse_pick(what)

@@ -577,7 +577,7 @@ class Bucket:
     def find_replaced_data(self, call: str) -> list[int]:
         """Returns the parameters whose `p.data` was replaced by another tensor, while the parameters are unsharded. The
         forward pass uses that tensor. Nothing is copied before a step, because users put averaged weights in and take
-        them out again.
+        them out again; only a tensor in the parameter's own memory, such as its transpose, gets other memory at once.
 
         Raises: InvalidArgumentError: a tensor of another shape or type, or on another device.
         """
@@ -597,7 +597,7 @@ class Bucket:
                     "is wrapped, or take it out with ringcomm.unshard, change it and wrap it again"
                 )
             with torch._C.DisableTorchFunctionSubclass():
-                if p.data_ptr() == view.data_ptr():  # as after `p.data = p.data.t()`: other strides of the same memory
+                if p.data_ptr() == view.data_ptr():  # it would change while it is copied into the view
                     p.data = p.detach().clone()
             found.append(i)
         self.memory.replaced.update(found)

@@ -38,7 +38,7 @@ _LIKE = {  # create tensors like this one, or need only its type and device
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
     *("is_shared", "is_pinned", "is_inference", "is_signed", "retain_grad", "result_type"),
 }
-_AS = {"to", "type_as", "view_as", "expand_as", "reshape_as"}  # need only the type or shape of their second argument
+_FACTS_OF_OTHER = {"to", "type_as", "view_as", "expand_as", "reshape_as"}  # need the second argument's type or shape
 _STRIDES = {"stride", "is_contiguous", "dim_order"}  # strides of the values, which the placeholder does not have
 _CONVERSIONS = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "contiguous", "type"}
 _VALUES = {"T", "mT", "H", "mH", "real", "imag"}  # attributes
@@ -96,7 +96,7 @@ class ShardedView(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 args, kwargs = tree_map(_strided, (args, kwargs)) if name.endswith("_like") else (args, kwargs)
                 return func(*args, **kwargs)
-        if name in _AS and not _has_place(args[0]):
+        if name in _FACTS_OF_OTHER and not _has_place(args[0]):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name in _OF_AUTOGRAD:
