@@ -225,6 +225,50 @@ def test_several_optimizers_and_models(stage: int) -> None:
     assert all(map(same, expected, ranks(lambda comm: train(comm, True))))
 
 
+@pytest.mark.parametrize("by_optimizer", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_norm_of_several_models(stage: int, by_optimizer: bool) -> None:
+    """As an actor and a critic, or an encoder and a decoder, are clipped: as if they were one model."""
+
+    def train(comm: ringcomm.Communicator, apart: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        towers = nn.ModuleList([tower(), tower()])
+        opt = adamw_of(towers.parameters())
+        for module in towers if apart else [towers]:
+            ringcomm.shard(module, opt, stage, comm)
+        norms = []
+        for step in range(3):
+            first, second = towers
+            (loss_of(first, comm.rank, step) + 2 * loss_of(second, comm.rank, step)).backward()
+            norms.append(ringcomm.clip_grad_norm_(opt if by_optimizer else towers.parameters(), 0.1))
+            opt.step()
+            opt.zero_grad()
+        return norms, [x for module in (towers if apart else [towers]) for x in state_of(module)]
+
+    for (norms, state), (norms_apart, state_apart) in zip(
+        ranks(lambda comm: train(comm, False)), ranks(lambda comm: train(comm, True)), strict=True
+    ):
+        assert min(norms) > 0.2, "clipped"
+        assert same(norms, norms_apart)
+        assert same(state, state_apart)
+
+
+def test_a_norm_of_models_over_different_ranks_is_refused() -> None:
+    def run(comm: ringcomm.Communicator) -> None:
+        models = [identity(), identity()]
+        for model, over in zip(models, (comm, comm.split(0)), strict=True):
+            ringcomm.shard(model, adamw_of(model.parameters()), 2, over)
+        params = [p for model in models for p in model.parameters()]
+        sum(model(torch.ones(2)).sum() for model in models).backward()
+        grads = [p.grad.clone() for p in params]
+        with pytest.raises(InvalidArgumentError, match="got parameters of 2 wrapped modules that have different comm"):
+            ringcomm.clip_grad_norm_(params, 0.1)
+        with pytest.raises(InvalidArgumentError, match="got wrapped and plain parameters, expected one kind"):
+            ringcomm.clip_grad_norm_([params[0], nn.Parameter(torch.ones(1))], 0.1)
+        assert same(grads, [p.grad for p in params])
+
+    ranks(run)
+
+
 @pytest.mark.parametrize("stage", choose(STAGES, (0, 3)))
 def test_local_sums_and_forgotten_gradients(stage: int) -> None:
     def run(comm: ringcomm.Communicator) -> None:

@@ -36,94 +36,108 @@ def clip_grad_norm_(
     backward and step, after ``unscale_`` of a GradScaler.
 
     Args:
-        parameters: a sharded module, its optimizer, or some of the module's parameters. For plain parameters torch's
-            function is called. Ignored parameters of `fully_shard` count once, with the first rank's gradient: average
-            their gradients before.
+        parameters: a sharded module, its optimizer, or some of the module's parameters; also those of several sharded
+            modules that share their communicators, in the same order on every rank, for one norm of all. For plain
+            parameters torch's function is called. Ignored parameters of `fully_shard` count once, with the first
+            rank's gradient: average their gradients before.
         foreach: accepted; it has no effect on sharded parameters.
     Order:   the sum of powers is exact to about 2**-50 in any order, so its bits depend on the gradients alone.
     Cost:    one pass over this rank's gradients (at stage 0 over its share of them); two messages of a few bytes.
     Returns: the norm before clipping, the same on every rank.
     Raises:  RingcommError: on every rank, if the norm is not finite and ``error_if_nonfinite`` is set.
              InvalidArgumentError: parameters of a pipeline stage or of tensor parallel layers that were not sharded
-             over a mesh, because without the mesh the ranks that hold the other parameters are unknown.
+             over a mesh, because without the mesh the ranks that hold the other parameters are unknown; wrapped and
+             plain parameters; modules with different communicators, or several inside `join`.
     """
     if isinstance(parameters, nn.Module):
         modules = [*parameters.modules()]
         renew_parts(modules)
         given = [p for module in modules for p in module._parameters.values() if p is not None]
-        chosen, places, flat = _chosen([p for p in given if p.requires_grad])
-        flat = flat or sharded_model_of(parameters)  # all parameters of a pipeline stage may be frozen
+        chosen, places, models = _chosen([p for p in given if p.requires_grad])
+        if not models and (model := sharded_model_of(parameters)) is not None:
+            models = [model]  # all parameters of a pipeline stage may be frozen
     else:
         if isinstance(parameters, torch.optim.Optimizer):
             given = [p for group in parameters.param_groups for p in group["params"]]
         else:
             given = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
-        chosen, places, flat = _chosen(given)
-    if flat is None or flat.ranks.mesh is None:
+        chosen, places, models = _chosen(given)
+    if not models or models[0].ranks.mesh is None:
         refuse_parts(given if isinstance(parameters, nn.Module) else chosen, "clip_grad_norm_", "their norm")
-    if flat is None:
+    if not models:
         return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
-    picked: dict[Bucket, set[int]] = {}
+    ranks, device = models[0].ranks, models[0].device
+    picked: dict[ShardedModel, dict[Bucket, set[int]]] = {model: {} for model in models}
     beside = [p for p, place in zip(chosen, places, strict=True) if place is None]
     for place in filter(None, places):
-        picked.setdefault(place.bucket, set()).add(place.index)
-    which = sorted((bucket.number, i) for bucket, some in picked.items() for i in some)
-    flat.ranks.announce("clip", more=(which, (max_norm, norm_type, error_if_nonfinite)))
-    gradients = [bucket.gradient for bucket in flat.order]
-    adopt_user_grads(gradients, "clip_grad_norm_")
-    sync_grads_from_root(gradients, values=True)
-    count = sum(bucket.layout.segments[i].numel for bucket, some in picked.items() for i in some)
+        picked[place.flat].setdefault(place.bucket, set()).add(place.index)
+    parts: list[torch.Tensor] = []
+    for model, buckets in picked.items():
+        which = sorted((bucket.number, i) for bucket, some in buckets.items() for i in some)
+        model.ranks.announce("clip", more=(which, (max_norm, norm_type, error_if_nonfinite)))
+        gradients = [bucket.gradient for bucket in model.order]
+        adopt_user_grads(gradients, "clip_grad_norm_")
+        sync_grads_from_root(gradients, values=True)
+        parts += [part for bucket in model.order for part in _share(bucket, buckets.get(bucket, set()))]
+    clipped = [(bucket, some) for buckets in picked.values() for bucket, some in buckets.items()]
+    count = sum(bucket.layout.segments[i].numel for bucket, some in clipped for i in some)
     count += sum(p.numel() for p in beside)
-    parts = [part for bucket in flat.order for part in _share(bucket, picked.get(bucket, set()))]
     plain = [p.grad for p in beside if p.grad is not None]
-    mesh = flat.ranks.mesh
-    if flat.ranks.rank == flat.ranks.root:
+    mesh = ranks.mesh
+    if ranks.rank == ranks.root:
         parts += [p.grad for p in beside if p.grad is not None and (mesh is None or is_primary_copy(p, mesh))]
     if mesh is not None:  # other ranks have other parts of the model
-        alone = flat.ranks.replicas is None or flat.ranks.replicas.rank == 0
-        norm = total_norm(parts if alone else [], norm_type, mesh.comm, count, device=flat.device)
+        alone = ranks.replicas is None or ranks.replicas.rank == 0
+        norm = total_norm(parts if alone else [], norm_type, mesh.comm, count, device=device)
     else:
-        wide = any(bucket.gradient.dtype in (torch.float64, torch.complex128) for bucket in picked)
+        wide = any(bucket.gradient.dtype in (torch.float64, torch.complex128) for bucket, _ in clipped)
         dtype = torch.float64 if wide else torch.float32
-        norm = total_norm(parts, norm_type, flat.ranks.comm, count, dtype=dtype, device=flat.device)
-    if beside and flat.ranks.replicas is not None and mesh is None:  # each replica checked only its own gradients
-        flat.ranks.broadcast(norm)
+        norm = total_norm(parts, norm_type, ranks.comm, count, dtype=dtype, device=device)
+    if beside and ranks.replicas is not None and mesh is None:  # each replica checked only its own gradients
+        ranks.broadcast(norm)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RingcommError(
-            f"clip_grad_norm_: rank {flat.ranks.rank} got a norm of {float(norm)}, expected a finite one; skip the "
+            f"clip_grad_norm_: rank {ranks.rank} got a norm of {float(norm)}, expected a finite one; skip the "
             "step, or pass error_if_nonfinite=False"
         )
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for host in flat.optimizers.hosts:
-        host.refresh()
-        host.wait()  # a copy under way would overwrite what is scaled
-    scaled = plain + [part for bucket, some in picked.items() for part in _scaled(flat, bucket, some)]
+    scaled = plain
+    for model, buckets in picked.items():
+        for host in model.optimizers.hosts:
+            host.refresh()
+            host.wait()  # a copy under way would overwrite what is scaled
+        scaled += [part for bucket, some in buckets.items() for part in _scaled(model, bucket, some)]
     groups = _group_tensors_by_device_and_dtype([scaled]) if scaled else {}
     for (device, dtype), ([alike], _) in groups.items():
         torch._foreach_mul_(alike, factor.to(device, dtype))
-    for host in flat.optimizers.hosts:
-        for bucket in picked:
-            host.mark_current(bucket)
+    for model, buckets in picked.items():
+        for host in model.optimizers.hosts:
+            for bucket in buckets:
+                host.mark_current(bucket)
     return norm
 
 
-def _chosen(
-    given: Sequence[torch.Tensor],
-) -> tuple[list[torch.Tensor], list[Place | None], ShardedModel | None]:
+def _chosen(given: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Place | None], list[ShardedModel]]:
     """Returns the parameters to clip, each once, the places of those that are in a bucket with gradients, and the
-    sharded model that they belong to."""
+    sharded models that they belong to."""
     found = list({id(p): p for p in given if p.requires_grad or p.grad is not None}.values())
     places = [place if place is not None and place.bucket.trainable else None for place in map(place_of, found)]
-    homes = [*dict.fromkeys(place.flat for place in places if place is not None)]
-    if not homes:
-        return found, places, None
-    if len(homes) > 1 or (None in places and not homes[0].config.composed):
+    models = [*dict.fromkeys(place.flat for place in places if place is not None)]
+    if models and None in places and not all(model.config.composed for model in models):
         raise InvalidArgumentError(
-            "clip_grad_norm_: got parameters of several wrapped modules, or wrapped and plain parameters, expected "
-            "parameters of one wrapped module; clip them one by one, or by one norm of all with "
-            "torch.nn.utils.clip_grad_norm_"
+            f"clip_grad_norm_: rank {models[0].ranks.rank} got wrapped and plain parameters, expected one kind; clip "
+            "them one by one, or by one norm of all with torch.nn.utils.clip_grad_norm_"
         )
-    return found, places, homes[0]
+    if len(models) > 1 and (
+        len({(model.ranks.comm, model.ranks.replicas, model.ranks.mesh) for model in models}) > 1
+        or any(model.ranks.joining is not None for model in models)
+    ):
+        raise InvalidArgumentError(
+            f"clip_grad_norm_: rank {models[0].ranks.rank} got parameters of {len(models)} wrapped modules that have "
+            "different communicators or are inside join, expected one module there; clip them one by one, or by one "
+            "norm of all with torch.nn.utils.clip_grad_norm_"
+        )
+    return found, places, models
 
 
 def _parts(bucket: Bucket, some: set[int], start: int, end: int, *buffers: torch.Tensor) -> list[torch.Tensor]:
