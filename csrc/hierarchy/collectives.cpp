@@ -183,7 +183,9 @@ std::vector<std::string> Collectives::agree(const Scope& scope, const std::vecto
       fields.upward = topology_.rank() < peer ? to : from;
       fields.downward = topology_.rank() < peer ? from : to;
     }
-    signatures.push_back({peer, std::string(reinterpret_cast<const char*>(&fields), sizeof fields) + payload});
+    std::string mine(reinterpret_cast<const char*>(&fields), sizeof fields);
+    if (topology_.local_of(peer) == 0) mine += payload;
+    signatures.push_back({peer, std::move(mine)});
   }
   const trace::Probe probe(trace::SpanKind::kAgree);
   std::vector<std::string> theirs = transport_->swap(signatures, scope.limit, call.stream);

@@ -35,8 +35,8 @@ class Collectives {
   void exchange(const Scope& scope);  // gather, scatter and all_to_all
   void barrier(const Scope& scope);
 
-  // Exchanges signatures with the peers, and sends `payload` to each; returns the peers' payloads where the transport
-  // supports that.
+  // Exchanges signatures with the peers, and sends `payload` to those that are the first ranks of their hosts; returns
+  // the peers' payloads where the transport supports that.
   std::vector<std::string> agree(const Scope& scope, const std::vector<int>& peers, const std::string& payload = {});
   std::vector<int> partners(InterHostSchedule schedule, const std::vector<std::vector<int>>& rail_ranks) const;
   void run_inside(const std::vector<Call>& calls);

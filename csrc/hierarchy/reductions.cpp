@@ -1,4 +1,5 @@
 // all_reduce, reduce and reduce_scatter over several hosts.
+#include <algorithm>
 #include <cstring>
 
 #include "hierarchy/collectives.h"
@@ -40,11 +41,15 @@ std::vector<Rail> Collectives::rails_of(const Scope& scope, const Cut& cut, char
   return rails;
 }
 
-// Whether the message of an all_reduce is so short that it may follow the signature.
+// Whether the message of an all_reduce is so short that it may follow the signature: one round in place of three and
+// more outweighs that a host sends it to each other host, unless there are many.
 bool Collectives::fits_signature(const Scope& scope) const {
+  constexpr std::size_t kForManyHosts = 8 << 10;
   const Call& call = scope.call;
   const bool in_order = call.algorithm != Algorithm::kRing;
-  return call.count && in_order && !options_.compressed && call.count * scope.sum_element <= transport_->inline_bytes();
+  const std::size_t room = transport_->inline_bytes(), others = larger(1, topology_.num_hosts() - 1);
+  const std::size_t most = smaller(room, larger(kForManyHosts, room / others));
+  return call.count && in_order && !options_.compressed && call.count * scope.sum_element <= most;
 }
 
 // A short message follows the signature completely, from each host's first rank to those of the others: one round.
@@ -67,14 +72,18 @@ void Collectives::all_reduce_at_once(const Scope& scope) {
   inside.count = call.count;
   run_inside({inside});
 
-  std::vector<int> peers;
-  if (topology_.local_rank() == 0)
+  // All ranks compare signatures, as in the calls that could meet this one; the first ranks exchange sums with them.
+  const bool first = topology_.local_rank() == 0;
+  std::vector<int> peers = partners(scope.schedule, Cut(topology_, call.count, scope.element).rail_ranks());
+  if (first)
     for (int h = 0; h < hosts; ++h)
       if (h != me) peers.push_back(topology_.ranks(h)[0]);
-  const std::vector<std::string> theirs = agree(scope, peers, peers.empty() ? "" : std::string(parts[me], nbytes));
-  for (std::size_t i = 0; i < peers.size(); ++i)
-    std::memcpy(parts[topology_.host_of(peers[i])], theirs[i].data(), nbytes);
-  if (!peers.empty()) {
+  std::sort(peers.begin(), peers.end());
+  peers.erase(std::unique(peers.begin(), peers.end()), peers.end());
+  const std::vector<std::string> theirs = agree(scope, peers, first ? std::string(parts[me], nbytes) : "");
+  if (first) {
+    for (std::size_t i = 0; i < peers.size(); ++i)
+      if (!theirs[i].empty()) std::memcpy(parts[topology_.host_of(peers[i])], theirs[i].data(), nbytes);
     for (const Merge& merge : topology_.tree()) {
       const bool last = &merge == &topology_.tree().back();
       char* const sum = parts[merge.into];

@@ -154,6 +154,7 @@ DIFFERENT = [
     ("all_reduce", "ring"),
     ("all_gather", "all_reduce"),
     ("all_reduce", "gather"),
+    ("short", "gather"),
     ("all_gather", "all_gather with mark 3"),
     ("all_to_all", "all_gather"),
     ("barrier", "all_reduce"),

@@ -1,6 +1,5 @@
 #include "bind/c10d/transport.h"
 
-#include <cstddef>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -124,17 +123,35 @@ class GroupExchange final : public TransportExchange {
   std::vector<GroupWork> sending_;
 };
 
-constexpr std::size_t kInlineBytes = 8 << 10;
 constexpr std::size_t kSignatureBytes = 512;
+// Where a message must be as long as its receive, every signature is sent with all bytes that may follow it.
+constexpr std::size_t kInlineBytes = 256 << 10, kPaddedInlineBytes = 8 << 10;
 
 // A call signature and the bytes that follow it. Some backends end the process if a message is longer than its receive.
-struct SignatureMessage {
-  std::uint64_t nbytes;
-  char text[kSignatureBytes + kInlineBytes];
+class SignatureMessage {
+ public:
+  explicit SignatureMessage(std::size_t room) : bytes_(new char[sizeof(std::uint64_t) + room]), room_(room) {}
+
+  void set(const std::string& text) {
+    const std::uint64_t nbytes = text.size();
+    std::memcpy(bytes_.get(), &nbytes, sizeof nbytes);
+    std::memcpy(bytes_.get() + sizeof nbytes, text.data(), text.size());
+    std::memset(bytes_.get() + sizeof nbytes + text.size(), 0, room_ - text.size());
+  }
+  std::string text() const {
+    std::uint64_t nbytes;
+    std::memcpy(&nbytes, bytes_.get(), sizeof nbytes);
+    return {bytes_.get() + sizeof nbytes, smaller(nbytes, room_)};
+  }
+  Message with(int peer) const { return {peer, bytes_.get(), sizeof(std::uint64_t) + room_}; }
+
+ private:
+  std::unique_ptr<char[]> bytes_;
+  std::size_t room_;
 };
 struct PendingSignature {
-  std::unique_ptr<SignatureMessage> message;
-  GroupWork work;
+  SignatureMessage message;
+  GroupWork work;  // null: no receive is posted
 };
 
 class GroupTransport final : public Transport {
@@ -147,7 +164,7 @@ class GroupTransport final : public Transport {
 
   const char* kind() const override { return name_.c_str(); }
 
-  std::size_t inline_bytes() const override { return kInlineBytes; }
+  std::size_t inline_bytes() const override { return allows_short_sends_ ? kInlineBytes : kPaddedInlineBytes; }
 
   std::vector<std::string> swap(const std::vector<CallSignature>& signatures, TransportClock::time_point limit,
                                 std::uintptr_t) override {
@@ -155,19 +172,15 @@ class GroupTransport final : public Transport {
     std::vector<GroupWork> sends;  // destroyed before the messages that they send
     for (const CallSignature& each : signatures) expect(each.peer);
     for (const CallSignature& each : signatures) {
-      SignatureMessage& message = messages.emplace_back();
-      message.nbytes = each.mine.size();
-      std::memcpy(message.text, each.mine.data(), each.mine.size());
-      const std::size_t used = offsetof(SignatureMessage, text) + each.mine.size();
-      sends.push_back(
-          link_->send({each.peer, &message, allows_short_sends_ ? used : sizeof message}, GroupLink::kSignature));
+      SignatureMessage& message = messages.emplace_back(allows_short_sends_ ? each.mine.size() : room());
+      message.set(each.mine);
+      sends.push_back(link_->send(message.with(each.peer), GroupLink::kSignature));
     }
     std::vector<std::string> theirs;
     for (const CallSignature& each : signatures) {
-      const PendingSignature expected = std::move(expected_.at(each.peer));
-      expected_.erase(each.peer);
-      link_->wait(expected.work, each.peer, limit);
-      theirs.emplace_back(expected.message->text, smaller(expected.message->nbytes, sizeof expected.message->text));
+      PendingSignature& expected = expected_.at(each.peer);
+      link_->wait(std::exchange(expected.work, nullptr), each.peer, limit);
+      theirs.push_back(expected.message.text());
     }
     for (std::size_t i = 0; i < signatures.size(); ++i) link_->wait(sends[i], signatures[i].peer, limit);
     for (const CallSignature& each : signatures) try {
@@ -199,12 +212,15 @@ class GroupTransport final : public Transport {
   std::uint64_t sent_bytes() const override { return link_->sent_bytes(); }
 
  private:
+  // The bytes of a signature and of what may follow it.
+  std::size_t room() const { return kSignatureBytes + inline_bytes(); }
   // Posts a receive of the peer's next signature, of any length. It is posted early, so that it is received at once.
   void expect(int peer) {
-    if (expected_.count(peer)) return;
-    PendingSignature expected{std::make_unique<SignatureMessage>(), nullptr};
-    expected.work = link_->recv({peer, expected.message.get(), sizeof(SignatureMessage)}, GroupLink::kSignature);
-    expected_.emplace(peer, std::move(expected));
+    auto found = expected_.find(peer);
+    if (found == expected_.end())
+      found = expected_.emplace(peer, PendingSignature{SignatureMessage(room()), nullptr}).first;
+    PendingSignature& expected = found->second;
+    if (!expected.work) expected.work = link_->recv(expected.message.with(peer), GroupLink::kSignature);
   }
 
   const std::shared_ptr<GroupLink> link_;
