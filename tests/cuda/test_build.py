@@ -280,6 +280,7 @@ def test_cmake_asks_for_nvcc_by_that_rule(tmp_path: Path, monkeypatch: pytest.Mo
     assert "CUDA engine: not built: there is no nvcc at /elsewhere/nvcc" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_architectures_are_named(tmp_path: Path) -> None:
     path = nvcc()
     archs = {"": "sm_80 sm_90 + PTX 80", "native-dev": "sm_90 + PTX 90", "100;90-real": "sm_90 sm_100 + PTX 90"}

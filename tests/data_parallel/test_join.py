@@ -180,7 +180,7 @@ def discarding_some(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("change", [by_optimizer, by_module, by_gradient, discarding_some])
-@pytest.mark.parametrize("when", ["first", "before the step", "last"])
+@pytest.mark.parametrize("when", [slow("first"), "before the step", "last"])
 @pytest.mark.parametrize("foreach", [slow(False), True])
 def test_changes_of_gradients_reach_the_ranks_that_have_joined(change: Any, when: str, foreach: bool) -> None:
     """Two blocks, because what a rank kept from the first one would be wrong in the second. In the first one all ranks

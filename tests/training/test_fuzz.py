@@ -97,6 +97,7 @@ def features_of(program: Program) -> set[str]:
     return {*program.features, *(KINDS[block.kind] for block in program.blocks)}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_failing_program_is_made_small(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as planted:
