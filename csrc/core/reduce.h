@@ -68,6 +68,15 @@ RINGCOMM_HD constexpr ReduceOp combine_of(ReduceOp op) {
   return op == ReduceOp::kAvg || op == ReduceOp::kPremulSum ? ReduceOp::kSum : op;
 }
 
+#define X(e) || op == ReduceOp::e
+RINGCOMM_HD constexpr bool has_own_step(ReduceOp op) { return false RINGCOMM_FOR_EACH_STEP(X); }
+#undef X
+#define X(e, text)                                     \
+  static_assert(has_own_step(combine_of(ReduceOp::e)), \
+                text " needs a step: a name in RINGCOMM_FOR_EACH_STEP, or another operator's in combine_of");
+RINGCOMM_FOR_EACH_REDUCE_OP(X)
+#undef X
+
 // avg divides once, after the sum; integers truncate.
 template <typename A>
 RINGCOMM_HD A divide(A sum, int world_size) {
