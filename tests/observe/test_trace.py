@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -22,7 +23,7 @@ from ringcomm import Communicator, run_ranks
 from ringcomm.comm.schedule import num_steps, ring_step
 from ringcomm.observe.trace import merge, trace
 from ringcomm.tools import cli
-from tests.support import torch_ranks
+from tests.support import ROOT, torch_ranks
 
 Span = dict[str, Any]
 
@@ -70,6 +71,14 @@ def check_nesting(spans: list[Span]) -> None:
         leaves = [span for span in each if span["cat"] in ("wait", "work")]
         for one, other in pairwise(leaves):
             assert one["end"] <= other["begin"], f"{one} and {other} overlap"
+
+
+def test_the_guide_names_every_kind_of_span() -> None:
+    header = (ROOT / "csrc/runtime/observe/trace.h").read_text(encoding="utf-8")
+    kinds = re.findall(r'X\(k\w+, "([^"]+)", "(\w+)"\)', header)
+    assert {category for _, category in kinds} == {"call", "step", "wait", "work"}
+    guide = (ROOT / "docs/trace.md").read_text(encoding="utf-8")
+    assert [name for name, category in kinds if category != "call" and f"`{name}`" not in guide] == []
 
 
 # ---- the ring ------------------------------------------------------------------------------------------------------

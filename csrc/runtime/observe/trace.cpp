@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <exception>
-#include <iterator>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -90,14 +89,10 @@ void record(const Span& span) {
 }
 
 constexpr std::pair<const char*, const char*> kNameAndCategory[] = {
-    {"call", "call"},    {"step", "step"},           {"wait credit", "wait"},     {"write slot", "work"},
-    {"publish", "work"}, {"wait ticket", "wait"},    {"read slot", "work"},       {"reduce", "work"},
-    {"copy", "work"},    {"release", "work"},        {"publish buffers", "step"}, {"in place", "step"},
-    {"leave", "step"},   {"send slice", "work"},     {"receive slice", "work"},   {"agree", "wait"},
-    {"compute", "work"}, {"start messages", "work"}, {"wait messages", "wait"},
+#define X(e, name, category) {name, category},
+    RINGCOMM_FOR_EACH_SPAN_KIND(X)
+#undef X
 };
-static_assert(std::size(kNameAndCategory) == static_cast<std::size_t>(SpanKind::kWaitMessages) + 1,
-              "every kind of span has a name");
 
 }  // namespace
 

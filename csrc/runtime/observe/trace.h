@@ -17,33 +17,38 @@ namespace ringcomm::trace {
 inline std::atomic<std::uint32_t> session{0};  // 0: off
 inline bool on() { return session.load(std::memory_order_relaxed) != 0; }
 
+// X(enumerator, name, category). The only list of kinds of spans. The categories are "call", "step", "wait" and "work".
+#define RINGCOMM_FOR_EACH_SPAN_KIND(X)          \
+  X(kCall, "call", "call")                      \
+  /* through the boards (core/link.h) */        \
+  X(kStep, "step", "step")                      \
+  X(kWaitCredit, "wait credit", "wait")         \
+  X(kWrite, "write slot", "work")               \
+  X(kPublish, "publish", "work")                \
+  X(kWaitTicket, "wait ticket", "wait")         \
+  X(kRead, "read slot", "work")                 \
+  X(kReduce, "reduce", "work")                  \
+  X(kCopy, "copy", "work")                      \
+  X(kRelease, "release", "work")                \
+  /* in place (cpu/collectives/direct.h) */     \
+  X(kPublishBuffers, "publish buffers", "step") \
+  X(kInPlace, "in place", "step")               \
+  X(kLeave, "leave", "step")                    \
+  /* point-to-point messages of the user */     \
+  X(kSendSlice, "send slice", "work")           \
+  X(kReceiveSlice, "receive slice", "work")     \
+  /* between hosts */                           \
+  X(kAgree, "agree", "wait")                    \
+  X(kCompute, "compute", "work")                \
+  X(kStartMessages, "start messages", "work")   \
+  X(kWaitMessages, "wait messages", "wait")
+
 enum class SpanKind : std::uint8_t {
-  kCall,
-  // through the boards (core/link.h)
-  kStep,
-  kWaitCredit,
-  kWrite,
-  kPublish,
-  kWaitTicket,
-  kRead,
-  kReduce,
-  kCopy,
-  kRelease,
-  // in place (cpu/collectives/direct.h)
-  kPublishBuffers,
-  kInPlace,
-  kLeave,
-  // point-to-point messages of the user
-  kSendSlice,
-  kReceiveSlice,
-  // between hosts
-  kAgree,
-  kCompute,
-  kStartMessages,
-  kWaitMessages,
+#define X(e, name, category) e,
+  RINGCOMM_FOR_EACH_SPAN_KIND(X)
+#undef X
 };
 const char* name(SpanKind kind);
-// One of "call", "step", "wait", "work".
 const char* category(SpanKind kind);
 
 // The call that a span belongs to.
