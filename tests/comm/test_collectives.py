@@ -18,6 +18,7 @@ from tests.support.choice import choose
 from tests.support.reference import (
     DTYPES,
     FLOATS,
+    ROUNDING,
     factor_of,
     has_oneshot,
     laid_out,
@@ -98,7 +99,7 @@ def algorithm_cells(comm: Communicator, dtypes: tuple[str, ...]) -> int:
     cells = 0
     for dtype, op in REDUCTIONS:
         # The ring rounds at every hop, so only what does not round has the canonical bits there.
-        exact = dtype not in FLOATS or op not in ("sum", "avg", "prod", "premul_sum")
+        exact = dtype not in FLOATS or op not in ROUNDING
         if dtype not in dtypes:
             continue
         factor = factor_of(comm.rank) if op == "premul_sum" else None

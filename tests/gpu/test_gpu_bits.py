@@ -7,7 +7,7 @@ import torch
 
 from ringcomm import Communicator
 from tests.gpu.on_gpu import EMULATED, in_threads, place, ranks
-from tests.support.reference import DTYPES, FLOATS, factor_of, has_oneshot, ops_of, same_bits, values
+from tests.support.reference import DTYPES, FLOATS, ROUNDING, factor_of, has_oneshot, ops_of, same_bits, values
 
 pytestmark = in_threads
 COUNTS = (1, 1000) if EMULATED else (0, 1, 7, 1000, 4099, 70_001)
@@ -29,7 +29,7 @@ def reductions(comm: Communicator, dtype: str) -> Cells:
                 if algorithm == "oneshot" and (count > COUNTS[-1] or not has_oneshot("cuda", dtype, op)):
                     continue
                 got = comm.all_reduce(x, op, out=torch.empty_like(x), factor=factor, algorithm=algorithm)
-                rounds = algorithm == "ring" and dtype in FLOATS and op not in ("min", "max")
+                rounds = algorithm == "ring" and dtype in FLOATS and op in ROUNDING
                 found[f"{'rounding ' if rounds else ''}all_reduce {op} {count} {algorithm}"] = got
             parts = place(values(dtype, rank, count * world_size), on)
             for algorithm in ("auto", "ring"):

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import ringcomm
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import InvalidArgumentError
+from ringcomm.pipeline_parallel import schedules
 from ringcomm.pipeline_parallel.microbatches import Replicate, merge_outputs
 from ringcomm.pipeline_parallel.pipeline import Pipeline
 from ringcomm.pipeline_parallel.split import Chain
@@ -26,7 +27,7 @@ from tests.support.seeded import seeded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+SCHEDULES = tuple(schedules.SCHEDULES)
 Gradients = dict[str, "torch.Tensor | None"]
 
 

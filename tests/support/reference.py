@@ -11,6 +11,8 @@ INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
 DTYPES = (*FLOATS, *INTEGERS, "bool")
 ARITHMETIC = ("sum", "avg", "prod", "min", "max", "premul_sum")
 BITWISE = ("band", "bor", "bxor")
+ROUNDING = ("sum", "avg", "prod", "premul_sum")
+"""Operators whose step rounds floats, so that `algorithm="ring"` gives other bits than the canonical order."""
 
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -43,7 +45,7 @@ def ops_of(dtype: str) -> tuple[str, ...]:
     if dtype in FLOATS:
         return ARITHMETIC
     if dtype == "bool":
-        return ("sum", "prod", "min", "max", *BITWISE)
+        return (*(op for op in ARITHMETIC if op not in ("avg", "premul_sum")), *BITWISE)
     if dtype not in INTEGERS:
         return ()
     return (*(op for op in ARITHMETIC if op != "premul_sum"), *BITWISE)

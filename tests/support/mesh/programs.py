@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ringcomm.pipeline_parallel import schedules
 from tests.support.training import programs
 from tests.support.training.programs import Block, Call, Draw
 
@@ -75,7 +76,8 @@ CHANCES = {
     "restage": 0.15,  # behind the first step of a place
 }
 FEATURES = (*MODEL, *CHANCES)
-SCHEDULES = ("gpipe", "1f1b", "1f1b", "interleaved", "zero-bubble")
+SCHEDULES = tuple(name for name in schedules.SCHEDULES for _ in range(2 if name == "1f1b" else 1))
+"""To draw from; the default is drawn twice as often."""
 MOST_RANKS = 8
 TOKEN_WISE = ("dense", "layer_norm", "group_norm", "attribute", "appends", "cache", "scalar", "weight_norm", "tokens",
               "film", "undefined", "nested", "alias")  # fmt: skip
