@@ -333,11 +333,14 @@ def _checkpoint(asynchronous: bool) -> Numbers:
     module, optimizer = fresh()
     train(module, optimizer, steps=2)
     weights, states = get_state_dict(module, optimizer)
-    if asynchronous:
-        checkpoint.async_save({"model": weights, "optimizer": states}, checkpoint_id=folder).result()
+    state = {"model": weights, "optimizer": states}
+    if asynchronous:  # in a group of its own, as docs/switching.md says, because the training goes on meanwhile
+        saving = checkpoint.async_save(state, checkpoint_id=folder, process_group=dist.new_group())
+        losses = train(module, optimizer, steps=2)
+        saving.result()
     else:
-        checkpoint.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
-    losses = train(module, optimizer, steps=2)
+        checkpoint.save(state, checkpoint_id=folder)
+        losses = train(module, optimizer, steps=2)
     module, optimizer = fresh()
     weights, states = get_state_dict(module, optimizer)
     checkpoint.load({"model": weights, "optimizer": states}, checkpoint_id=folder)
