@@ -182,7 +182,8 @@ bool Gpu::waits_for_word() const {
                      [](const Stream& s) { return !s.tasks.empty() && s.tasks.front().kind == Kind::kWaitWord; });
 }
 
-// A copy between two devices on a legacy stream waits for all earlier work of both devices, and their later work for it.
+// A copy between two devices on a legacy stream waits for all earlier work of both devices, and their later work for
+// it.
 bool Gpu::may_copy(const Stream& stream) const {
   const Task& task = stream.tasks.front();
   if (task.other_device >= 0)
