@@ -98,7 +98,7 @@ def test_engines_leave_nothing_behind(kind: str) -> None:
 # ---- the CUDA engine on an emulated GPU ------------------------------------------------------------------------------
 
 
-# Of cuda_engine_test under a sanitizer: all but the largest matrices, whose kernels the other tests run as well.
+# Of cuda_engine_test: all but the largest matrices, which tests/cuda/test_engine.py runs from Python.
 ENGINE_SECTIONS = (
     *("apart", "windows", "streams", "streams_apart", "communicators", "single_thread", "single_thread_apart"),
     *("graphs", "messages", "crossing", "lists", "lists_apart", "packing", "facts"),
@@ -117,8 +117,15 @@ def emulated_runs() -> list[Any]:
     ("kind", "test"), emulated_runs(), ids=lambda value: value.removesuffix("_test") if value else "plain"
 )
 def test_emulated_cuda_engine(kind: str, test: str) -> None:
-    sections = ENGINE_SECTIONS if kind and test == "cuda_engine_test" else ()
+    sections = ENGINE_SECTIONS if test == "cuda_engine_test" else ()
     run(str(build(kind) / test), "quick", *sections, limit_s=300)
+
+
+@needs_x86
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_largest_matrices_of_the_emulated_cuda_engine() -> None:
+    run(str(build(PLAIN) / "cuda_engine_test"), "quick", limit_s=300)
 
 
 BUILDS = {"values": PLAIN, "memory": "address,undefined", "order": "thread"}
