@@ -60,14 +60,14 @@ from ringcomm.errors import (
 from ringcomm.validation import as_int, as_list
 
 _AUTO = "auto"
-"""The string that a call without ``algorithm`` has; another of the same letters takes the slow path."""
+"""The default of ``algorithm``. The fast path compares by identity, so an equal string may take the slow path."""
 _CASTABLE = ("float32", "float64", "float16", "bfloat16")
 _SUMS_IN = dict.fromkeys(("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"), "float32") | {
     "complex32": "complex64"
 }
-"""By type of narrow numbers, the type in which they are added."""
+"""Narrow types, and the wider type in which their values are added."""
 _EXCHANGED = b"ringcomm"
-"""The first line of every exchange that names its call; no other exchange begins with it."""
+"""The first line of every exchanged payload that names its call; no other payload begins with it."""
 _SCANS = {op: _C.REDUCE_OPS[op] for op in ("sum", "prod", "min", "max", "band", "bor", "bxor")}
 
 
@@ -78,8 +78,8 @@ class Status:
     Attributes:
         source: the rank that sent it.
         tag: its tag.
-        dtype: the name of its element type, such as "float32"; "uint8" of NumPy's structured and byte-swapped types and
-            dates, which travel as bytes.
+        dtype: the name of its element type, such as "float32"; "uint8" for NumPy's structured types, byte-swapped types
+            and dates, which travel as bytes.
         count: the number of its elements of this type.
         nbytes: its size in bytes.
     """
@@ -120,7 +120,7 @@ class Communicator:
         self._closed = False
         self._group: Group | None = None
         self._in_flight: deque[Work] = deque()
-        self._in_flight_lock = threading.RLock()  # the garbage collector may run a finalizer in between
+        self._in_flight_lock = threading.RLock()  # reentrant: inside it the garbage collector may run a finalizer
         profiling.look()
 
     @staticmethod
@@ -194,12 +194,12 @@ class Communicator:
         """Keeps the arrays of a call that has begun alive until it is done, even if the caller drops its Work."""
         if self._group is not None:
             self._group.works.append(work)
-        ended = []  # dropped without the lock: an array's finalizer may call something here
+        ended = []  # freed after the lock is released, because an array's finalizer may call this communicator
         with self._in_flight_lock:
             flight = self._in_flight
             # Checks at most two calls for each new one, because checking all of them is expensive.
             if flight and not flight[0].ended:
-                flight.rotate(-1)  # a receive that waits must not hide the calls after it
+                flight.rotate(-1)  # else one long receive would keep all later calls in the queue
             elif flight:
                 ended.append(flight.popleft())
                 if flight and flight[0].ended:
@@ -209,10 +209,11 @@ class Communicator:
 
     @contextmanager
     def coalesce(self) -> Iterator[Group]:
-        """Starts the calls made inside one after another, and waits for them together at the end.
+        """Starts the calls made inside the block in their order, and waits for all of them at its end.
 
-        Inside, every method returns a Work, but `probe` and `iprobe`, which it does not defer. No other thread may use
-        the communicator during the block.
+        Inside the block every method that has an ``async_op``, and every send and receive, only starts its call, and
+        returns a Work. The other methods, such as `probe`, `scan` and `exchange`, wait as usual. No other thread may
+        use the communicator during the block.
 
         Returns: the Group of calls; its ``wait()`` returns the results, even after the block.
         """
@@ -241,8 +242,8 @@ class Communicator:
         root: int | None = 0,
         tag: int = 0,
     ) -> Any:
-        """Fast path: makes a call whose arguments need no preparation, and returns what its method returns. Returns
-        NotImplemented if nothing was done."""
+        """Fast path for a call whose arguments need no preparation: makes the call, and returns its method's result;
+        NotImplemented if the arguments need preparation, so that nothing was done."""
         if timeout is not None or stream is not None or factor is not None or algorithm is not _AUTO:
             return NotImplemented
         starts = async_op is not False or self._group is not None
@@ -253,7 +254,7 @@ class Communicator:
                 return NotImplemented
             profiling.look()
         if make is None or engine is None or profiling.profiler._is_profiler_enabled:
-            return NotImplemented  # the slow path raises, and records the names of calls
+            return NotImplemented  # the slow path raises the error, or shows the call's name to the profiler
         made = make(op, reduce_op, root, tag, x, out)
         if made is None:
             return NotImplemented
@@ -441,8 +442,8 @@ class Communicator:
         return call.finish(-1, x if out is None else out)
 
     def _shift(self, call: CollectiveArgs, source: Array, target: Array, distance: int, mark: int) -> None:
-        """Sends an array to the rank ``distance`` after this one, and receives that of the rank as far before it.
-        ``mark`` is the same on all ranks that make the same scan; the engine compares it."""
+        """Sends an array to the rank ``distance`` after this one, and receives one from the rank ``distance`` before
+        it. The engine compares ``mark`` over the ranks, so ranks in different scans get a MismatchError."""
         ranks = range(self.world_size)
         turn = CollectiveArgs(call.op, call.engine)
         turn.first, turn.stream, turn.timeout_ms, turn.root = call.first, call.stream, call.timeout_ms, mark
@@ -489,8 +490,8 @@ class Communicator:
         async_op: bool = False,
         mark: int,
     ) -> Any:
-        """all_gather with a mark, a number that our engines compare: ranks that gather different things get a
-        MismatchError, and not each other's data. A process group compares nothing."""
+        """Runs all_gather with a mark, a number that our engines compare: ranks with different marks get a
+        MismatchError instead of each other's data. A process group ignores the mark."""
         made = self._run_plain("all_gather", x, out, timeout, stream, async_op, algorithm, root=mark)
         if made is not NotImplemented:
             return made
@@ -678,7 +679,7 @@ class Communicator:
             return [row.unpack(each)[self.rank] for each in self._open.exchange(row.pack(*counts))]
         import numpy as np
 
-        call = self._begin("all_to_all", timeout_ms / 1e3 or None)  # made now, also inside a coalesce block
+        call = self._begin("all_to_all", timeout_ms / 1e3 or None)  # runs at once, even inside a coalesce block
         call.input = call.read(np.array(counts, np.int64))
         call.output = call.output_like(call.input, None, (self.world_size,))
         swapped = call.finish(self._open.run(call.validate(1, call.input.dtype)), call.output.data)
@@ -716,8 +717,8 @@ class Communicator:
         it: the message that a ``recv`` with the same ``src`` and ``tag`` would take next.
 
         ``recv(x, status.source, status.tag)`` takes exactly this message, unless another thread receives it first.
-        The message is not copied until it is received; those with other tags that the same rank sent before it are
-        copied to memory now, as by a ``recv``. On the cpu engine of one host.
+        The message is not copied until it is received. Messages with other tags that the same rank sent before it are
+        copied to memory now, as a ``recv`` would do. Only the cpu engine on one host can probe.
 
         Returns: a Status with the message's source, tag, dtype and size, by which to allocate ``x``.
         Raises:  UnsupportedError on other engines, before anything is sent; else as ``recv``.
@@ -747,8 +748,8 @@ class Communicator:
         """Sends ``send`` to rank ``dst`` and receives into ``recv`` from rank ``src``, both at once.
 
         Ranks that send round a ring, or to each other, do not wait for each other's receives, whatever the messages'
-        sizes. The other side may be a `sendrecv`, or any send or receive; over a process group of NCCL a `sendrecv`,
-        and as the group's first call all ranks make it (see torch's `batch_isend_irecv`).
+        sizes. The other side may be a `sendrecv`, or any send or receive. Over a process group of NCCL it must be a
+        `sendrecv`, and if that is the group's first call, all ranks must make one (see torch's `batch_isend_irecv`).
 
         Args:
             src: None: the first rank that sends; UnsupportedError on several hosts.
@@ -831,7 +832,7 @@ class Communicator:
         return rank
 
     def barrier(self, *, timeout: Timeout = None, stream: Any = None, async_op: bool = False) -> Any:
-        """Returns when every rank has called it, and on a device when all earlier calls have run.
+        """Returns once every rank has called it and, on a device, all earlier calls have run.
 
         Raises:  on a device, the errors of earlier calls.
         """
@@ -841,8 +842,8 @@ class Communicator:
         return self._barrier(timeout=timeout, stream=stream, async_op=async_op, mark=0)
 
     def _barrier(self, *, timeout: Timeout = None, stream: Any = None, async_op: bool = False, mark: int) -> Any:
-        """barrier with a mark, as in `_all_gather`. The mark 1 is that of the barrier before a gather that perhaps only
-        some ranks have begun."""
+        """Runs barrier with a mark, as in `_all_gather`. Mark 1 belongs to the barrier before a gather that perhaps
+        only some ranks have begun."""
         call = self._begin("barrier", timeout, stream)
         call.root = mark
         if not call.on_device or call.flag("async_op", async_op) or self._group is not None:
@@ -1038,8 +1039,8 @@ class Communicator:
         return [Piece.of(array) for array in arrays]
 
     def _read(self, call: CollectiveArgs, inputs: Sequence[Any] | None, target: Array) -> list[Piece]:
-        """Reads the inputs of a call with one output. An input that overlaps the output, and is not this rank's own,
-        is copied."""
+        """Reads the inputs of a call with one output. Copies each input that overlaps the output, unless it is this
+        rank's own input at the output's address."""
         pieces = []
         for r, x in enumerate(call.list_of("inputs", inputs, self.world_size)):
             array = call.read(x)
@@ -1100,8 +1101,8 @@ class Communicator:
         before, after = sources[0].dtype, targets[0].dtype
         if (before != after or scale != 1) and not (before.name in _CASTABLE and after.name in _CASTABLE):
             raise DtypeError(
-                f"{call.op}: rank {self.rank} got {before.name} to {after.name} times {scale:g}, expected "
-                f"{', '.join(_CASTABLE)} where there is a cast or a scale; convert first"
+                f"{call.op}: rank {self.rank} got {before.name} to convert to {after.name} and scale by {scale:g}, "
+                f"expected {', '.join(_CASTABLE)} for a conversion or a scale; convert the tensors first"
             )
         call.note_writes()
         self._open.pack(call, [_apart(call, *pair) for pair in pairs], scale)
@@ -1226,17 +1227,17 @@ class Communicator:
         return engine.empty(self._extents(shape), dtype_in(like, dtype, self.rank), like)
 
     def mem_pool(self, nbytes: int) -> Any:
-        """A `torch.cuda.MemPool` in memory that the peers read and write in place.
+        """Returns a `torch.cuda.MemPool` over memory that the peers read and write in place.
 
-        What torch allocates inside ``with torch.cuda.use_mem_pool(pool):`` comes from there: tensors and buckets that
-        the peers see from their first use on, also in captured graphs. Between processes a collective, as `empty` is:
-        the memory is set aside now, since torch allocates when it likes and on one rank alone.
+        Inside ``with torch.cuda.use_mem_pool(pool):`` torch allocates from this memory, so that the peers can access
+        the tensors and buckets made there from the first call on, also in captured graphs. Between processes this is
+        a collective, as `empty` is: all memory is set aside now, because torch allocates later, on each rank alone.
 
         Args:
             nbytes: how much is set aside, the same on every rank. torch takes it in blocks that tensors share: 2 MiB
                     for tensors of up to 1 MiB, 20 MiB for those of up to 10 MiB.
-        Returns: the pool. Its memory lives as long as any tensor in it, also after `close`; when the pool and all of
-                 them are gone it returns to the communicator. A request beyond ``nbytes`` is torch's OutOfMemoryError.
+        Returns: the pool. Its memory lives as long as any tensor in it, also after `close`; it returns to the
+                 communicator once the pool and its tensors are gone. Beyond ``nbytes`` torch raises OutOfMemoryError.
         Raises:  EngineError: no memory left, or 32 pools in this process. UnsupportedError: on the cpu, or without a
                  torch for CUDA.
         """
@@ -1301,8 +1302,8 @@ class Communicator:
         everybody = [each.decode() for each in self._exchange_alike("subgroup", "subgroup()", str(ranks).encode())]
         if any(theirs != everybody[0] for theirs in everybody):
             raise MismatchError(
-                f"subgroup: the ranks name different ones: {_by_rank(everybody)}; name the same, in the same order, on "
-                "every rank, also on those that stay outside, or cut all of the communicator with split(color)"
+                f"subgroup: the ranks named different lists: {_by_rank(everybody)}; pass the same list on every rank, "
+                "members or not, or divide the whole communicator with split(color)"
             )
         member = self.rank in ranks
         return self.split(0 if member else None, ranks.index(self.rank) if member else 0)
@@ -1320,7 +1321,7 @@ class Communicator:
 
         Ranks whose process has ended, or that closed this communicator, are not waited for; other ranks, such as a
         stopped one, are waited for until ``timeout``. Ranks that come later are left out. The ranks keep their order
-        and are renumbered. This communicator is aborted, if it was not yet. Close it when nothing uses it any more; its
+        and are renumbered. This communicator is aborted if it has not ended yet. Close it once nothing uses it; its
         memory stays valid.
 
         Args:
@@ -1355,8 +1356,8 @@ class Communicator:
 
     @property
     def aborted(self) -> bool:
-        """Whether it has ended: a rank aborted, was lost, or made a different call. Every call then raises the
-        cause."""
+        """Whether the communicator has ended, because a rank aborted, was lost, or made a different call. Every later
+        call raises the cause."""
         engine = self._engine  # another thread may close the engine meanwhile
         return engine is not None and engine.aborted
 
@@ -1393,7 +1394,7 @@ class Communicator:
         return facts if self._engine is None else facts | self._engine.describe()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
-        """Returns this communicator: the copy of a model with a communication hook, say, uses the same one."""
+        """Returns this communicator, so that a copied model, for example one with a communication hook, shares it."""
         return self
 
     def __enter__(self) -> Communicator:

@@ -105,10 +105,10 @@ def _meant(word: str, known: Collection[str]) -> str | None:
 class CollectiveArgs:
     """One rank's arguments of one collective; they are ready for an engine once all arrays are set.
 
-    ``input`` and ``output`` are an array or, where the message has a part for each rank, its pieces. ``writes`` has
-    (the caller's array, the contiguous memory that the engine writes) for each array that the call writes. ``first`` is
-    the first array of a call without a stream of its own: the call runs on the stream of its library. ``root`` is a
-    rank, or the mark of an all_gather, all_to_all or barrier.
+    ``input`` and ``output`` are each an array or, if the message has a part for each rank, a list of pieces. ``writes``
+    holds (the caller's array, the contiguous memory that the engine writes) for each array that the call writes.
+    ``first`` is the first array of a call that was given no stream: the call runs on the stream of that array's
+    library. ``root`` is a rank, or the mark of an all_gather, all_to_all or barrier.
     """
 
     __slots__ = (
@@ -238,8 +238,8 @@ class CollectiveArgs:
 
     @property
     def waits(self) -> bool:
-        """Whether the host waits for the call: host code that uses emulated devices' memory is not ordered by
-        streams."""
+        """Whether the host waits for the call. It must on emulated devices, whose memory host code uses without regard
+        to streams."""
         if not EMULATED or not self.on_device:
             return False
         return not self.has_own_stream or any(array is not memory for array, memory in self.writes)
@@ -250,8 +250,8 @@ class CollectiveArgs:
         return stream_number(stream, self.op, self.rank)
 
     def _enqueue(self, array: Array) -> None:
-        """Orders the call after the work on an array that it uses. Unless a stream was given, the call runs on the
-        stream on which the first array's library works."""
+        """Orders the call after earlier work on ``array``. Unless a stream was given, the call runs on the stream on
+        which the first array's library works."""
         if self.stream is None:
             self.first = array
             self.stream = array.library.stream(array.data)
@@ -271,8 +271,8 @@ class CollectiveArgs:
         return self.waiting_stream(None) if self.stream is None else self.stream
 
     def waiting_stream(self, stream: Any) -> int:
-        """Returns the stream that waits for the call: ``stream``, or the one on which the library of the call's arrays
-        now works, whatever stream the call was given."""
+        """Returns the stream that waits for the call: ``stream``, else the stream on which the library of the call's
+        arrays now works, even if the call runs on another one."""
         if stream is not None:
             return self._given(stream)
         array = self.first or next(iter(self.written), None) or self.input
@@ -409,7 +409,7 @@ class CollectiveArgs:
     def separate_outputs(self) -> None:
         """Raises if two of the arrays to write to so far share an element."""
         arrays = sorted((array for array in self.written if array.count), key=lambda array: array.extent[0])
-        open_: list[Array] = []  # those that reach into the next one's extent
+        open_: list[Array] = []  # arrays that extend beyond the start of the current one
         for array in arrays:
             open_ = [other for other in open_ if other.extent[1] > array.extent[0]]
             if any(array.shares_elements(other) for other in open_):
@@ -422,7 +422,7 @@ class CollectiveArgs:
     # ---- ready ---------------------------------------------------------------------------------------------------
 
     def note_writes(self) -> None:
-        """Tells the libraries of the outputs, just before the call begins, that it writes to them."""
+        """Tells each output's library, just before the call begins, that the call writes to the output."""
         for array, _ in self.writes:
             array.library.note_write(array.data)
 
@@ -435,8 +435,8 @@ class CollectiveArgs:
 
     @property
     def engine_op(self) -> str:
-        """The op that runs this call. Uneven parts from or to one rank run as an all_to_all in which the other parts
-        are empty, because only all_to_all exchanges counts between the ranks."""
+        """The op that runs this call. Calls whose parts differ by rank run as an all_to_all with empty parts, because
+        only all_to_all exchanges counts between the ranks."""
         uneven = self.op in ("gather_list", "scatter_list", "scan", "exscan")
         return "all_to_all" if uneven else self.op.removesuffix("_list")
 
@@ -504,7 +504,7 @@ class Engine(ABC):
     libraries: tuple[str, ...] = ("torch", "numpy", "cupy")
     """The libraries whose arrays `empty` can create."""
     receives_from_any = True
-    """Whether a receive may leave open which rank sends."""
+    """Whether a receive may take a message from any rank."""
 
     @property
     def device_names(self) -> str:
@@ -530,7 +530,7 @@ class Engine(ABC):
             self.run(call)
 
     def run_pair(self, sending: CollectiveArgs, receiving: CollectiveArgs) -> int:
-        """Runs a send and a receive, of which neither waits for the other; returns the source of the receive."""
+        """Runs a send and a receive that do not wait for each other; returns the source of the receive."""
         request = self.submit(sending)
         try:
             source = self.run(receiving)
@@ -542,7 +542,7 @@ class Engine(ABC):
         return source
 
     def submit_pair(self, sending: CollectiveArgs, receiving: CollectiveArgs) -> tuple[Request, Request]:
-        """Starts a send and a receive, of which neither waits for the other."""
+        """Starts a send and a receive that do not wait for each other."""
         request = self.submit(sending)
         try:
             return request, self.submit(receiving)
@@ -552,8 +552,8 @@ class Engine(ABC):
             raise
 
     def probe(self, call: CollectiveArgs, waits: bool) -> tuple[int, int, int, int] | None:
-        """Returns (source, number of the element type, elements, bytes) of the message that a recv would take, without
-        taking it; None: there is none yet."""
+        """Returns (source, number of the element type, elements, bytes) of the message that a recv would take, and
+        leaves it there; None if there is no message yet."""
         raise no_probe(call, self.name)
 
     run_plain: Callable[[str, str, int | None, int, Any, Any], int | None] | None = None
@@ -630,7 +630,7 @@ class Engine(ABC):
         return error
 
     def has_no_stream(self, op: str, stream: Any) -> InvalidArgumentError:
-        """Returns the error for a stream where there are none."""
+        """Returns the error for a call that was given a stream although the device has none."""
         return InvalidArgumentError(
             f"{op}: rank {self.rank} got stream={shown(stream)}, this communicator serves {self.device or 'any'}, "
             "where calls have no stream; leave it out"

@@ -43,7 +43,7 @@ _FIRST_TAG = 1 << 20
 _USES: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
 _ABORTED = "aborted"
 _warned = False  # whether the warning about processes that take turns on a device was given
-_LAST_LOOK_S = 5.0  # at most: the store may be gone without notice
+_WATCH_STOP_LIMIT_S = 5.0  # a watch thread may hang in a store whose owner is gone
 _MEET_EVERY_S = 0.01  # interval of checks for the surviving ranks
 # Interval of checks for an abort on another host; longer with many ranks, because all ask one store.
 _LOOK_EVERY_S = 0.25
@@ -156,8 +156,9 @@ class Network:
     left_out: str = field(default="", init=False)
 
     def child(self, members: Sequence[int], shrunk: bool = False) -> Network:
-        """Returns the settings of a communicator of some ranks. Every rank must call it equally often, whether it is
-        a member or not. With ``shrunk`` only survivors call it, and the round in which they met replaces the count."""
+        """Returns the settings of a communicator of some ranks. Every rank, member or not, must call this equally
+        often, because the prefix contains the number of calls. With ``shrunk`` only survivors call it, so the prefix
+        contains the round in which they met."""
         self.children += not shrunk
         number = f"shrunk{self.rounds}" if shrunk else self.children
         kind = self.kind if isinstance(self.kind, str) or self.kind is None else None
@@ -169,16 +170,16 @@ class Network:
         return Network(self.store, f"{self.prefix}/beside", "gloo")
 
     def agree_on_shrink(self, rank: int, world_size: int) -> Callable[[bytes, Sequence[int], int], list[bytes]]:
-        """Returns a function that does through the store what `_C.Engine.agree_on_shrink` does on one host: the first
-        rank that has seen all ranks come, or the time limit pass, decides which ranks continue. Dead ranks are waited
-        for like late ones."""
+        """Returns a function that does over the store what `_C.Engine.agree_on_shrink` does on one host: the first rank
+        that has seen all ranks arrive, or has reached the time limit, decides which ranks continue. The store does not
+        tell dead ranks from late ones, so both are waited for."""
         call = f"shrink: rank {rank} of {world_size}"
 
         def agree(payload: bytes, members: Sequence[int], limit_ms: int) -> list[bytes]:
-            if self.left_out:  # it must not continue alone
+            if self.left_out:  # this rank must not continue alone
                 raise RankLostError(self.left_out)
-            # Odd rounds collect who is there, even rounds their payloads. An attempt that failed half-way thus ends for
-            # all ranks.
+            # Odd rounds collect the ranks that are there, even rounds their payloads. If an attempt fails half-way, the
+            # next one begins with an odd round, by which ranks still in the even round notice it.
             self.rounds += 1 if (self.rounds % 2 == 0) == (not members) else 2
             prefix, later = (f"{self.prefix}/shrink/{self.rounds + ahead}" for ahead in (0, 1))
             limit, awaited = limit_ms / 1e3, list(members) or list(range(world_size))
@@ -198,11 +199,11 @@ class Network:
                     came = [int(each) for each in decided.split(",")]
                 elif len(came) < len(awaited):
                     raise RankLostError(
-                        f"{call} expected ranks {missing} within {limit:g} s, got none; call shrink again"
+                        f"{call} expected ranks {missing} within {limit:g} s, they did not come; call shrink again"
                     )
                 if rank not in came:
                     self.left_out = (
-                        f"{call} expected to be among the ranks that go on, but came after they had decided without "
+                        f"{call} expected to continue with the other ranks, but came after they had decided without "
                         "it; start it anew"
                     )
                     raise RankLostError(self.left_out)
@@ -229,8 +230,8 @@ class Network:
 
             return transport(self.prefixed(), rank, world_size, device, limit_ms)
         raise UnsupportedError(
-            f"init: rank {rank} asked for network {shown(kind)} between hosts with arrays on {device}, expected 'gloo' "
-            "for the cpu or 'nccl' for cuda; pass one of them, or leave it out"
+            f"init: rank {rank} got network={shown(kind)} between hosts for arrays on {device}, expected 'gloo' for "
+            "the cpu or 'nccl' for cuda; pass one of them, or leave network out"
         )
 
     def prefixed(self) -> Any:
@@ -315,17 +316,18 @@ def _over_group(group: Any, rank: int, world_size: int, device: Device) -> Any:
 
     if (dist.get_rank(group), dist.get_world_size(group)) != (rank, world_size):
         raise InvalidArgumentError(
-            f"init: rank {rank} of {world_size} got a network of {dist.get_world_size(group)} ranks in which it is "
-            f"{dist.get_rank(group)}; pass a process group of the same ranks"
+            f"init: rank {rank} of {world_size} is rank {dist.get_rank(group)} of {dist.get_world_size(group)} in the "
+            "process group passed as network; pass a process group of the same ranks"
         )
     if device.kind != "cpu":
         raise UnsupportedError(
-            f"init: rank {rank} asked for a process group as the network between hosts with arrays on {device}, which "
-            "serves the cpu alone; leave network out"
+            f"init: rank {rank} got a process group as network between hosts for arrays on {device}, but a process "
+            "group serves the cpu only; leave network out"
         )
     module = extension("init")
-    uses = _USES.setdefault(group, count())  # all ranks of a group make their transports over it in the same order
-    first_tag = _FIRST_TAG + next(uses) * module.TAGS  # outside the tags that the group's owner uses
+    # Equal on all ranks, which make their transports over a group in the same order.
+    uses = _USES.setdefault(group, count())
+    first_tag = _FIRST_TAG + next(uses) * module.TAGS  # above the tags that the group's owner uses
     return module.transport_over(group._get_backend(torch.device("cpu")), dist.get_backend(group), first_tag)
 
 
@@ -400,7 +402,7 @@ class RankEngine:
         self._end()
 
     def __del__(self) -> None:
-        # The end of a process group, which torch closes, and of a communicator that nobody closes.
+        # Runs for a process group, which torch closes, and for a communicator that nobody has closed.
         if not sys.is_finalizing():
             self._end()
 
@@ -416,11 +418,12 @@ class RankEngine:
 
 
 def _start_watch(native: _C.Engine, world_size: int, store: Any) -> Callable[[], None]:
-    """Starts a thread that carries an abort from host to host through the store; inside a host shared memory does.
+    """Starts a thread that carries aborts from host to host through the store. Inside a host shared memory carries
+    them.
 
-    Returns: a function that stops the thread, after a last check whether an abort must be published. It also waits
-             until the thread has let go of the store: a FileStore whose file a program removes at the same time blocks
-             the whole process until the store's time limit.
+    Returns: a function that stops the thread after a last check whether it must publish an abort. It waits until the
+             thread no longer uses the store: if a program removes a FileStore's file during a call of the store, that
+             call blocks the whole process until the store's time limit.
     """
     with suppress(Exception):  # a separate client, because a waiting client blocks every thread that shares it
         store = store.clone()
@@ -437,7 +440,7 @@ def _start_watch(native: _C.Engine, world_size: int, store: Any) -> Callable[[],
 def _end_watch(thread: threading.Thread, end: threading.Event) -> None:
     end.set()
     if thread is not threading.current_thread():
-        thread.join(_LAST_LOOK_S)
+        thread.join(_WATCH_STOP_LIMIT_S)
 
 
 def _watch(watched: weakref.ref[_C.Engine], store: Any, end: threading.Event, every_s: float) -> None:
@@ -462,6 +465,6 @@ def _watch(watched: weakref.ref[_C.Engine], store: Any, end: threading.Event, ev
                     native.abort(reason, kind)
                     return
             except RuntimeError:
-                reached = False  # the store ended with its owner; ranks on this host must still abort each other
+                reached = False  # the store's owner is gone; aborts must still reach the ranks on this host
         last = last or native.closed
         del native

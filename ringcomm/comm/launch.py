@@ -38,7 +38,7 @@ from ringcomm.validation import FLAG, FUNCTION, expects, one_of, validate_int
 
 _UNGUARDED = (
     "call run_ranks under `if __name__ == '__main__':` in a script that is a file, and define the function outside of "
-    "it, since every process imports the script again, or pass ranks='threads'; if it is so, look at the rank's output"
+    "it, since every process imports the script again, or pass ranks='threads'; else look at the rank's output"
 )
 Place = tuple[str, Device]
 """Each rank's engine kind and device."""
@@ -125,8 +125,8 @@ Failures = list[tuple[int, BaseException]]
 
 
 def _finished(results: list[Any], failures: Failures, returns_errors: bool) -> list[Any]:
-    """Returns the results, with the exceptions in their places if they are wanted; else raises the first exception that
-    was not caused by another rank."""
+    """Returns the results, with ``returns_errors`` also exceptions in the places of results; else raises the first
+    exception that was not caused by another rank."""
     failures = [(rank, _instead_of_exit(rank, error)) for rank, error in failures]
     if returns_errors:
         for rank, error in failures:
@@ -139,7 +139,7 @@ def _finished(results: list[Any], failures: Failures, returns_errors: bool) -> l
 
 
 def _instead_of_exit(rank: int, error: BaseException) -> BaseException:
-    """Returns the error, or one for a SystemExit, which would end the caller's program silently, with status 0."""
+    """Returns the error, but replaces a SystemExit, which would end the caller's program without a message."""
     if not isinstance(error, SystemExit):
         return error
     failed = RankFailedError(
@@ -173,7 +173,7 @@ def _run_threads(job: _Job) -> list[Any]:
         launched.rank = rank
         torch = sys.modules.get("torch")
         if torch is not None:
-            # Threads share the cache: one that leaves autocast would empty it for those that are inside.
+            # Threads share the cache: a thread that leaves autocast would empty it under threads that are inside.
             torch.set_autocast_cache_enabled(False)
         try:
             engine.connect(handles)
@@ -181,7 +181,7 @@ def _run_threads(job: _Job) -> list[Any]:
             comms.append(comm)
             results[rank] = job.fn(comm, *job.args)
             comm.close()
-            # So that ranks that still wait for this one, in any communicator, are told at once.
+            # Ranks that wait for this one in a communicator that it made, such as one of `split`, learn of its end.
             engine.close_descendants()
         except BaseException as error:
             if hasattr(error, "add_note"):  # Python 3.11
@@ -203,7 +203,7 @@ def _run_threads(job: _Job) -> list[Any]:
     for thread in threads:
         thread.start()
     try:
-        for thread in threads:  # without a limit: a thread that could still call is no part of a deadlock
+        for thread in threads:  # no time limit: the function may take as long as it likes between two calls
             thread.join()
     except BaseException as error:  # the caller was interrupted
         for engine in engines:
@@ -214,7 +214,7 @@ def _run_threads(job: _Job) -> list[Any]:
         raise
     finally:
         telling.cancel()
-        if telling.ident is not None:  # it was started; nothing is written after this call
+        if telling.ident is not None:  # the timer was started: let it write before this call ends, not after
             telling.join()
     for comm in comms:
         comm.close()
@@ -244,9 +244,9 @@ def _process_main(pipe: Connection, job: _Job, rank: int, port: int) -> None:
         engine = job.engine(rank, None if job.hosts is None else tcp_store(port))
         _tell(pipe, "handle", engine.handle())
         handles = pipe.recv()
-        if isinstance(handles, tuple):  # the reason to abort, as in `_obey`: another rank did not start
+        if isinstance(handles, tuple):  # another rank did not start: the reason to abort, as in `_watch_parent`
             raise AbortedError(f"run_ranks: rank {rank} expected all ranks to start, {handles[0]}; look at that rank")
-        threading.Thread(target=_obey, args=(pipe, engine, leaving), daemon=True).start()
+        threading.Thread(target=_watch_parent, args=(pipe, engine, leaving), daemon=True).start()
         engine.connect(handles)
         with Communicator(engine) as comm:
             result = job.fn(comm, *job.args)
@@ -275,8 +275,8 @@ def _tell_result(pipe: Connection, rank: int, result: Any) -> None:
     pipe.send_bytes(message)
 
 
-def _obey(pipe: Connection, engine: NativeEngine, leaving: threading.Lock) -> None:
-    """Aborts when the parent says so, and ends this process at most ``_GRACE_S`` after the parent has ended."""
+def _watch_parent(pipe: Connection, engine: NativeEngine, leaving: threading.Lock) -> None:
+    """Aborts when the parent says so. If the parent ends, ends this process, too, within ``_GRACE_S``."""
     try:
         reason, died = pipe.recv()
         with leaving:
@@ -286,7 +286,7 @@ def _obey(pipe: Connection, engine: NativeEngine, leaving: threading.Lock) -> No
         if leaving.acquire(timeout=_GRACE_S):
             engine.abort("the process that called run_ranks ended")
             leaving.release()
-        time.sleep(max(0.0, deadline - time.monotonic()))  # for the function to end by itself
+        time.sleep(max(0.0, deadline - time.monotonic()))  # gives the function time to end by itself
         os._exit(1)
 
 
@@ -311,10 +311,11 @@ class _Processes:
         self.handles: dict[int, bytes] = {}
         self.pipes: dict[Connection, int] = {}
         self.open: dict[Connection, int] = {}
-        self.ending: dict[Connection, float] = {}  # of ranks without a result: until when to wait for their exit code
+        # For each rank that has closed its pipe without a result: until when to wait for its exit code.
+        self.ending: dict[Connection, float] = {}
         self.processes: list[Any] = []
         self.deadline: float | None = None
-        self.abort_reason: tuple[str, bool] | None = None  # the reason for the other ranks to abort, until it was sent
+        self.abort_reason: tuple[str, bool] | None = None  # (reason, whether a rank died) still to be sent to the ranks
         self.abort_at = 0.0
         self.store: Any = None
         self.starting = Progress("run_ranks: ranks that have started", world_size)
@@ -384,8 +385,8 @@ class _Processes:
             self.fail(pipe, rank, error)
 
     def look_for_deaths(self) -> None:
-        """Records the failure of each rank whose process has closed its pipe, once the process has ended or its time
-        to end is over."""
+        """Records the failure of each rank that has closed its pipe, once its process has ended, or has not ended in
+        time."""
         for pipe, until in [*self.ending.items()]:
             rank = self.pipes[pipe]
             if self.processes[rank].exitcode is not None or time.monotonic() >= until:
@@ -418,7 +419,7 @@ class _Processes:
             kind = type(error).__name__
             if connected:
                 reason = f"{who} failed with {kind}: {error}"
-            else:  # becomes a part of a sentence that ends in an advice of its own
+            else:  # `_process_main` puts this into a sentence that ends with its own advice
                 fact = str(error).removeprefix("run_ranks: ").partition(";")[0]
                 reason = f"got none from {who}, which failed with {kind}: {fact}"
             self.abort_reason = (reason, died)
@@ -426,8 +427,8 @@ class _Processes:
             self.send_abort()
 
     def send_abort(self) -> None:
-        """Tells the other ranks to abort, once it is time. After a death it waits, because ranks that detect it
-        themselves report more."""
+        """Tells the other ranks to abort once ``abort_at`` has passed. That is later after a death, because ranks that
+        detect the death themselves report more."""
         if self.abort_reason is None or time.monotonic() < self.abort_at:
             return
         for each in self.open:
@@ -472,8 +473,8 @@ def _no_message(rank: int, error: Exception) -> RankFailedError:
 
 @contextlib.contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Inside, a started process ignores Ctrl-C, because this process ends it; signals that arrive here are delivered
-    later."""
+    """Inside the block, processes that are started ignore Ctrl-C, because this process ends them. A Ctrl-C that arrives
+    here takes effect after the block."""
     resource_tracker.ensure_running()  # if started later, it would unblock signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -483,7 +484,7 @@ def _without_interrupts() -> Iterator[None]:
 
 
 def _check_main(fn: Callable[..., Any]) -> None:
-    """Raises if a new process cannot import the program: it is not a file, or it calls this function on import."""
+    """Raises if a new process cannot import the program: it is not a file, or it calls run_ranks on import."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise InvalidArgumentError(f"run_ranks: was called while a new process imports the script; {_UNGUARDED}")
     main = sys.modules["__main__"]
@@ -494,8 +495,8 @@ def _check_main(fn: Callable[..., Any]) -> None:
     if (path is None and here) or (path is not None and not os.path.exists(path)):
         raise InvalidArgumentError(
             "run_ranks: the program comes from standard input, -c, a prompt or a notebook, expected a file that new "
-            "processes can import; save it as a script that calls run_ranks under `if __name__ == '__main__':`, in a "
-            "notebook save the cell of the function by %%writefile and import it, or pass ranks='threads'"
+            "processes can import; save it as a script that calls run_ranks under `if __name__ == '__main__':` (in a "
+            "notebook write the function to a file with %%writefile and import it), or pass ranks='threads'"
         )
 
 

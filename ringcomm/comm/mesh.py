@@ -1,8 +1,8 @@
-"""A mesh: named axes over the ranks, with a communicator for each axis, on which the layers of composed training run.
+"""A mesh: named axes over the ranks, with a communicator for each axis, to combine several kinds of parallelism.
 
     mesh = ringcomm.init_mesh(pp=2, dp=2, tp=2)      # 8 ranks; the last axis varies fastest
-    mesh["tp"]                                       # a communicator: the ranks that differ in tp alone
-    mesh["dp", "cp"]                                 # of the ranks that differ in these two
+    mesh["tp"]                                       # a communicator: the ranks that differ only in tp
+    mesh["dp", "cp"]                                 # a communicator: the ranks that differ only in dp and cp
 
 There is no global mesh: a layer takes one of these communicators, or any other.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 DATA = ("dp", "shard", "cp")
-"""Axes whose ranks shard one model, and average its gradients."""
+"""Axes whose ranks shard the same parameters and average their gradients."""
 REPLICATE, TENSOR = "replicate", "tp"
 
 
@@ -100,8 +100,8 @@ class Mesh:
 
     @property
     def counts(self) -> bool:
-        """True on one rank of each tensor parallel group, which counts and saves the parameters that all its ranks
-        have whole."""
+        """Whether this is the rank of its tensor parallel group that counts and saves the parameters that every rank of
+        the group has whole."""
         return self.coordinates.get(TENSOR, 0) == 0
 
     @property
@@ -120,7 +120,7 @@ class Mesh:
 
 
 def refuse_mesh(comm: Any, call: str, axis: str) -> None:
-    """Raises if another object was passed as the communicator of an axis, such as the whole mesh."""
+    """Raises if ``comm``, the communicator of an axis, is something else, such as the whole mesh."""
     if isinstance(comm, Mesh):
         raise InvalidArgumentError(
             f"{call}: rank {comm.comm.rank} got a mesh, expected a communicator; pass one of its axes, such as "
@@ -133,7 +133,7 @@ def refuse_mesh(comm: Any, call: str, axis: str) -> None:
 
 
 def refuse_no_mesh(mesh: Any, call: str) -> None:
-    """Raises for an object that is not a mesh, neither ours nor torch's."""
+    """Raises for an object that is neither our mesh nor torch's."""
     if not isinstance(mesh, Mesh) and not hasattr(mesh, "mesh_dim_names"):
         raise InvalidArgumentError(
             f"{call}: got mesh={shown(mesh)}, expected a mesh of ringcomm.init_mesh, or a DeviceMesh; pass one"
@@ -159,8 +159,8 @@ def init_mesh(
             One size may be -1: the number of ranks that is left. An axis of size 1 is allowed.
         comm: the ranks; None: those of torch.distributed, or of torchrun's environment.
         device: where arrays lie, if ``comm`` is None.
-    `ringcomm.shard` knows the names dp, shard and cp (gradients are averaged over them, and shards cut over them),
-    replicate (gradients are averaged over it), tp and pp (layers are split over them). Other names are the caller's.
+    `ringcomm.shard` knows these names: over dp, shard and cp it shards parameters and averages gradients, over
+    replicate it only averages gradients, over tp and pp layers are split. Other names are for the caller's own use.
     Raises:  InvalidArgumentError: sizes whose product is not the number of ranks. MismatchError: the ranks ask for
              different axes.
     """
@@ -188,7 +188,7 @@ def init_mesh(
     if wrong or any(extent < 1 for extent in named.values()) or math.prod(named.values()) != comm.world_size:
         raise InvalidArgumentError(
             f"init_mesh: rank {comm.rank} got {asked}, expected whole numbers whose product is the {comm.world_size} "
-            "ranks; change one, or give one as -1"
+            "ranks; change a size, or pass one of them as -1"
         )
     other = next((rank for rank, theirs in enumerate(everybody) if theirs != asked), None)
     if other is not None:
@@ -205,11 +205,11 @@ def _from_device_mesh(device_mesh: DeviceMesh, device: Any) -> Mesh:
     names = device_mesh.mesh_dim_names
     if not names:
         raise InvalidArgumentError(
-            "init_mesh: got a DeviceMesh without names, expected names for its axes; pass mesh_dim_names to it"
+            "init_mesh: got a DeviceMesh without names, expected names for its axes; make it with mesh_dim_names"
         )
     if device_mesh.get_coordinate() is None:
         raise InvalidArgumentError(
-            f"init_mesh: rank {dist.get_rank()} got a DeviceMesh that it is not in; call it on the mesh's ranks only"
+            f"init_mesh: rank {dist.get_rank()} is not in the DeviceMesh; call init_mesh on the mesh's ranks only"
         )
     everyone = device_mesh.mesh.numel() == dist.get_world_size()
     group = None if everyone else device_mesh._flatten().get_group()

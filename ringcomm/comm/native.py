@@ -34,11 +34,11 @@ from ringcomm.errors import (
     rank_list,
 )
 
-# The length of a device engine's handle, before that handle; the cpu engine's handle follows.
+# A handle of two engines: this length of the device engine's handle, that handle, then the cpu engine's handle.
 _LENGTH = struct.Struct("<I")
 
 _ENDINGS = (AbortedError, CollectiveTimeoutError, MismatchError)  # errors that end a communicator
-# Causes that keep their class when a rank aborts other communicators because of them.
+# Errors whose class the other ranks see, too, when such an error makes this rank abort further communicators.
 _PASSED_ON = (RankLostError, CollectiveTimeoutError, MismatchError)
 _ADVICE = "; the communicator is aborted, create a new one"
 _CAUSE_S = 1.0  # time for the rank that found the cause to publish it
@@ -69,9 +69,9 @@ class NativeEngine(Engine):
         self.network = network
         self._main = RankEngine(kind, rank, world_size, limit_ms, device, hosts, network)
         self._control = self._main
-        # An abort also aborts the engines that `split` has made from this one, those made from them, and so on.
+        # An abort also aborts the engines that `split` has made from this one, directly or through other engines.
         self._descendants: weakref.WeakSet[NativeEngine] = weakref.WeakSet()
-        self._lineage = [self._descendants]  # the sets to which engines made from this one are added
+        self._lineage = [self._descendants]  # this engine's descendants and those of each engine it descends from
         if device.kind != "cpu":
             of_control = None if network is None else network.for_control()
             self._control = RankEngine("cpu", rank, world_size, limit_ms, CPU, hosts, of_control)
@@ -79,7 +79,7 @@ class NativeEngine(Engine):
 
     @property
     def receives_from_any(self) -> bool:  # type: ignore[override]
-        """`Engine.receives_from_any`: several hosts have no place where the first message of all would be seen."""
+        """`Engine.receives_from_any`: not over several hosts, because no place shows the messages from all hosts."""
         return not self.hosts.several
 
     @property
@@ -133,8 +133,8 @@ class NativeEngine(Engine):
         return part
 
     def _part(self, members: Sequence[int], shrunk: bool = False) -> NativeEngine | None:
-        """Returns a new engine among some of the ranks, not connected; None if this rank is not one of them. Every
-        rank of this engine must call it equally often, unless ``shrunk``."""
+        """Returns a new engine of ``members``, not yet connected; None if this rank is not a member. Every rank of this
+        engine must call this equally often, unless ``shrunk``: see `Network.child`."""
         network = None if self.network is None else self.network.child(members, shrunk)
         if self.rank not in members:
             return None
@@ -159,7 +159,7 @@ class NativeEngine(Engine):
         came = agree(b"here", [], limit_ms)
         members = [rank for rank, said in enumerate(came) if said]
         part = self._part(members, shrunk=True)
-        assert part is not None  # this rank is among those that came
+        assert part is not None  # this rank is one of the members
 
         def swapped(mine: bytes) -> list[bytes]:
             theirs = agree(mine, members, limit_ms)
@@ -174,11 +174,11 @@ class NativeEngine(Engine):
                 part._main.connect(part.exchange(part._main.handle()))
         except BaseException as error:
             with suppress(Exception):
-                part.close()  # at once, because the exception may keep it alive while the other ranks wait for it
+                part.close()  # now, because the exception may keep the engine alive while the other ranks wait for it
             if not isinstance(error, (AbortedError, EngineError)):
                 raise
             raise RankLostError(
-                f"shrink: rank {self.rank} lost another one meanwhile: {error}; call it again"
+                f"shrink: rank {self.rank} lost another rank during the call: {error}; call shrink again"
             ) from error
         part.timeout_ms = usual
         return part
@@ -199,7 +199,7 @@ class NativeEngine(Engine):
 
     @property
     def pack_plain(self) -> Any:  # type: ignore[override]
-        """`Engine.pack_plain`: the native method itself, because `pack` explains no errors either."""
+        """`Engine.pack_plain`; the native method itself, since `pack` adds no causes to errors either."""
         return self.native.pack_plain
 
     def run(self, call: CollectiveArgs) -> int:
@@ -245,7 +245,7 @@ class NativeEngine(Engine):
         self._wait_for(call)
 
     def _wire(self, array: Array, call: CollectiveArgs) -> tuple[int, int]:
-        # The halves of a complex number are converted each.
+        # As in a sum, the real and imaginary halves are converted separately.
         halves = "sum" if array.dtype.name in ("complex32", "complex64") else None
         return wire_type(array.dtype, halves, call.op, self.rank)
 
@@ -264,8 +264,8 @@ class NativeEngine(Engine):
             raise self.explained(error) from None
 
     def explained(self, error: RingcommError) -> RingcommError:
-        """Returns the error with its cause. Between processes a device engine carries no text, so the cpu engine
-        beside it carries the reason from the rank that found the problem to the ranks that only see an abort."""
+        """Returns the error with its cause. Between processes a device engine carries no text. Therefore the rank that
+        found the problem passes the reason over the cpu engine to the ranks that only see an abort."""
         if self._control.native is self.native or not isinstance(error, _ENDINGS):
             return error
         if type(error) is not AbortedError:
@@ -340,8 +340,8 @@ class NativeEngine(Engine):
 
     def abort(self, reason: str, cause: BaseException | None = None) -> None:
         """Ends every wait on every rank, here and in the engines that this rank has made from this one. ``cause`` is
-        the exception that made this rank abort; if it is the end of another communicator, this one ends with the
-        same kind of error."""
+        the exception that made this rank abort; if it ended another communicator, this one ends with the same class of
+        error."""
         kind = next((each.__name__ for each in _PASSED_ON if isinstance(cause, each)), "AbortedError")
         for each in (self, *self._descendants):
             # First, so that a rank that finds the device engine aborted finds the reason here.
@@ -361,13 +361,14 @@ class NativeEngine(Engine):
         self._control.close()
 
     def close_descendants(self) -> None:
-        """Closes the engines made from this one. The rank makes no more calls, so ranks that wait for it in those
-        engines are told at once."""
+        """Closes the engines made from this one, because this rank makes no more calls: ranks that wait for it there
+        get an error at once."""
         for each in self._descendants:
             each.close()
 
 
 def _retire(native: _C.Engine, unused: list[int], address: int) -> None:
-    """Records unreferenced device memory. It must not wait for the device, because it runs where the last reference
-    is dropped, possibly during a graph capture. ``native`` is kept alive until now."""
+    """Records device memory that nothing references any more. It must not wait for the device, because it runs wherever
+    the last reference is dropped, possibly during a graph capture. Its argument ``native`` keeps the engine alive until
+    then."""
     unused.append(address)

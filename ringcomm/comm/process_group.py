@@ -22,9 +22,9 @@ _COMBINES = {
     "bor": "bitwise_or",
     "bxor": "bitwise_xor",
 }
-"""torch's functions of two tensors, by reduction."""
+"""The name of torch's function that reduces two tensors, by our name of the reduction."""
 Started = tuple[list[Any], Callable[[], None]]
-"""The process group's handles of a call, and the functions to run when they are done."""
+"""The process group's handles of a call, and the function to run when they are done."""
 
 
 def torch_reduction(op: str) -> Any:
@@ -34,11 +34,11 @@ def torch_reduction(op: str) -> Any:
     return getattr(dist.ReduceOp, {"prod": "PRODUCT"}.get(op, op.upper()), None)
 
 
-def torch_collective(name: str, before: str) -> Any:
-    """Returns a function of torch.distributed that torch 2.13 has renamed, by its name and the one before."""
+def torch_collective(name: str, old_name: str) -> Any:
+    """Returns a function of torch.distributed that torch 2.13 has renamed."""
     import torch.distributed as dist
 
-    return getattr(dist, name if hasattr(dist, name) else before)
+    return getattr(dist, name if hasattr(dist, name) else old_name)
 
 
 class TorchRequest:
@@ -78,7 +78,7 @@ class TorchRequest:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        """Orders later work of libraries other than torch on the results after the work that torch has enqueued."""
+        """Makes other libraries, such as CuPy, order their later work on the results after torch's work."""
         output = self._call.output
         outputs = [piece.array for piece in output] if isinstance(output, list) else [output] if output else []
         for array in outputs:
@@ -160,12 +160,12 @@ class ProcessGroupEngine(Engine):
         try:
             sent.wait()
         finally:
-            received.wait()  # also after an error of the send, because it writes to the caller's memory
+            received.wait()  # also after an error of the send, because the receive writes to the caller's memory
         return received.source
 
     def submit_pair(self, sending: CollectiveArgs, receiving: CollectiveArgs) -> tuple[TorchRequest, TorchRequest]:
-        """Starts a send and a receive, of which neither waits for the other. NCCL needs both in one batch, which must
-        name the source, and runs on one device."""
+        """Starts a send and a receive that do not wait for each other. NCCL needs both in one batch, which must name
+        the source and run on one device."""
         source, target = flat(piece_of(sending.input)), flat(piece_of(receiving.output))
         if receiving.root < 0 or source.device != target.device:
             return self.submit(sending), self.submit(receiving)
@@ -175,7 +175,7 @@ class ProcessGroupEngine(Engine):
                 self._dist.P2POp(self._dist.irecv, target, group=self.pg, tag=receiving.tag, group_peer=receiving.root),
             ]
         )
-        # One handle for both where the group runs them as one.
+        # A group that runs both as one operation returns one handle for both.
         sent, received = (works[:1], works[1:]) if len(works) == 2 else (works, works)
         limit_ms = sending.timeout_ms or self._limit_ms
         return (
@@ -347,7 +347,8 @@ class ProcessGroupEngine(Engine):
             counts = ", ".join(f"rank {r} {places[r][2]}" for r in members)
             raise UnsupportedError(
                 f"split: rank {self.rank} expected ranks {members} to have made equal numbers of process groups, "
-                f"got {counts}, which torch cannot bring together; split so that every rank gets a group each time"
+                f"got {counts}, so torch would name the new group differently on them; make each split one in which "
+                "every rank gets a group"
             )
         ranks = [self._dist.get_global_rank(self.pg, r) for r in members]
         limit = timedelta(milliseconds=self.timeout_ms)

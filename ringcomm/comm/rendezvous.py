@@ -33,7 +33,7 @@ _OTHER_LAUNCHERS = (  # variables with the number of ranks and this rank
     ("PMI_SIZE", "PMI_RANK"),
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
 )
-_MOST_RANKS = 1 << 20  # in a world, because every rank reads a key of every other rank
+_MOST_RANKS = 1 << 20  # every rank reads a key of every other rank
 launched = threading.local()  # its `rank`: this thread's, in `run_ranks`
 _shared: weakref.WeakKeyDictionary[Any, dict[torch.device, Communicator]] = weakref.WeakKeyDictionary()  # by group
 
@@ -103,7 +103,7 @@ def init(
     hosts = Hosts.of([each.decode() for each in identities])
     made = NativeEngine(kind, rank, world_size, limit_ms, where, hosts, Network(store, name, network, wire_dtype))
     made.connect(exchange_with_all("handle", made.handle())[1])
-    made.exchange(b"")  # a barrier, because a rank that continues may end and take a store that it owns with it
+    made.exchange(b"")  # a barrier, because the rank that owns the store may end as soon as it continues
     return Communicator(made)
 
 
@@ -126,7 +126,7 @@ def beside(group: Any = None, device: Any = "cpu") -> Communicator:
 
 
 def _limit_of(group: Any, device: Any) -> Timeout:
-    """Returns the time limit with which a process group was made; the default if its backend does not tell."""
+    """Returns the time limit of a process group; the default limit if its backend does not have one."""
     import torch
     import torch.distributed as dist
 
@@ -174,8 +174,8 @@ def _place(rank: int | None, world_size: int | None, group: Any) -> tuple[int, i
 
 
 def _check_alone() -> None:
-    """Raises or warns if nothing defines this rank, but it is not alone: inside `run_ranks`, or under another launcher
-    than torchrun."""
+    """Checks a process for which nothing defines a rank: raises inside `run_ranks`, and warns under a launcher other
+    than torchrun, because there are other ranks."""
     mine = getattr(launched, "rank", None)
     if mine is not None:
         raise InvalidArgumentError(
@@ -234,11 +234,11 @@ def _rendezvous(init_method: str | None, rank: int, world_size: int, limit: time
 
 
 def _check_file(path: str, rank: int, world_size: int) -> None:
-    """Raises for a file that is not a store, because torch would read it without end."""
+    """Raises for a file that is not a store, because torch would never stop reading it."""
     with open(path, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_SH)
         content = file.read()
-    at, length = 0, struct.Struct("=I")  # of each key and each value; it precedes them
+    at, length = 0, struct.Struct("=I")  # a store is a sequence of keys and values, each after its length
     while at + length.size <= len(content):
         at += length.size + length.unpack_from(content, at)[0]
     if at != len(content):
@@ -303,8 +303,8 @@ def communicator_of(group: dist.ProcessGroup | None, call: str, device: torch.de
 def shared_communicator(group: dist.ProcessGroup | None, call: str, device: torch.device) -> Communicator:
     """Returns what `communicator_of` returns, but the same object for every call with this group and device.
 
-    Making one is a collective, so all ranks must agree on whether to make one. It therefore lives as long as its group:
-    if it lived only as long as the modules that use it, each rank's garbage collector would decide.
+    The communicator lives as long as its group. Making one is a collective, so all ranks must make it in the same call;
+    if it lived only as long as the modules that use it, each rank's garbage collector would decide when.
     """
     import torch.distributed as dist
 
@@ -313,7 +313,7 @@ def shared_communicator(group: dist.ProcessGroup | None, call: str, device: torc
     known = _shared.get(owner, {}).get(device)
     if known is None or known.closed or known.aborted:
         known = communicator_of(group, call, device)
-        # Only our own engines are kept: a process group's engine references the group, and making one sends nothing.
+        # An engine over a process group is not kept: it references the group, and making another one sends nothing.
         if known.lends_memory:
             _shared.setdefault(owner, {})[device] = known
     return known

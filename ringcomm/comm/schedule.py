@@ -1,5 +1,5 @@
-"""The ring schedule as a table, a drawing and a simulation. All numbers come from the one definition in the native
-core."""
+"""The ring schedule as a table, a drawing and a simulation, computed from the same definition in the native core that
+the engines use."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from ringcomm.errors import (
 )
 from ringcomm.terminal import Progress
 
-_LOOK_S = 2.0  # how often rank 0 looks which ranks are missing
+_LOOK_S = 2.0  # how often rank 0 checks which ranks are missing
 _WORD = b"ringcomm/1"
 _HEAD = struct.Struct(f"<{len(_WORD)}sII")  # the word, a checksum of the payload, the rank's world size
 
@@ -31,7 +31,7 @@ def add_checksum(payload: bytes, world_size: int) -> bytes:
 
 
 def strip_checksum(value: bytes, call: str, rank: int, peer: int) -> tuple[int, bytes]:
-    """Returns (world size, payload) of the message of rank ``peer``.
+    """Returns (world size, payload) of a message from rank ``peer``.
 
     Raises:  InvalidArgumentError: the value was not written by a rank of this version.
     """
@@ -61,8 +61,8 @@ def generation(store: Any, key: str, call: str, rank: int) -> int:
             return count
         got = str(count)
     raise InvalidArgumentError(
-        f"{call}: rank {rank} expected a count in the store under {key!r}, got what another program left ({got}); pass "
-        "a store of its own, such as a PrefixStore"
+        f"{call}: rank {rank} expected a count in the store under {key!r}, got another program's value ({got}); pass a "
+        "store that no other program uses, such as a PrefixStore"
     )
 
 
@@ -85,7 +85,7 @@ def exchange(
         store.set(keys[rank], add_checksum(payload, world_size))
         deadline = time.monotonic() + limit.total_seconds()
         with Progress(f"{call}: waiting", shows=rank == 0, limit_s=limit.total_seconds()) as waiting:
-            # In order: with different world sizes, some wait for ranks that were never started.
+            # In rank order: with different world sizes, the highest ranks may not exist, but rank 0 tells its size.
             for peer, key in enumerate(keys):
                 there = rank == 0 and _look_for(store, keys, key, deadline, waiting, call)
                 late = None if there else _wait_for(store, key, deadline)
@@ -95,12 +95,12 @@ def exchange(
                         f"{call}: rank {rank} expected all {world_size} ranks within {limit.total_seconds():g} s, got "
                         f"none of {rank_list(missing or [peer])}; {advice}"
                     ) from late
-                its, value = strip_checksum(bytes(store.get(key)), call, rank, peer)
-                if its != world_size:
-                    _both_know(store, key, keys[rank])
+                its_world_size, value = strip_checksum(bytes(store.get(key)), call, rank, peer)
+                if its_world_size != world_size:
+                    _await_same_mismatch(store, key, keys[rank])
                     raise InvalidArgumentError(
-                        f"{call}: rank {peer} was started with world_size {its}, this rank ({rank}) with {world_size}; "
-                        "start every rank with the same world size"
+                        f"{call}: rank {peer} was started with world_size {its_world_size}, this rank ({rank}) with "
+                        f"{world_size}; start every rank with the same world size"
                     )
                 payloads.append(value)
     except RingcommError:
@@ -114,8 +114,8 @@ def exchange(
 
 
 def _look_for(store: Any, keys: list[str], wanted: str, deadline: float, waiting: Progress, call: str) -> bool:
-    """Returns True once the wanted key is there, False once the deadline has passed. Meanwhile shows which ranks' keys
-    are missing. It polls, because torch logs two warnings for every wait that ends without the key."""
+    """Returns True once the key ``wanted`` exists, False if it does not by the deadline. Meanwhile shows which ranks'
+    keys are missing. It polls, because torch logs two warnings for every wait that ends without the key."""
     pause, noted = 0.001, time.monotonic()
     while not store.check([wanted]):
         if time.monotonic() >= deadline:
@@ -139,8 +139,9 @@ def _wait_for(store: Any, key: str, deadline: float) -> RuntimeError | None:
     return None
 
 
-def _both_know(store: Any, theirs: str, mine: str) -> None:
-    """Gives the other rank a moment to find the same mismatch, because one of the two may own the store."""
+def _await_same_mismatch(store: Any, their_key: str, my_key: str) -> None:
+    """Waits a second at most until the other rank has found the mismatch, too. If this rank owns the store, the other
+    rank loses the store, and with it the reason, once this rank ends."""
     with contextlib.suppress(RuntimeError):
-        store.set(f"{mine}/differs", b"")
-        store.wait([f"{theirs}/differs"], timedelta(seconds=1))
+        store.set(f"{my_key}/differs", b"")
+        store.wait([f"{their_key}/differs"], timedelta(seconds=1))

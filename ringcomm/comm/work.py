@@ -15,7 +15,7 @@ from ringcomm.arrays.libraries import stream_number, usual_stream
 from ringcomm.comm.engine import CollectiveArgs, Engine, milliseconds
 from ringcomm.errors import CollectiveTimeoutError, InvalidArgumentError, RingcommError, shown
 
-_ending = threading.RLock()  # so that of threads that ask for one call, the first writes to the caller's arrays
+_ending = threading.RLock()  # if several threads wait for one call, only the first copies results to its arrays
 
 
 class Work:
@@ -30,8 +30,8 @@ class Work:
     def __init__(
         self, request: Any, engine: Engine, op: str, result: Any, call: CollectiveArgs | None = None, x: Any = None
     ) -> None:
-        """A call on plain arrays has no ``call``, because nothing is left to do when the engine is done. ``x`` is one
-        of its arrays: its library knows the current stream."""
+        """Takes no ``call`` for a call on plain arrays, which needs nothing after the engine is done. ``x`` is one of
+        its arrays, whose library knows the current stream."""
         self._request = request
         self._engine = engine
         self._op = op
@@ -47,8 +47,8 @@ class Work:
 
     @property
     def done(self) -> bool:
-        """Whether the call has ended, so that ``wait`` returns at once, and the caller's arrays have their values; on a
-        device they have them once ``wait`` has ordered a stream after the call."""
+        """Whether the call has ended, so that ``wait`` returns at once and the caller's arrays have their values. On a
+        device they have their values only for a stream that ``wait`` has ordered after the call."""
         if not self._request.done:
             return False
         if self._call is not None and self._call.on_host:
@@ -57,8 +57,9 @@ class Work:
         return True
 
     def start_now(self) -> None:
-        """Starts the call at once on a thread of the engine, if it has not begun; otherwise a small call is left for a
-        moment to a caller that waits. ``wait_any`` and ``await`` do this first."""
+        """Starts a call that has not begun at once, on a thread of the engine. Without this the engine holds a small
+        call back for a moment, because the thread that waits for it runs it sooner. ``wait_any`` and ``await`` call
+        this first."""
         self._request.start_now()
 
     def is_completed(self) -> bool:
@@ -66,8 +67,8 @@ class Work:
         return self.done
 
     def wait(self, timeout: float | timedelta | None = None, stream: Any = None) -> Any:
-        """Blocks until the call is done; on a device it makes ``stream`` wait instead, so that work enqueued there from
-        now on sees the result.
+        """Blocks until the call is done. On a device it instead makes ``stream`` wait, so that work enqueued on the
+        stream from now on sees the result.
 
         Args:
             timeout: seconds (or a timedelta), for which the host waits on a device too; None: the call's own limit. If
@@ -95,8 +96,8 @@ class Work:
         return self._end(milliseconds(timeout, "wait", self._engine.rank))
 
     def _waiting_stream(self, stream: Any) -> int | None:
-        """Returns the stream that waits for the call. None: the host waits, because there are no streams, the call has
-        ended, or it is a recv whose sender is unknown before it has sent."""
+        """Returns the stream that waits for the call; None if the host waits: without streams, after the call's end, or
+        for a recv from any rank, whose sender is unknown until the message arrives."""
         engine, call = self._engine, self._call
         device = engine.device
         if device is None or device.kind != "cuda":
@@ -113,8 +114,8 @@ class Work:
         return usual_stream(device) if known is None else known
 
     def _ask(self, method: Callable[[int], None], argument: int) -> None:
-        """Calls a method of the request. Its error is raised with the cause, unless only this wait has timed out and
-        the call is still in flight."""
+        """Calls a method of the request, and adds the cause to its error, unless only this wait has timed out and the
+        call is still in flight."""
         try:
             method(argument)
         except RingcommError as error:
@@ -124,7 +125,7 @@ class Work:
             raise explained from None
 
     def _end(self, timeout_ms: int = 0) -> Any:
-        """Waits for the engine, and the first time finishes the call."""
+        """Waits for the engine, then finishes the call unless that was done before."""
         self._ask(self._request.wait, timeout_ms)
         self._x = None
         if self._call is not None:
@@ -176,26 +177,26 @@ class Group:
         return len(self.works)
 
 
-_LOOKS_FOR_S = 1e-4  # without a nap: most small calls end within it
-_LONGEST_NAP_S = 1e-3  # between two looks at calls in flight
+_POLL_WITHOUT_SLEEP_S = 1e-4  # most small calls end within it
+_POLL_INTERVAL_S = 1e-3
 
 
 async def _finished(work: Work | Group) -> Any:
-    """Looks at calls until they are done. No thread waits for them: threads are few, and a call that waits for a later
-    one would keep them all."""
+    """Polls until the calls are done, instead of waiting in a thread of asyncio's pool: calls that wait for a call that
+    is started later could take all threads of the pool."""
     import asyncio
 
     if not work.done:
         work.start_now()
-        naps_from = time.monotonic() + _LOOKS_FOR_S
+        sleeps_from = time.monotonic() + _POLL_WITHOUT_SLEEP_S
         while not work.done:
-            # A nap of asyncio ends on a whole millisecond, so a shorter one would take as long.
-            await asyncio.sleep(0 if time.monotonic() < naps_from else _LONGEST_NAP_S)
+            # asyncio rounds a sleep up to a whole millisecond, so a shorter interval would take as long.
+            await asyncio.sleep(0 if time.monotonic() < sleeps_from else _POLL_INTERVAL_S)
     return work.synchronize()
 
 
 def wait_all(works: Sequence[Work | Group], timeout: float | timedelta | None = None) -> list[Any]:
-    """Waits for all of some asynchronous calls, of any communicators: MPI's Waitall.
+    """Waits for all of several asynchronous calls, of any communicators: MPI's Waitall.
 
     Args:
         works: Works, or Groups of them.
@@ -213,7 +214,7 @@ def wait_all(works: Sequence[Work | Group], timeout: float | timedelta | None = 
 
 
 def wait_any(works: Sequence[Work | Group], timeout: float | timedelta | None = None) -> int:
-    """Waits until one of some asynchronous calls is done, of any communicators: MPI's Waitany.
+    """Waits for one of several asynchronous calls, of any communicators: MPI's Waitany.
 
     ``works.pop(wait_any(works)).wait()`` is the result of the next call that ends.
 
@@ -226,7 +227,7 @@ def wait_any(works: Sequence[Work | Group], timeout: float | timedelta | None = 
     works = _checked("wait_any", works)
     limit_ms = milliseconds(timeout, "wait_any", 0)
     if not works:
-        raise InvalidArgumentError("wait_any: got no work, expected at least one; pass those in flight")
+        raise InvalidArgumentError("wait_any: got no Work, expected at least one; pass the Works in flight")
     began = time.monotonic()
     end = began + limit_ms / 1e3 if limit_ms else math.inf
     nap, started = 0.0, False
@@ -245,11 +246,11 @@ def wait_any(works: Sequence[Work | Group], timeout: float | timedelta | None = 
                 "they are still in flight: wait longer, or abort their communicators"
             )
         time.sleep(nap)
-        if now - began > _LOOKS_FOR_S:
-            nap = min(2 * nap + 2e-5, _LONGEST_NAP_S)
+        if now - began > _POLL_WITHOUT_SLEEP_S:
+            nap = min(2 * nap + 2e-5, _POLL_INTERVAL_S)
 
 
 def _checked(call: str, works: Sequence[Work | Group]) -> list[Work | Group]:
     if not isinstance(works, (list, tuple)) or not all(isinstance(work, (Work, Group)) for work in works):
-        raise InvalidArgumentError(f"{call}: got {shown(works)}, expected a list of Works; pass those in flight")
+        raise InvalidArgumentError(f"{call}: got {shown(works)}, expected a list of Works; pass the Works in flight")
     return list(works)

@@ -223,7 +223,7 @@ def test_a_checksum_matches_its_own_message_alone(payload: bytes, world_size: in
 def test_a_foreign_count_in_the_store_is_refused(kind: str, left: str, tmp_path: Path) -> None:
     store = dist.HashStore() if kind == "hash" else dist.FileStore(str(tmp_path / "store"), 2)
     store.set("ringcomm/init/host/generation/0", left)
-    assert "a store of its own" in refusal(joins(store))
+    assert "a store that no other program uses" in refusal(joins(store))
 
 
 @pytest.mark.parametrize("content", [b"no store", b"\xff" * 300, b"\5" * 41, bytes(7), b"#!/bin/sh\n" * 20])

@@ -631,7 +631,7 @@ def test_ranks_outlive_their_parent_by_one_limit_in_all(monkeypatch: pytest.Monk
     monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     monkeypatch.setattr(os, "_exit", leave)
     with pytest.raises(SystemExit):
-        launch._obey(ClosedPipe(), None, HeldLock())  # type: ignore[arg-type]
+        launch._watch_parent(ClosedPipe(), None, HeldLock())  # type: ignore[arg-type]
     assert now[0] == 100.0 + launch._GRACE_S
 
 

@@ -107,7 +107,7 @@ def test_extents_that_do_not_fit_the_world_size(sizes: dict[str, int], said: str
             init_mesh(sizes, comm)
         assert str(found.value) == (
             f"init_mesh: rank {comm.rank} got {said}, expected whole numbers whose product is the 3 ranks; change "
-            "one, or give one as -1"
+            "a size, or pass one of them as -1"
         )
 
     on_ranks(rank, 3)
@@ -186,7 +186,7 @@ def without_names() -> str:
 
 def test_a_device_mesh_without_names() -> None:
     for said in torch_ranks.run(without_names, world_size=4):
-        assert said.endswith("got a DeviceMesh without names, expected names for its axes; pass mesh_dim_names to it")
+        assert said.endswith("got a DeviceMesh without names, expected names for its axes; make it with mesh_dim_names")
 
 
 # ---- training ----------------------------------------------------------------------------------------------------
