@@ -86,8 +86,9 @@ class AsynchronousDataParallel(nn.Module):
             torch run on flat shards, which may split a parameter; others see whole parameters.
         max_staleness: how many of its own steps a worker may be ahead of the slowest; None: any number. 0: synchronous;
             the servers then update with the mean of the workers' gradients, with the bits of `shard` at stages 0 and 1.
-            Otherwise they update with each gradient by itself.
-        servers: the ranks that serve; None: all. Others may end, even by a signal, without ending the training.
+            Otherwise each gradient is an update of its own.
+        servers: the ranks that serve; None: all. Ranks that do not serve may end, even by a signal, without ending the
+            training.
         staleness_scale: factor of the learning rate, by a gradient's staleness: the number of updates of the shard
             between the values with which it was computed and now; for example ``lambda s: 1 / (1 + s)``.
         record: whether to record `order`: two numbers for each step of each worker.
@@ -136,7 +137,7 @@ class AsynchronousDataParallel(nn.Module):
         self.optimizer = AsynchronousOptimizer(self, made)
         group_of = {id(p): n for n, group in enumerate(made.param_groups) for p in group["params"]}
         named = [(name, p) for name, p in named if id(p) in group_of]
-        # Some optimizers begin with state, which has the shapes of the parameters.
+        # Some optimizers have state from the beginning, in the shapes of the parameters, so these cannot be split.
         atom = "element" if is_elementwise(made) and not made.state else "tensor"
         flat = FlatParameters(named, group_of, len(self.servers), atom)
         facts = [f"max_staleness={max_staleness}", f"servers={self.servers}", f"the optimizer {type(made).__name__}"]
@@ -183,8 +184,8 @@ class AsynchronousDataParallel(nn.Module):
         known = {id(p) for _, p in named}
         if any(id(p) not in known for group in made.param_groups for p in group["params"]):
             raise InvalidArgumentError(
-                f"{CALL}: rank {self.rank} got an optimizer with parameters that it was not given, expected some of "
-                "the module's that are trained; make it from the list that the function gets"
+                f"{CALL}: rank {self.rank} got an optimizer with other parameters than those passed to its function, "
+                "expected some of these; make it from the list that the function gets"
             )
         if staleness_scale is not None and any("lr" not in group for group in made.param_groups):
             raise UnsupportedError(
@@ -248,9 +249,9 @@ class AsynchronousDataParallel(nn.Module):
                     self._server.push(self.rank, self._own_version, gradient, self.optimizer.options())
                 self._own_version = self._server.pull(self.rank, self._flat.value_shard(mine))
             for connection in self._connections.values():
-                # The server waits for other workers as long as the limit is, and answers then.
+                # Before it answers, the server may itself wait one time limit for other workers.
                 connection.receive_values(call, 2 * self.comm.timeout)
-        except BaseException as error:  # a message may be sent or received in part
+        except BaseException as error:  # a message may be half sent, so the connection is unusable
             self._end(error)
             raise
         self._flat.unpack_values()
@@ -259,17 +260,17 @@ class AsynchronousDataParallel(nn.Module):
 
     @property
     def order(self) -> list[int]:
-        """With ``record``, the order in which this rank's server used gradients and gave values, to be passed as
-        ``replay``: a rank stands for a gradient of that rank, ``-1 - rank`` for its reading of the values."""
+        """With ``record``, the order in which this rank's server used gradients and sent values, to be passed as
+        ``replay``: ``rank`` for using a gradient of that rank, ``-1 - rank`` for sending it the values."""
         return [] if self._server is None else list(self._server.order.events)
 
     def counters(self) -> dict[str, Any]:
         """Returns figures of this rank's work so far.
 
         Returns: of the worker: "steps", "step_s" (seconds in `step`), "sent_bytes" and "received_bytes" (as a worker
-                 and as a server); of the server, if this rank serves: "updates", "staleness" (how many gradients had
-                 which; with max_staleness=0 a mean counts as one), "waits" and "waited_s" (answers that waited for
-                 slower workers), "lost" (why workers were lost, by rank).
+                 and as a server); of the server, if this rank serves: "updates", "staleness" (the number of gradients
+                 by their staleness; with max_staleness=0 a mean counts as one), "waits" and "waited_s" (the number of
+                 answers that waited for slower workers, and seconds), "lost" (why workers were lost, by rank).
         """
         server = self._server
         channels = [connection.channel for connection in self._connections.values()]
@@ -297,8 +298,8 @@ class AsynchronousDataParallel(nn.Module):
         with self._alone("load_state_dict"):
             if assign:
                 raise UnsupportedError(
-                    f"load_state_dict: rank {self.rank} got assign=True, expected False: the wrapped parameters stay; "
-                    "leave it out"
+                    f"load_state_dict: rank {self.rank} got assign=True, expected False, because the wrapped "
+                    "parameters cannot be replaced; leave it out"
                 )
             found = super().load_state_dict(state_dict, strict)
             self._flat.pack_values()
@@ -362,7 +363,7 @@ class AsynchronousDataParallel(nn.Module):
 
     def __getstate__(self) -> NoReturn:
         raise UnsupportedError(
-            f"{CALL}: rank {self.rank} expected not to be copied or pickled: it has connections; copy model.module, or "
+            f"{CALL}: rank {self.rank} cannot copy or pickle it, because it has connections; copy model.module, or "
             "save state_dict()"
         )
 
@@ -387,7 +388,7 @@ class AsynchronousDataParallel(nn.Module):
         try:
             ends = time.monotonic() + self.comm.timeout
             for connection in self._connections.values():
-                with suppress(AbortedError, ClosedError):  # a server that is gone need not be told
+                with suppress(AbortedError, ClosedError):  # the server may be gone already
                     connection.request("close", LEAVE)
             for connection in self._connections.values():
                 with suppress(AbortedError, ClosedError):
@@ -401,7 +402,7 @@ class AsynchronousDataParallel(nn.Module):
         self._disconnect()
 
     def _end(self, error: BaseException) -> None:
-        """Closes because of an error, which the workers get if this rank serves."""
+        """Closes because of an error. If this rank serves, its workers get the error, too."""
         self._closed = True
         reason = f"rank {self.rank} left its {CALL} with {type(error).__name__}: {error}"
         self._failure = self._failure or f", got {type(error).__name__} in an earlier call: {error}"
@@ -464,7 +465,7 @@ class ServerConnection:
         self._options = options or self._options
 
     def receive(self, call: str, limit_s: float) -> tuple[int, bytes]:
-        """Returns the server's answer, the version of the values that follow and bytes, or raises its error."""
+        """Returns the server's answer, (version of the values that follow, bytes), or raises the server's error."""
         with self._explained(call):
             (status, version, _), blob = self.channel.receive(limit_s)
         raise_answer(status, blob)
@@ -479,7 +480,7 @@ class ServerConnection:
 
     @contextmanager
     def _explained(self, call: str) -> Iterator[None]:
-        """Adds the ranks to a connection's errors, which call them 0 and 1."""
+        """Adds the ranks to the errors of a connection, in which the two ranks are 0 and 1."""
         try:
             yield
         except (AbortedError, CollectiveTimeoutError, MismatchError) as error:
@@ -493,8 +494,8 @@ class ServerConnection:
 
 
 class AsynchronousOptimizer(torch.optim.Optimizer):
-    """The optimizer of an `AsynchronousDataParallel`. The servers use this worker's gradients with its options, so
-    learning rate schedulers work as usual. Its state is on the servers."""
+    """The optimizer of an `AsynchronousDataParallel`. The servers apply this worker's gradients with this object's
+    options, so learning rate schedulers work as usual. The optimizer's state is on the servers."""
 
     def __init__(self, model: AsynchronousDataParallel, made: torch.optim.Optimizer) -> None:
         self._model: AsynchronousDataParallel | None = None  # parameters may be added until it is set
@@ -507,8 +508,8 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> NoReturn:
         raise UnsupportedError(
-            f"{CALL}: rank {self.model.rank} expected its optimizer not to be copied or pickled: its state is on the "
-            "servers; save state_dict()"
+            f"{CALL}: rank {self.model.rank} cannot copy or pickle its optimizer, whose state is on the servers; save "
+            "state_dict()"
         )
 
     @property
@@ -540,8 +541,8 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of all shards, in torch's usual form. If other workers make steps meanwhile, the shards'
-        states are of different times."""
+        """Returns the state of all shards, in torch's usual form. If other workers step during the call, different
+        shards may have the states of different steps."""
         state = self.model.optimizer_state()
         order = [p for group in self.param_groups for p in group["params"]]
         found = super().state_dict()
@@ -619,8 +620,8 @@ def _connect(comm: Communicator, servers: Sequence[int]) -> tuple[dict[int, Chan
 
 
 def _end_all() -> None:
-    """Closes all models at the end of the program. If the program ends by an error, the other workers get it; in an
-    interactive interpreter, an error need not have ended the program."""
+    """Closes all models at the end of the program. If an error ended the program, the other workers get it. In an
+    interactive interpreter the last error did not end the program, so it is ignored."""
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     failure: Exception | None = None
     unclosed: list[int] = []
@@ -629,8 +630,8 @@ def _end_all() -> None:
             model.__exit__(None if error is None else type(error), error, None)
         except ClosedError:  # the communicator was closed, by run_ranks when its function returned, or by the program
             unclosed.append(model.rank)
-        except Exception as its:  # the other models are closed all the same
-            failure = failure or its
+        except Exception as error_of_model:  # the other models are still closed
+            failure = failure or error_of_model
     if failure is not None:
         raise failure
     if unclosed:

@@ -1,4 +1,4 @@
-"""Wraps a module: what `shard`, `fully_shard` and DistributedDataParallel have in common."""
+"""Wraps a module: the common part of `shard`, `fully_shard` and DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def build(
     """Moves a module's parameters into buckets; a collective.
 
     Args:
-        parts: what the units are made of.
-        mixin: what the classes of the units' modules get; None: the module is called through a wrapper.
+        parts: the names, modules and parameters of the units.
+        mixin: a base class that the classes of the units' modules get; None: the module is called through a wrapper.
         optimizer_group: by id of a parameter, the index of its optimizer group.
         send: whether all ranks get the first rank's parameters.
-        below: units that earlier calls have made of modules inside, which come first.
+        below: units that earlier calls have made of submodules; they come first.
         ignored_buffers: names of buffers that stay as they are on each rank.
     """
     device = device_of(ranks.comm, module)
@@ -93,7 +93,7 @@ def build(
 
 
 def _detach_units(module: nn.Module, below: Sequence[Unit], inner: Sequence[ShardedModel]) -> None:
-    """Takes units out of the models that earlier calls have made of them."""
+    """Takes the units of earlier calls out of the models that those calls have made."""
     if not below:
         return
     for flat in inner:
@@ -112,7 +112,7 @@ def _advise_against_max_norm(module: nn.Module, ranks: DataParallelGroup) -> Non
         if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.max_norm is not None:
             warnings.warn(
                 f"shard: rank {ranks.rank} got {name or 'the model'}, of class {type(each).__name__} with max_norm, "
-                "whose forward rescales the rows that this rank looks up, expected weights that are alike on all "
-                "ranks: the result depends on the stage; rescale the weight after step(), on every rank",
+                "whose forward rescales the rows that this rank looks up, so the weights differ between the ranks and "
+                "the result depends on the stage, expected no max_norm; rescale the weight after step(), on every rank",
                 stacklevel=user_stacklevel(),
             )

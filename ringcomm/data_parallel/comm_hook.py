@@ -51,8 +51,8 @@ class GradBucket:
 
 
 def start_hook(state: Any, hook: CommHook, bucket: Bucket, number: int, last: bool, local: torch.Tensor) -> Any:
-    """Calls the user's function with a bucket's gradients. Returns a Work, which copies the function's result to
-    ``local`` as the mean.
+    """Calls the user's function with a bucket's gradients. Returns a handle whose wait copies the function's result,
+    the mean, to ``local``.
 
     Args:
         number, last: see `GradBucket`.
@@ -63,7 +63,7 @@ def start_hook(state: Any, hook: CommHook, bucket: Bucket, number: int, last: bo
         what = f"{got.numel()} elements" if isinstance(got, torch.Tensor) else type(got).__name__
         raise InvalidArgumentError(
             f"communication hook: rank {bucket.ranks.rank} got {what} from {getattr(hook, '__name__', 'it')} for "
-            f"bucket {number}, expected {expected}; return what follows the reduction of bucket.buffer()"
+            f"bucket {number}, expected {expected}; return the future of the reduction of bucket.buffer()"
         )
 
     def wait() -> None:

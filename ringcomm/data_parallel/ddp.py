@@ -5,8 +5,8 @@ Data parallel training: every rank computes on its own data, and gradients are a
     bucket 0     [all gradients arrived] -> all_reduce(avg), asynchronous ---+
     bucket 1                  [all arrived] -> all_reduce(avg) --------------+-> wait for all
 
-`DistributedDataParallel` is stage 0 of `ringcomm.shard` under torch's name and arguments. `NaiveDataParallel` is the
-older parameter server scheme: it sends all gradients to one rank and the means back.
+`DistributedDataParallel` is stage 0 of `ringcomm.shard` with torch's name and arguments. `NaiveDataParallel` is the
+older parameter server scheme: one rank receives all gradients and sends the means back.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def _flat(self) -> ShardedModel:
-        """The wrapped module's state. A copy, or a module that was unwrapped since, gets it at its first use."""
+        """The wrapped module's state. A copied or unwrapped module gets a new state at its next use."""
         if self._made is None or self._made.unwrapped:
             comm = None if self.comm is None or self.comm.closed else self.comm
             ranks = _ranks(self.module, comm, None, None)
@@ -195,7 +195,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             raise AttributeError("_ddp_params_and_buffers_to_ignore")
         raise InvalidArgumentError(
             f"DistributedDataParallel: got a module that ringcomm.{CALL} has wrapped, expected a plain one: gradients "
-            "would be averaged twice; wrap it once (of a Trainer or accelerate, pass the module itself)"
+            "would be averaged twice; wrap it once (a Trainer or accelerate wraps it, so pass the module itself)"
         )
 
     @skipped
@@ -215,8 +215,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         return output
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Forward passes inside make backward passes that only accumulate on this rank; the backward pass of the
-        next forward pass outside averages the sums."""
+        """Backward passes of forward passes inside the block only accumulate gradients on this rank. The next backward
+        pass, of a forward pass after the block, averages the sums."""
         return self._flat.sync.no_sync()
 
     def join(
@@ -367,8 +367,8 @@ def _refuse(**given: Any) -> None:
     for name, value in given.items():
         if value is not None:
             raise UnsupportedError(
-                f"{CALL}: got {name}={type(value).__name__}, expected none: buckets follow the parameters' order and "
-                "one size, and the module is on one device; leave it out"
+                f"{CALL}: got {name}={type(value).__name__}, which is not supported: buckets follow the order of the "
+                "parameters and have one size, and the module is on one device; leave it out"
             )
 
 
@@ -410,7 +410,7 @@ def _device_of(module: nn.Module, rank: int, device_ids: Devices | None, output:
 
 
 def _unwrap(module: nn.Module) -> None:
-    """Unwraps a module that another DistributedDataParallel holds; that one wraps it again at its next use."""
+    """Unwraps a module that another DistributedDataParallel holds, which wraps the module again at its next use."""
     flat = sharded_model_of(module)
     if flat is not None and flat.module is module and notes_of(module).unit is None and not flat.optimizers:
         unwrap_model(flat)
@@ -462,7 +462,7 @@ class NaiveDataParallel(nn.Module):
         self._sync, self._waiting = True, False
         for x in [*module.parameters(), *module.buffers()]:
             self.comm.broadcast(x.detach(), 0)
-        # Weak, because the garbage collector does not see what these hooks reference.
+        # A weak reference, because the garbage collector does not see the references of these hooks.
         arrived = weakref.WeakMethod(self._arrived)
 
         def hook(p: torch.Tensor) -> None:
@@ -481,7 +481,7 @@ class NaiveDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate on this rank; the next one outside averages the sums."""
+        """Backward passes inside the block only accumulate on this rank; the next one after it averages the sums."""
         before, self._sync = self._sync, False
         try:
             yield

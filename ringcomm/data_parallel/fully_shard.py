@@ -6,8 +6,8 @@ name.
     ringcomm.fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
 
-Each call makes a unit of the parameters that no earlier call below has taken; the last call, on the outermost module,
-joins the units. The bits are those of `ringcomm.shard` at stage 3.
+Each call makes a unit of the module's parameters, without those that earlier calls on submodules have taken. The last
+call, on the outermost module, joins the units. The results have the bits of `ringcomm.shard` at stage 3.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CommunicatorPair = tuple[Communicator, Communicator]
 _NO_LIMIT = 1 << 62  # bytes: so large that a unit is never split into buckets
 
 
-# ---- what a module can do ----------------------------------------------------------------------------------------
+# ---- methods of a module -----------------------------------------------------------------------------------------
 
 
 class UnshardHandle:
@@ -68,8 +68,7 @@ class FSDPModule(UnitModule):
     _ringcomm: ModuleNotes
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers the parameters of this module's own unit; every rank must call it. Returns a handle if
-        ``async_op``."""
+        """Gathers the parameters of this module's own unit; a collective. With ``async_op`` returns a handle."""
         unit = self._ringcomm.unit
         unit.start_gather()
         if async_op:
@@ -82,20 +81,20 @@ class FSDPModule(UnitModule):
         self._ringcomm.unit.release()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Sets whether later backward passes are reduced; with False they only accumulate on this rank. Only for the
-        outermost module."""
+        """Sets whether later backward passes reduce gradients; with False they only accumulate on this rank. Only for
+        the outermost module."""
         self._everything("set_requires_gradient_sync", recurse).sync.enabled = bool(requires_gradient_sync)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside only accumulate on this rank; the next one outside reduces the sums."""
+        """Backward passes inside the block only accumulate on this rank; the next one after it reduces the sums."""
         return self._everything("no_sync", True).sync.no_sync()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted, without effect: every backward pass waits for its reductions."""
 
     def reset_iter_state(self) -> None:
-        """Discards the state of a forward or backward pass that raised, and the gradients. The next forward pass
-        does so anyway."""
+        """Discards the gradients, and the state of a forward or backward pass that raised, as the next forward pass
+        would do."""
         self._ringcomm.unit.flat._abandon()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -155,7 +154,7 @@ def _refusal(name: str, why: str) -> Callable[..., None]:
     def method(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
         rank = self._ringcomm.unit.flat.ranks.rank
         raise UnsupportedError(
-            f"{name}: rank {rank} got a call that has no counterpart ({why}), expected none; leave it out"
+            f"{name}: rank {rank} called a method that has no counterpart here ({why}); leave the call out"
         )
 
     method.__name__, method.__doc__ = name, f"Raises UnsupportedError: {why}."
@@ -173,8 +172,8 @@ def _units_of(modules: Sequence[FSDPModule], call: str) -> list[Unit]:
     for each in modules:
         if not isinstance(each, FSDPModule):
             raise InvalidArgumentError(
-                f"{call}: got {type(each).__name__}, which is not sharded by itself, expected modules that fully_shard "
-                "was called on; pass those"
+                f"{call}: got {type(each).__name__}, which is not a unit of its own, expected modules on which "
+                "fully_shard was called; pass such modules"
             )
     return [each._ringcomm.unit for each in modules]
 
@@ -206,7 +205,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 def _put_back(module: nn.Module, name: str, before: Any) -> None:
-    """Restores a module's own method."""
+    """Restores a module's method ``name`` to ``before``."""
     delattr(module, name)
     if before is not None:
         setattr(module, name, before)
@@ -319,8 +318,8 @@ def _reshard(asked: Any) -> bool | None:
     if asked is None or isinstance(asked, bool):
         return asked
     raise UnsupportedError(
-        f"fully_shard: got reshard_after_forward={shown(asked)}, expected True, False or None; between forward and "
-        "backward parameters are whole or in all ranks' shards"
+        f"fully_shard: got reshard_after_forward={shown(asked)}, expected True, False or None, because parameters are "
+        "sharded over all ranks or not at all; pass one of these"
     )
 
 
@@ -328,8 +327,8 @@ def _refuse(**given: Any) -> None:
     for name, value in given.items():
         if value is not None:
             raise UnsupportedError(
-                f"fully_shard: got {name}={shown(value)}, expected None; parameters are cut by the flat layout, "
-                "over one or two axes of a mesh"
+                f"fully_shard: got {name}={shown(value)}, expected None, because the flat layout decides how "
+                "parameters are sharded, over one or two axes of a mesh; leave it out"
             )
 
 
@@ -347,18 +346,18 @@ def _below(top: nn.Module, modules: list[nn.Module], ranks: DataParallelGroup) -
         mine = {id(each) for each in unit.flat.units}
         if not mine <= units.keys() or any(id(m) not in inside for m in unit.modules):
             raise InvalidArgumentError(
-                f"fully_shard: rank {ranks.rank} got {type(top).__name__}, which holds only a part of what an earlier "
-                "call has joined, expected all of it; call it on the parts first and on the whole last"
+                f"fully_shard: rank {ranks.rank} got {type(top).__name__}, which is only a part of the module of an "
+                "earlier call, expected a module that contains it; call it on submodules first and on the whole last"
             )
         if unit.flat.ranks is not ranks:
             raise UnsupportedError(
-                f"fully_shard: rank {ranks.rank} got other ranks than for a module below, expected the same; pass "
-                "equal comm and mesh in every call"
+                f"fully_shard: rank {ranks.rank} got other ranks than for a submodule, expected the same ranks; pass "
+                "the same comm and mesh in every call"
             )
         if unit.flat.optimizers:
             raise InvalidArgumentError(
-                f"fully_shard: rank {ranks.rank} got a module whose parts have an optimizer that has stepped, expected "
-                "none; step after the last call"
+                f"fully_shard: rank {ranks.rank} got a module whose submodules were trained by an optimizer already, "
+                "expected no step before the last call; step after it"
             )
         _refuse_shared(top, unit, ranks.rank)
     return list(units.values())
@@ -373,9 +372,9 @@ def _refuse_shared(top: nn.Module, unit: Unit, rank: int) -> None:
         for key, p in m._parameters.items():
             if p is not None and id(p) in names and id(m) not in inside:
                 raise InvalidArgumentError(
-                    f"fully_shard: rank {rank} got {path}.{key}, which is {names[id(p)]} of a module that is sharded "
-                    "by itself, expected its users in one call; leave that module to an outer call, or pass both in a "
-                    "list"
+                    f"fully_shard: rank {rank} got {path}.{key}, which shares {names[id(p)]} with a module that an "
+                    "earlier call has sharded, expected one call for both; leave that module to an outer call, or pass "
+                    "both in a list"
                 )
 
 
@@ -399,7 +398,7 @@ _known: weakref.WeakKeyDictionary[DataParallelGroup, tuple[Any, ...]] = weakref.
 def _ranks_for(
     comm: Communicator | CommunicatorPair | None, mesh: DeviceMesh | Mesh | None, device: torch.device
 ) -> DataParallelGroup:
-    """Returns the ranks of an earlier call with the same arguments while its modules live, else makes new ones."""
+    """Returns the same object as an earlier call with the same arguments whose modules still exist; else a new one."""
     import torch.distributed as dist
 
     refuse_several("fully_shard", comm=comm, mesh=mesh)

@@ -1,5 +1,5 @@
-"""Hooks that replace only the collectives of stock torch: FSDP2 and DDP stay as they are, but send their bytes through
-a communicator, whatever the backend of their process group.
+"""Hooks that replace only the collectives of torch's own FSDP2 and DDP: these send their bytes through a communicator,
+whatever the backend of their process group.
 
     model = fully_shard(model)                       # or torch.nn.parallel.DistributedDataParallel(model)
     ringcomm.hooks.attach(model)                     # a communicator beside the process group
@@ -50,7 +50,7 @@ def _lent(base: torch.Tensor, unused: list[torch.Tensor]) -> torch.Tensor:
 
 
 class _Work(dist.Work):  # FSDP2 calls only `wait`
-    """Wraps a call of ours in flight as a torch Work."""
+    """Wraps one of our calls in flight as a torch Work."""
 
     def __init__(self, work: Any) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class ReduceScatter(_PooledCommunicator, _fsdp_api.ReduceScatter):
         if kind not in _OPS:
             name = str(kind).rpartition(".")[2]
             raise UnsupportedError(
-                f"reduce_scatter: rank {self.comm.rank} got op {name}, expected SUM, AVG or PREMUL_SUM, which are what "
+                f"reduce_scatter: rank {self.comm.rank} got op {name}, expected SUM, AVG or PREMUL_SUM, the ops that "
                 "FSDP2 uses; call Communicator.reduce_scatter for others"
             )
         if kind != dist.ReduceOp.PREMUL_SUM:
@@ -230,8 +230,8 @@ def _waiter(comm: Communicator) -> ThreadPoolExecutor:
 
 
 def _enqueued(comm: Communicator, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Averages the bucket on a separate stream beside backward's. The future is done at once; streams that wait for
-    it are ordered after the call."""
+    """Averages the bucket on a separate stream, while backward continues. The returned future is done at once; a stream
+    that waits for it is ordered after the call."""
     if comm not in _streams:
         _streams[comm] = torch.cuda.Stream(buffer.device)
     stream = _streams[comm]

@@ -1,9 +1,9 @@
 """Uneven inputs: a rank without more input takes part in the other ranks' collectives, with gradients of zero.
 
 Inside `join`, every forward, backward and step that communicates first gathers one number from each rank: the code of
-what the rank is about to do, or 0 from a rank that has joined. While all ranks have input, nothing else is added. Once
-a rank has joined, every collective is announced in this way, and the joined ranks run the same collective with their
-own data, until all ranks have joined.
+its next action, or 0 from a rank that has joined. While all ranks have input, nothing else is sent. Once a rank has
+joined, every collective is announced in this way, and the joined ranks run the same collective with their own data,
+until all ranks have joined.
 
     rank 0   forward .. backward reduce(g1) reduce(g0) used .. step ..  |  0: all have joined
     rank 1   0 -------> 0 -----> g1         g0         used -> step -->  |  0
@@ -44,9 +44,9 @@ def join(
     with gradients of zero and with its shards, so that all ranks leave together with equal parameters. Gradients that a
     rank has accumulated in ``no_sync`` when it leaves are added to the next reduction. Attached optimizers, and
     those of `ZeroRedundancyOptimizer`, step on every rank, with the hyperparameters of a rank that still has input. Any
-    other optimizer keeps the state that it had, and the parameters are sent once more at the end. A rank may run
-    forward, backward, `ringcomm.clip_grad_norm_` and step of the wrapped model inside, and set gradients to None or to
-    zero; other collectives are not followed by the joined ranks.
+    other optimizer keeps the state that it had on the joined rank, and the parameters are sent once more at the end.
+    Inside the block a rank may run the model's forward and backward, its optimizer's step and
+    `ringcomm.clip_grad_norm_`, and set gradients to None or zero; joined ranks do not take part in other collectives.
 
     Args:
         model: a model wrapped by `ringcomm.shard` (any stage), `fully_shard` or DistributedDataParallel.
@@ -75,7 +75,7 @@ def join(
 def _refuse(flat: ShardedModel) -> None:
     if flat.ranks.joining is not None:
         raise InvalidArgumentError(
-            f"join: rank {flat.ranks.rank} is inside of join for this model already; enter it once"
+            f"join: rank {flat.ranks.rank} is already inside join for this model; enter join once"
         )
     if flat.ranks.replicas is not None:
         raise UnsupportedError(
@@ -104,7 +104,7 @@ def enter(flat: ShardedModel, over_all: bool, throw: bool) -> None:
     """
     _refuse(flat)
     flat.recover()
-    flat.sync.buffers_are_due = True  # so that the first forward pass is announced
+    flat.sync.buffers_are_due = True  # so that the first forward pass communicates, and is announced
     joining = Join(flat.ranks, flat.module, flat.device, over_all, throw, optimizers_of(flat))
     for number, optimizer in joining.replicated.items():
         optimizer.joining = joining, number
@@ -133,7 +133,7 @@ def shadow(flat: ShardedModel) -> None:
         _finish(flat)
 
 
-# ---- what a rank that has joined does --------------------------------------------------------------------------------
+# ---- the actions of a rank that has joined ---------------------------------------------------------------------------
 
 
 def _gather(flat: ShardedModel, which: int, *_: Any) -> None:
@@ -172,7 +172,7 @@ def _zero(flat: ShardedModel, which: int, flag: bool, name: str) -> None:
             bucket.gradient.zero(bucket.names.index(name))
 
 
-# Every message of a forward and a backward pass is announced by itself.
+# A joined rank does nothing for "forward" and "backward", because each message inside them is announced separately.
 _FOLLOW: dict[str, Callable[..., None]] = {
     "buffers": lambda flat, *_: flat.send_buffers(),
     "gather": _gather,
@@ -188,7 +188,7 @@ _FOLLOW: dict[str, Callable[..., None]] = {
 
 
 def _finish(flat: ShardedModel) -> None:
-    """Makes all ranks equal, with the values of the ranks that went on longest."""
+    """Makes all ranks equal: they get the values of the ranks that joined last."""
     gradients = [bucket.gradient for bucket in flat.order]
     for gradient in gradients:
         gradient.reconcile()
@@ -213,8 +213,8 @@ def _send_state(flat: ShardedModel, sharded: ShardedOptimizer) -> None:
 
 
 def _send(flat: ShardedModel, x: torch.Tensor) -> None:
-    """Broadcasts a tensor through the ranks' device, because the step count and offloaded tensors are in host memory,
-    which communicators of other devices do not reach."""
+    """Broadcasts a tensor through a copy on the ranks' device, because the step count and offloaded tensors are in host
+    memory, which the communicator of another device cannot reach."""
     here = x.to(flat.device)
     flat.ranks.broadcast(here)
     if here is not x:

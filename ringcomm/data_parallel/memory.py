@@ -1,7 +1,7 @@
 """Reports and predicts the memory of a model on each rank, at this or another stage or world size, and its traffic.
 
-The prediction is a rehearsal: it runs a step's real buckets, gradients and units on torch's meta device, which has
-shapes and no memory, over a communicator that moves nothing. So the result follows from the layouts and types alone.
+The prediction is a rehearsal: it runs steps with the real classes of buckets, gradients and units on torch's meta
+device, which has shapes but no memory, over a communicator that moves nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ringcomm.modules.precision import MixedPrecision
 from ringcomm.validation import expects, validate_int
 
 _META = torch.device("meta")
-_LENGTHS = (3, 5, 7, 11, 13, 17, 19, 23)  # dimensions of the tiny parameter: all different
+_LENGTHS = (3, 5, 7, 11, 13, 17, 19, 23)  # extents of the tiny parameter, all different to tell dimensions apart
 _OWN = ("state", "param_groups", "defaults", "zero_grad", "step", "add_param_group")
 _STEPS = 2  # from the second step on, parameters are prefetched and the pool has reached its size
 
@@ -59,7 +59,7 @@ class Memory:
         gradients: the gradients that are kept for the optimizer.
         optimizer: the optimizer's state.
         buffers: the module's buffers.
-        transient: memory that reductions and accumulation use during a step, and that stays allocated for the next.
+        transient: memory that reductions and accumulation use during a step; it stays allocated for the next step.
         gathered: at stage 3, the largest size of parameters that were unsharded at the same time.
     """
 
@@ -202,7 +202,7 @@ class Plan:
         self.traffic = self.ranks.traffic
         self.memory = self._memory(optimizers)
 
-    # ---- the same buckets, without memory ---------------------------------------------------------------------------
+    # ---- the model's buckets, on the meta device --------------------------------------------------------------------
 
     def _units_of_sharded(self, flat: ShardedModel) -> list[Unit]:
         units = []
@@ -214,7 +214,7 @@ class Plan:
         return units
 
     def _bucket_again(self, bucket: Bucket) -> Bucket:
-        """Returns a bucket for these ranks: the same parameters, laid out anew."""
+        """Returns a bucket with the same parameters, laid out for the predicted ranks."""
         laid = bucket.layout
         layout = FlatLayout.build(laid.segments, laid.dtype, self.ranks.world_size, laid.atom)
         master = None if bucket.master_device is None else _META
@@ -451,7 +451,7 @@ def _state_of(optimizer: torch.optim.Optimizer, group: int, tiny: Sequence[int],
     twin = object.__new__(type(optimizer))
     twin.__dict__.update({k: v for k, v in vars(optimizer).items() if not k.startswith("_ringcomm") and k not in _OWN})
     for name in [name for name in vars(twin) if name.startswith("_optimizer_")]:
-        delattr(twin, name)  # they are hooks
+        delattr(twin, name)  # removes the copied hooks
     options = {**optimizer.param_groups[group], "params": [param]}
     if options.get("capturable"):
         options["capturable"] = False  # only for GPUs; the state is the same without it
@@ -461,7 +461,7 @@ def _state_of(optimizer: torch.optim.Optimizer, group: int, tiny: Sequence[int],
     return dict(twin.state[param])
 
 
-# ---- ranks that move nothing ---------------------------------------------------------------------------------------
+# ---- a communicator that moves nothing -----------------------------------------------------------------------------
 
 
 class _MetaCommunicator:

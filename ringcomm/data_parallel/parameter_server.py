@@ -35,7 +35,7 @@ STEP, PULL, STATE, LEAVE = range(4)
 """Kinds of a worker's request: an update, which returns the new values; the values; the optimizer's state; to leave."""
 _OK, _ERROR = 0, 1
 _HEAD, _BODY = 0, 1  # tags
-_FOREVER_S = 1e8  # a server waits for its workers' requests as long as they live
+_FOREVER_S = 1e8  # time limit of a server for the next request of a worker that is alive
 _LOOK_S = 0.5  # between two checks for silent workers, while a rank only serves
 GroupOptions = list[dict[str, Any]]
 """The options of an optimizer's groups, such as the learning rate, without the parameters."""
@@ -180,7 +180,8 @@ class Channel:
     def __init__(self, pair: Communicator, rank: int, peer: int) -> None:
         self._pair, self.rank, self.peer = pair, rank, peer
         self._other = 1 - pair.rank
-        # Receives from any rank, which the search for deadlocks leaves out: a server waits while a worker computes.
+        # On one host receives from any rank, because the search for deadlocks ignores such waits: a server waits here
+        # while a worker computes.
         self._source = None if len(pair.hosts) == 1 else self._other
         self.sent_bytes = self.received_bytes = 0
 
@@ -415,7 +416,7 @@ class ArrivalOrder:
 
 @dataclass
 class ServerCounters:
-    """What a server has done so far.
+    """Counts the work of a server.
 
     Attributes:
         updates: the number of updates of the shard, which is also the version of its values.
@@ -483,8 +484,8 @@ class ParameterServer:
     def join(self) -> None:
         """Waits until the other workers have closed or are lost.
 
-        Raises:  CollectiveTimeoutError: one that has not closed has asked for nothing within the time limit. The error
-                 with which this server has failed.
+        Raises:  CollectiveTimeoutError: a worker that has not closed has sent no request within the time limit. The
+                 error with which this server has failed.
         """
         began = time.monotonic()
         for thread in self._threads.values():
@@ -556,15 +557,15 @@ class ParameterServer:
         return 0, b""
 
     def _lose(self, worker: int, error: RingcommError) -> None:
-        """Records that a worker was lost. The others continue without it, unless it also serves: then they get an
-        error."""
+        """Records that a worker was lost. The other workers continue, unless the lost rank also serves: then they get
+        an error."""
         with self._changed:
             ends = worker in self._servers or self._failure is not None or worker not in self._clock
             self.counters.lost.setdefault(worker, str(error))
-        with suppress(RingcommError):  # the optimizer's, in the round that this ends; every later request raises it
+        with suppress(RingcommError):  # the optimizer's error in a round that this ends; later requests raise it
             self.leave(worker)
         if not ends:
-            with suppress(Warning):  # a filter may make it an error, which nobody would catch in this thread
+            with suppress(Warning):  # a filter may turn the warning into an error, which would end this thread
                 warnings.warn(
                     f"AsynchronousDataParallel: the server on rank {self._rank} lost worker {worker}, the others go "
                     f"on without it: {error}",
@@ -581,7 +582,7 @@ class ParameterServer:
         with self._changed:
             return [w for w in self._clock if now - max(since, self._heard[w]) > self._limit_s]
 
-    # ---- what workers ask for --------------------------------------------------------------------------------------
+    # ---- requests of workers ---------------------------------------------------------------------------------------
 
     def push(self, worker: int, base: int, gradient: list[torch.Tensor], options: GroupOptions) -> None:
         """Updates the shard with a worker's gradient.
@@ -622,7 +623,7 @@ class ParameterServer:
                 self._end_round()
             self._changed.notify_all()
 
-    # ---- what its own rank asks for --------------------------------------------------------------------------------
+    # ---- calls of its own rank -------------------------------------------------------------------------------------
 
     def set_values(self, values: Sequence[torch.Tensor]) -> None:
         """Replaces the shard's values."""

@@ -134,8 +134,8 @@ def shard(
         offload: True: the master weights, the optimizer's state and the step are on the host.
         init_fn: initialises, in place, a submodule whose own parameters or buffers are on the meta device; children
             come before their parents. All ranks get rank 0's values. At stage 3 one block and the module's own unit
-            are unsharded at a time. If `ringcomm.parallelize` has split the model, it gets the submodules as they were
-            before. None: ``submodule.reset_parameters()``. False: values are loaded before the first forward pass,
+            are unsharded at a time. If `ringcomm.parallelize` has split the model, ``init_fn`` gets the unsplit
+            submodules. None: ``submodule.reset_parameters()``. False: values are loaded before the first forward pass,
             which raises if some are missing.
     Order:   the mean of a gradient is canonical: its bits depend neither on the stage nor on units and buckets.
     Cost:    each step sends 2 (W-1)/W times the parameters' bytes; stage 3 sends another (W-1)/W.
@@ -357,8 +357,8 @@ def stage_of(module: nn.Module) -> int:
 @eager
 @expects("no_sync", module=MODULE)
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:
-    """Backward passes of a sharded module inside only accumulate on this rank, at every stage; the next one outside
-    reduces the sums. Until then stages 2 and 3 hold unsharded gradients."""
+    """Backward passes of a sharded module inside the block only accumulate on this rank, at every stage; the next one
+    after it reduces the sums. Until then stages 2 and 3 hold unsharded gradients."""
     return wrapped_model(module, "no_sync").sync.no_sync()
 
 
@@ -366,11 +366,11 @@ def no_sync(module: nn.Module) -> AbstractContextManager[None]:
 @expects("whole", module=MODULE)
 @contextmanager
 def whole(module: nn.Module) -> Iterator[None]:
-    """Inside, the parameters of a sharded module, or of a part of it, are ordinary tensors; a collective. Calls of the
-    module inside gather and send nothing, so ranks may evaluate or generate any number of times. Entering sends
-    rank 0's buffers, as the next forward pass would.
+    """Inside the block, the parameters of a sharded module, or of a part of it, are ordinary tensors; a collective.
+    Calls of the module inside gather and send nothing, so ranks may evaluate or generate any number of times. Entering
+    sends rank 0's buffers, as the next forward pass would.
 
-    Writes into the parameters are kept, as they are outside: write the same values on every rank.
+    Writes into the parameters are kept, as outside of the block: write the same values on every rank.
     """
     flat = wrapped_model(module, "whole")
     flat.recover()

@@ -67,7 +67,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         self.comm = comm
-        self._was_unpickled = False  # and has had no ranks since
+        self._was_unpickled = False  # True if the layer was unpickled and has no ranks yet
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state without the ranks, which cannot be pickled: see `_find_ranks`."""
@@ -139,7 +139,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         if any(place_of(p) is not None for each in found for p in each.parameters()):
             raise InvalidArgumentError(
                 f"SyncBatchNorm: rank {comm.rank} got a module that is wrapped already, expected a plain one; convert "
-                "it first and wrap it then"
+                "it before you wrap it"
             )
         return _convert(module, comm.dup()) if found else module
 

@@ -588,11 +588,11 @@ REFUSED = {
     "method": (lambda c, m: by_blocks(c, m).set_gradient_divide_factor(2.0), "set_gradient_divide_factor: rank"),
     "prefetch": (
         lambda c, m: by_blocks(c, m).set_modules_to_forward_prefetch([m.norm]),
-        "LayerNorm, which is not sharded by itself",
+        "LayerNorm, which is not a unit of its own",
     ),
     "ranks": (
         lambda c, m: (fully_shard(m.blocks[0], comm=c.dup()), fully_shard(m, comm=c)),
-        "got other ranks than for a module below",
+        "got other ranks than for a submodule",
     ),
     "copy": (lambda c, m: __import__("copy").deepcopy(by_blocks(c, m)), "copy or pickle: rank . got a Net of stage 3"),
 }

@@ -353,7 +353,7 @@ def test_another_module_over_the_same_ranks_is_refused() -> None:
         one, other = (ringcomm.fully_shard(model, comm=comm) for model in models[comm.rank])
         with join(one):
             loss_of(one, comm.rank, 0).backward()
-            with pytest.raises(UnsupportedError, match=f"rank {comm.rank} is inside of join for another module"):
+            with pytest.raises(UnsupportedError, match=f"rank {comm.rank} is inside join of another module"):
                 loss_of(other, comm.rank, 0)
         loss_of(other, comm.rank, 0).backward()
 
@@ -422,7 +422,7 @@ def test_what_cannot_join_is_refused() -> None:
         with pytest.raises(InvalidArgumentError, match="not wrapped"), join(nn.Linear(2, 2)):
             pass
         model, _ = shard(nn.Linear(2, 2), None, 0, comm)
-        with join(model), pytest.raises(InvalidArgumentError, match="inside of join"), join(model):
+        with join(model), pytest.raises(InvalidArgumentError, match="inside join"), join(model):
             pass
         normed, _ = shard(nn.Sequential(nn.Linear(2, 2), SyncBatchNorm(2)), None, 0, comm)
         with pytest.raises(UnsupportedError, match="SyncBatchNorm 1"), join(normed):

@@ -150,7 +150,7 @@ def test_in_the_place_of_a_process_group_the_error_says_what_to_pass() -> None:
 def test_a_copy_at_stage_3_is_refused_with_how_to_average_weights() -> None:
     def rank(comm: ringcomm.Communicator) -> None:
         model, _ = ringcomm.shard(tower(), None, 3, comm)
-        with pytest.raises(UnsupportedError, match=r"to average weights, .* lerp_ a copy of its state_dict\(\)"):
+        with pytest.raises(UnsupportedError, match=r"to average weights, .* lerp_ a copy of state_dict\(\)"):
             torch.optim.swa_utils.AveragedModel(model)
 
     alone(rank)

@@ -169,7 +169,7 @@ def _in_processes() -> None:
     row = make(rank)
     fully_shard(row, mesh=mesh["shard"])  # one axis of it: rows train apart
     outer = nn.Sequential(row, nn.Linear(2, 2))
-    with pytest.raises(ringcomm.UnsupportedError, match="got other ranks than for a module below"):
+    with pytest.raises(ringcomm.UnsupportedError, match="got other ranks than for a submodule"):
         fully_shard(outer, mesh=mesh)
 
 

@@ -44,11 +44,11 @@ def in_transform() -> bool:
 
 
 def untransformed(function: _F) -> _F:
-    """Makes a function, which moves parameters, run outside of the active transforms of torch.func, which would
-    otherwise intercept its operations."""
+    """Makes a function that moves parameters run outside of the active transforms of torch.func, which would otherwise
+    intercept its operations."""
 
     @functools.wraps(function)
-    def moved(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         if not in_transform():
             return function(*args, **kwargs)
         from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -56,7 +56,7 @@ def untransformed(function: _F) -> _F:
         with temporarily_clear_interpreter_stack():
             return function(*args, **kwargs)
 
-    return cast(_F, moved)
+    return cast(_F, wrapped)
 
 
 def _set_values(params: Sequence[nn.Parameter], values: Sequence[torch.Tensor], classes: Sequence[type]) -> None:
@@ -86,7 +86,7 @@ def with_own_storage(part: torch.Tensor) -> torch.Tensor:
 
 
 class ViewGeometry(NamedTuple):
-    """What makes a tensor a view of an unsharded bucket: all that is needed to make the same view of another buffer."""
+    """The shape, strides and offset of a view of an unsharded bucket, to make the same view of another buffer."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -115,8 +115,8 @@ class ViewGeometry(NamedTuple):
 class ViewData:
     """The values that a stage 3 parameter and its views share.
 
-    `p.data = other` gives the parameter other values: it leaves this object to the views made before, with the old
-    values, and shares a new one with the views made afterwards.
+    `p.data = other` gives the parameter other values. Views made before it keep this object, with the old values; the
+    parameter and its later views share a new object.
 
     Attributes:
         piece: after `p.data = other`, this rank's part of the old values; None: the values are the parameter's.
@@ -134,7 +134,7 @@ class BucketViews:
     """The views of a bucket's parameters at stage 3. They may live longer than the bucket and the model.
 
     Attributes:
-        data: by parameter, what it shares with its views made since the last `p.data = other`.
+        data: for each parameter, the values that it shares with its views made since the last `p.data = other`.
         are_stale: whether the copies of the values may be out of date, because an operation, a step or a forward pass
             may have written the parameters since the copies were last renewed; the same on all ranks.
     """
@@ -161,7 +161,7 @@ class ParamMemory:
         gathering: the all_gather in flight.
         has_own_classes: whether the parameters have their own classes, not ``sharded_class``.
         borrowed: whether a module outside of the unit has read a parameter since the gather.
-        replaced: parameters whose `p.data` was found to be another tensor; they may have another autograd node.
+        replaced: parameters in whose `p.data` the user has put another tensor; their autograd node may have changed.
     """
 
     def __init__(self, params: list[nn.Parameter], sharded_class: type[nn.Parameter]) -> None:
@@ -195,7 +195,7 @@ class ParamMemory:
         dtype = self.buffer.dtype
         with torch.inference_mode(False):
             nothing = torch.full((), math.nan if dtype.is_floating_point else -1).to(dtype).to(self.buffer.device)
-            torch._C._set_throw_on_mutable_data_ptr(nothing)  # a write would be lost
+            torch._C._set_throw_on_mutable_data_ptr(nothing)  # writing raises, because the written values would be lost
             return [nothing.expand(view.shape) for view in self.views]
 
     def is_placeholder(self, x: torch.Tensor) -> bool:
@@ -319,7 +319,7 @@ class Bucket:
             p.data = part
         return values
 
-    # ---- what follows from the rest ---------------------------------------------------------------------------------
+    # ---- derived properties -----------------------------------------------------------------------------------------
 
     @property
     def names(self) -> list[str]:
@@ -395,7 +395,8 @@ class Bucket:
         self._gradient = self._new_gradient() if trained else None
 
     def _new_gradient(self) -> GradBuffer:
-        arrival_sets = self._gradient.local.arrival_sets if self._gradient is not None else []  # our hooks have it
+        # The same list as before, because our hooks fill it.
+        arrival_sets = self._gradient.local.arrival_sets if self._gradient is not None else []
         return GradBuffer(
             self.params,
             self.layout,
@@ -427,8 +428,8 @@ class Bucket:
             p.grad = gradients.get(i)
         self.weight = self.master = self.memory.buffer = torch.empty(0)
         self.memory.views, self.memory.cached_views, self._gradient = [], {}, None
-        self.views.are_stale = True  # for good
-        self.gathered = UnshardedState()  # the model's references this bucket, which would be a reference cycle
+        self.views.are_stale = True  # permanently, since nothing renews the copies any more
+        self.gathered = UnshardedState()  # else a reference cycle: the model's state references this bucket
 
     def thaw(self) -> None:
         """Makes frozen parameters trainable."""
@@ -473,7 +474,7 @@ class Bucket:
 
     @contextmanager
     def _undone_by_errors(self) -> Iterator[None]:
-        """Wraps a gather: if it raises, the parameters are sharded again as before."""
+        """Wraps a gather: if the gather raises, shards the parameters again."""
         try:
             yield
         except BaseException as error:
@@ -503,7 +504,7 @@ class Bucket:
                     self._keep_writes("forward")
                 if memory.is_seen:
                     self.gathered.by_memory.pop(memory.buffer.untyped_storage()._cdata, None)
-                    with torch.inference_mode(False):  # training uses the new buffer, too
+                    with torch.inference_mode(False):  # an inference tensor could not be used in training
                         memory.move(torch.empty_like(memory.buffer), self.layout)
                     self.gathered.by_memory[memory.buffer.untyped_storage()._cdata] = self
                 memory.free()
@@ -522,9 +523,9 @@ class Bucket:
             self.weight.copy_(self.master, non_blocking=True)
         if self.stage in (1, 2) and self.ranks.world_size > 1:
             return self.ranks.all_gather(self.weight, self.unsharded)
-        again = self.stage == LAST_STAGE and self.is_unsharded and self.gathered.holders > 0
+        inside_whole = self.stage == LAST_STAGE and self.is_unsharded and self.gathered.holders > 0
         self.release(keep=False)  # stage 3: parameters gathered before have the old values
-        if again:
+        if inside_whole:
             self.start_gather()
             self.finish_gather()
         return DONE
@@ -539,8 +540,7 @@ class Bucket:
         return self.layout.piece(owned, self.start, i)[0]
 
     def load(self, i: int, values: torch.Tensor) -> None:
-        """Writes this rank's part of a parameter's new values, which is to be followed by
-        `sync_params_from_master`."""
+        """Writes this rank's part of a parameter's new values. The caller then calls `sync_params_from_master`."""
         self._write(self.master, i, values)
 
     # ---- what users write into the parameters ---------------------------------------------------------------------
@@ -554,8 +554,8 @@ class Bucket:
 
     @untransformed
     def renew_copies(self) -> None:
-        """Stage 3: called when all ranks have gathered the parameters. Renews the copies of the values in which the
-        views are, if they are stale."""
+        """Stage 3: called once all ranks have gathered the parameters. If the copies of the values, in whose memory the
+        views are, are stale, renews them."""
         if self.views.are_stale:
             self.views.are_stale = False
             for i, data in self.views.data.items():
@@ -575,9 +575,9 @@ class Bucket:
         piece.copy_(self.layout.segments[i].flatten(values.detach())[start : start + piece.numel()])
 
     def find_replaced_data(self, call: str) -> list[int]:
-        """Returns the parameters whose `p.data` was replaced by another tensor, while the parameters are unsharded. The
-        forward pass uses that tensor. Nothing is copied before a step, because users put averaged weights in and take
-        them out again; only a tensor in the parameter's own memory, such as its transpose, gets other memory at once.
+        """Returns the parameters in whose `p.data` the user has put another tensor while they are unsharded. The
+        forward pass uses that tensor. It is not copied to the weights before a step, because users put averaged weights
+        in and take them out again. A tensor in the parameter's own memory, such as its transpose, gets other memory.
 
         Raises: InvalidArgumentError: a tensor of another shape or type, or on another device.
         """
@@ -597,7 +597,7 @@ class Bucket:
                     "is wrapped, or take it out with ringcomm.unshard, change it and wrap it again"
                 )
             with torch._C.DisableTorchFunctionSubclass():
-                if p.data_ptr() == view.data_ptr():  # it would change while it is copied into the view
+                if p.data_ptr() == view.data_ptr():  # copying it into the view would overwrite it half-way
                     p.data = p.detach().clone()
             found.append(i)
         self.memory.replaced.update(found)
@@ -614,8 +614,8 @@ class Bucket:
             self.master.copy_(master)
 
     def written_master(self, call: str) -> torch.Tensor:
-        """Returns the master weights that `adopt_writes` would make, for a checkpoint. It changes nothing, because
-        tensors that replace `p.data` may be taken out again."""
+        """Returns the master weights that `adopt_writes` would make, for a checkpoint. It adopts nothing, because users
+        may take a tensor out of `p.data` again."""
         replaced = self._take_writes(call)
         weight = self.weight.clone() if replaced else self.weight
         for i in replaced:
@@ -623,7 +623,7 @@ class Bucket:
         return self._updated_master(weight)
 
     def _keep_writes(self, call: str) -> list[int]:
-        """Like `_take_writes`, and also keeps the tensors that replaced `p.data`."""
+        """Like `_take_writes`, but also keeps this rank's part of each tensor that the user has put in `p.data`."""
         replaced = self._take_writes(call)
         for i in replaced:
             if self.stage == LAST_STAGE:
@@ -637,7 +637,7 @@ class Bucket:
             return self.params[i].detach()
 
     def _take_writes(self, call: str) -> list[int]:
-        """Keeps this rank's part of what was written in place; returns the parameters whose `p.data` was replaced."""
+        """Keeps this rank's part of in-place writes; returns the parameters whose `p.data` was replaced."""
         if not self.is_unsharded:
             return []
         if self.stage == LAST_STAGE:
@@ -676,8 +676,8 @@ class Bucket:
 
 
 def adopt_writes(buckets: Collection[Bucket], call: str) -> None:
-    """`Bucket.adopt_writes` for several buckets. Users may have exchanged the data of the model's parameters, as in
-    ``a.data, b.data = b.data, a.data``; such data is copied before its bucket takes other values."""
+    """`Bucket.adopt_writes` for several buckets. If the user has swapped data, as in ``a.data, b.data = b.data,
+    a.data``, copies it first, because adopting one parameter would overwrite the other's data."""
     by_memory = {key: bucket for each in buckets for key, bucket in each.gathered.by_memory.items()}
     known = dict.fromkeys([*buckets, *by_memory.values()])
     moved = [bucket.params[i] for bucket in known if bucket.is_unsharded for i in bucket.find_replaced_data(call)]

@@ -31,7 +31,7 @@ from ringcomm.data_parallel.buckets.sharded_gradient import ShardedGradient
 from ringcomm.errors import InvalidArgumentError, RingcommError, UnsupportedError
 from ringcomm.modules.precision import Types
 
-# The reference count of an object that only a list holds, counted inside such a map.
+# The reference count of an object that only a list holds, as `map(sys.getrefcount, ...)` counts it.
 _OWN_REFERENCES = next(map(sys.getrefcount, [object()]))
 _grad_of = operator.attrgetter("grad")
 _requires_grad = operator.attrgetter("requires_grad")
@@ -39,7 +39,7 @@ _layout_of = operator.attrgetter("layout")
 
 
 def _same(gradient: GradBuffer | None) -> GradBuffer | None:
-    """Returns its argument; a partial of it takes the place of a weak reference, and keeps the gradient alive."""
+    """Returns its argument. A partial of it is called like a weak reference, but keeps the gradient alive."""
     return gradient
 
 
@@ -127,18 +127,18 @@ class LocalSums:
         _give_back(self.ranks, after)
         return before
 
-    # Partial passes: each parameter has a tree of its own; all trees share the same buffers.
+    # Partial passes: each parameter has its own tree; all trees share the same buffers.
 
-    def is_level(self, given: int, leaf: int | None) -> bool:
-        """Whether a pass that left gradients of ``given`` parameters adds the next leaf to the tree of every parameter,
-        so that all can be added as one buffer."""
+    def adds_to_all(self, given: int, leaf: int | None) -> bool:
+        """Whether a pass that left gradients of ``given`` parameters adds the next leaf to every parameter's tree, so
+        that the gradients can be added as one buffer."""
         expected = self.counts[0] if leaf is None else self.base + leaf
         return given == len(self.counts) and all(count == expected for count in self.counts)
 
     def add_leaves(
         self, fresh: Sequence[tuple[int, torch.Tensor]], leaf: int | None, new: Callable[[], torch.Tensor]
     ) -> None:
-        """Adds the gradients of some parameters, each as the leaf of this index of its tree; None: its next leaf.
+        """Adds gradients to their parameters' trees, as the leaf of index ``leaf``; None: the next leaf of each tree.
 
         Args:
             new: returns memory for another level.
@@ -153,8 +153,8 @@ class LocalSums:
         self.base = max(self.counts)
 
     def end_step(self, leaves: int, new: Callable[[], torch.Tensor]) -> None:
-        """Ends a pipeline step of ``leaves`` micro-batches: parameters without a gradient in the last ones get zeros
-        there."""
+        """Ends a pipeline step of ``leaves`` micro-batches: adds zeros for parameters that had no gradient in the last
+        micro-batches."""
         if self.tree and self.held:
             for i in range(len(self.counts)):
                 self._advance(i, self.base + leaves, new)
@@ -190,7 +190,7 @@ class LocalSums:
 
 
 def _give_back(ranks: DataParallelGroup, *lent: torch.Tensor | None) -> None:
-    """Returns to the pool those of the buffers that were taken from it. A buffer may be named more than once."""
+    """Returns buffers to the pool, except buffers that were not taken from it. The same buffer may be passed twice."""
     for tensor in {id(each): each for each in lent}.values():
         if tensor is not None and hasattr(tensor, "own") and tensor.own.pool is not None:
             ranks.give(tensor)
@@ -261,16 +261,16 @@ class GradBuffer:
         self.buffer.own = OwnMemory(uses(self.buffer), address=buffer.data_ptr())
 
     def _update_addresses(self) -> None:
-        """Corrects the means' addresses after `share_memory_` of a mean, or sending it to another process, has moved
-        the whole buffer."""
+        """Corrects the recorded addresses of the means if the whole buffer has moved, because a mean was sent to
+        another process or put in shared memory with `share_memory_`."""
         distance = self.buffer.data_ptr() - self.buffer.own.address
         if distance:
             self.buffer.own.address += distance
             self.means[1][:] = [address and address + distance for address in self.means[1]]
 
     def _replace_kept_buffer(self) -> None:
-        """Switches to new memory if users still see the old one through slices of gradients or through what autograd
-        saved."""
+        """Switches to new memory if the user can still see the old memory, through a slice of a gradient or a tensor
+        that autograd has saved."""
         self._update_addresses()
         means, addresses = self.means
         own = [*map(operator.eq, map(torch.Tensor.data_ptr, means), addresses)]
@@ -317,7 +317,7 @@ class GradBuffer:
 
     @cached_property
     def exposes_sharded(self) -> bool:
-        """Whether `p.grad` is a `ShardedGradient` after a reduction: the mean is sharded, or is not in the type that
+        """Whether `p.grad` is a `ShardedGradient` after a reduction, because the mean is sharded, has another type than
         `p.grad` must have, or the model is split over ranks."""
         return self.stage > 0 or not self.has_one_type or self.ranks.cuts_model
 
@@ -354,9 +354,9 @@ class GradBuffer:
         """Adds the gradients of a finished backward pass to the local sums.
 
         Args:
-            apart: whether the pass is only a part of one, such as a pipeline stage's: parameters without a gradient
-                here get theirs in another part.
-            leaf: with ``apart``, the index of the micro-batch in the step; None: each parameter's next.
+            apart: whether this is only a part of a backward pass, such as a pipeline stage's: parameters without a
+                gradient here get one in another part.
+            leaf: with ``apart``, the index of the micro-batch in the step; None: each parameter's next leaf.
         """
         params = self.params
         with torch._C.DisableTorchFunctionSubclass():
@@ -367,13 +367,14 @@ class GradBuffer:
         local = self.local
         if len(local.contributed) < len(params):  # after `p.set_` a gradient arrives without its hook being called
             local.contributed.update(i for i, _ in fresh)
-        if local.tree and apart and not local.is_level(len(fresh), leaf):
+        if local.tree and apart and not local.adds_to_all(len(fresh), leaf):
             local.add_leaves(fresh, leaf, self._new_buffer)
         elif local.tree or not self.has_local:
             local.push(self._packed(fresh))
         else:
             sums = local.level(0)
-            in_place = self.has_one_type  # autograd has added to the sums; with create_graph, in its own memory
+            # Autograd has added these gradients to the sums already; with create_graph it used memory of its own.
+            in_place = self.has_one_type
             for i, grad in fresh:
                 part = self.layout.part(sums, i)
                 part.copy_(grad) if in_place else part.add_(grad)
@@ -388,7 +389,7 @@ class GradBuffer:
     def _fresh(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[int, torch.Tensor]]:
         """Returns the gradients left by autograd that are not in the local sums yet."""
         views = self.local.views
-        if views is None and {*map(type, grads)} == {torch.Tensor}:  # the common case, with few Python operations
+        if views is None and {*map(type, grads)} == {torch.Tensor}:  # a fast path for the common case
             given: list[torch.Tensor] = [*grads]
             if not any(map(_requires_grad, given)) and {*map(_layout_of, given)} == {torch.strided}:
                 return [*enumerate(given)]
@@ -465,7 +466,7 @@ class GradBuffer:
                 means[i].data = means[i].clone()
                 means[i] = self._new_mean(i)
         kept: GradBuffer | None = None
-        # They are in `p.grad` only with `exposes_sharded` or `tree`.
+        # ShardedGradients are in `p.grad` only with `exposes_sharded` or `tree`.
         for i in _referenced_elsewhere(self.sharded_grads) if self.exposes_sharded or self.local.tree else ():
             if i not in forgotten:
                 continue
@@ -500,14 +501,14 @@ class GradBuffer:
         """Takes over tensors that the user assigned to `p.grad`; discards gradients that were set to None.
 
         Args:
-            own: whether to treat the tensor as this rank's own sum, to which backward adds, if there is neither a mean
-                nor a sum.
+            own: if there is neither a mean nor a sum yet, treat the tensors as this rank's own sums, to which backward
+                adds.
         """
         with torch._C.DisableTorchFunctionSubclass():
             grads = [*map(_grad_of, self.params)]
             if self._unchanged(grads):
                 return
-            if {*map(type, grads)} == {type(None)}:  # the common case, with few Python operations
+            if {*map(type, grads)} == {type(None)}:  # after zero_grad(); fast, because it is common
                 return self.drop()
             self.reconcile()
             if self.is_open:
@@ -527,10 +528,10 @@ class GradBuffer:
                 self._adopt(i, grad, call)
 
     def sums_were_replaced(self, sums: Collection[int]) -> bool:
-        """Whether the user has assigned other gradients in the place of all sums, none of which was reduced.
+        """Whether the user has replaced all sums, before they were reduced, by other gradients.
 
         Args:
-            sums: the storages of all buckets' sums; a gradient in one of them is this rank's own, whoever has it.
+            sums: the storages of all buckets' sums. A gradient in one of them is a sum, of whatever parameter.
         """
         if self.has_reduced or self.is_open or not self.has_local:
             return False
@@ -585,9 +586,8 @@ class GradBuffer:
     # ---- reading and writing ----------------------------------------------------------------------------------------
 
     def changed(self) -> None:
-        """Marks the mean as changed, so that the cached gathered gradient and copies on the host are made again when
-        needed."""
-        # torch does not count changes made inside __torch_dispatch__.
+        """Marks the mean as changed, so that the cached gathered gradient and host copies become invalid."""
+        # Done here, because torch does not count changes made inside __torch_dispatch__.
         torch.autograd.graph.increment_version(self.reduced)
         if self.ranks.read is not None and self.ranks.read[0] is self:
             self.ranks.read = None
@@ -621,9 +621,9 @@ class GradBuffer:
             parts = self.local.parts_of(i)
             if len(parts) > 1:
                 raise InvalidArgumentError(
-                    f"grad: rank {self.ranks.rank} got a change of the gradient of {self._name(i)}, which is a "
-                    f"tree of {len(parts)} sums that were not reduced, expected a reduced one; change it after the "
-                    "last backward"
+                    f"grad: rank {self.ranks.rank} got a change of the gradient of {self._name(i)}, which still "
+                    f"consists of {len(parts)} partial sums, expected a reduced gradient; change it after the last "
+                    "backward"
                 )
             return self.layout.segments[i].in_memory_order(parts[0]).view(-1), 0
         return self._own_piece(i)
@@ -633,7 +633,7 @@ class GradBuffer:
         return self.layout.piece(self.reduced, self.layout.owned_range(self.ranks.rank, self.stage)[0], i)
 
     def zero(self, i: int) -> None:
-        """Sets a parameter's gradient to zero; inside `join` a mean on the ranks that have joined, too."""
+        """Sets a parameter's gradient to zero; inside `join`, if it is a mean, also on the ranks that have joined."""
         if i in self.with_mean:
             self.ranks.announce("zero", more=self._name(i))
         self._zero(i)
@@ -662,14 +662,14 @@ class GradBuffer:
             joining = self.ranks.joining
             if joining is not None and joining.some_have_joined and self.stage > 0:
                 raise UnsupportedError(
-                    f"grad: rank {self.ranks.rank} used the gradient of {self._name(i)} inside of join, where ranks "
-                    "that have joined cannot take part, expected no use there; use ringcomm.clip_grad_norm_"
+                    f"grad: rank {self.ranks.rank} read the gradient of {self._name(i)} inside join, where ranks that "
+                    "have joined cannot take part in the gather; use ringcomm.clip_grad_norm_, or read it after join"
                 )
             return False
         if self.has_local and i in self.local.contributed and not self.is_open:
             return True
         raise InvalidArgumentError(
-            f"grad: rank {self.ranks.rank} got the gradient of {self._name(i)}, which is forgotten or not "
+            f"grad: rank {self.ranks.rank} got the gradient of {self._name(i)}, which was discarded or is not "
             "complete, expected one that backward has left; read p.grad after backward"
         )
 
@@ -679,14 +679,14 @@ class GradBuffer:
         """Starts the reduction of the local sums; a rank without sums sends zeros.
 
         Args:
-            hook: starts it in place of the communicator, and makes the mean; see comm_hook.py.
+            hook: starts the reduction instead of the communicator, and computes the mean; see comm_hook.py.
         """
         local = self.local.fold()
         if local is None:
             local = self._new_buffer()
             local.zero_()
         self.local.levels = [local]
-        if self.local.views is not None:  # the local sums will be overwritten, so no view of them may remain in p.grad
+        if self.local.views is not None:  # the reduction overwrites the sums, so p.grad must not view them
             self.local.views, self.exposed = None, [None] * len(self.exposed)
             with torch._C.DisableTorchFunctionSubclass():
                 for p in self.params:
@@ -797,8 +797,8 @@ class GradBuffer:
 
 
 def adopt_user_grads(gradients: Collection[GradBuffer], call: str) -> None:
-    """`GradBuffer.adopt_user_grads` for several buckets, before a step. If a bucket's local sums were all replaced, the
-    tensors in their place are the means, which the ranks compare.
+    """`GradBuffer.adopt_user_grads` for several buckets, before a step. If the user has replaced all local sums of a
+    bucket, the new tensors are taken as means, and the ranks check that they have the same ones.
 
     Raises: MismatchError: the ranks have different means.
     """
@@ -823,8 +823,8 @@ def _is_sum(grad: torch.Tensor, sums: Collection[int]) -> bool:
 
 
 def copy_exchanged_grads(gradients: Collection[GradBuffer]) -> None:
-    """Copies gradients that users have assigned to other parameters, as in ``a.grad, b.grad = b.grad, a.grad``, before
-    their buckets take other values."""
+    """Copies gradients that the user has assigned to other parameters, as in ``a.grad, b.grad = b.grad, a.grad``,
+    because adopting one of them would overwrite the other."""
     if all(each.is_empty for each in gradients):
         return
     with torch._C.DisableTorchFunctionSubclass():
@@ -848,11 +848,11 @@ def copy_exchanged_grads(gradients: Collection[GradBuffer]) -> None:
 
 
 def sync_grads_from_root(gradients: Sequence[GradBuffer], values: bool = False) -> None:
-    """Inside `join`, once a rank has joined: discards, on the ranks that have joined, the gradients that a rank with
-    input has discarded; a collective.
+    """Inside `join`, once a rank has joined: makes ranks that have joined discard the gradients that a rank with input
+    has discarded; a collective.
 
     Args:
-        values: whether, at stage 0, to copy that rank's gradients too, which a program changes without a message.
+        values: whether, at stage 0, to copy that rank's gradients, too, since a program changes them without a message.
     """
     joining = gradients[0].ranks.joining if gradients else None
     if joining is None or not joining.some_have_joined:

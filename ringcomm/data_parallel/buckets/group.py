@@ -25,7 +25,7 @@ from ringcomm.errors import DeviceError, InvalidArgumentError, MismatchError, Ra
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-# What a rank inside `join` may be about to do; the kinds in PHASES are announced even while all ranks have input.
+# The actions that a rank announces inside `join`; actions in PHASES are announced even while all ranks have input.
 KINDS = ("forward", "backward", "buffers", "gather", "reduce", "used", "step", "clip", "zero")
 PHASES = ("forward", "backward", "step", "clip", "zero")
 SENDS_MORE = ("step", "clip", "zero")  # kinds that are followed by a message with details
@@ -44,9 +44,9 @@ class OwnMemory:
 
     Attributes:
         uses: how many of ringcomm's tensors share its memory; see `uses`.
-        pool: the pool's memory of which a lent buffer is a view; None: it is not lent.
-        address: its address when those of its parts were recorded.
-        parts: by the `GradBuffer` that fills it, every parameter's part of it, and the padding.
+        pool: the pool's memory of which a lent buffer is a view; None: the buffer is not lent.
+        address: the buffer's address at the time when the addresses of its parts were recorded.
+        parts: by the `GradBuffer` that fills the buffer, every parameter's part of it, and the padding.
     """
 
     uses: int
@@ -58,8 +58,8 @@ class OwnMemory:
 
 
 def unversioned(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """Inside the block, a collective that writes to ``x`` does not count as a change of it: autograd would refuse a
-    backward pass for which the layer gathers the same parameters again."""
+    """Inside the block, a collective that writes to ``x`` does not raise its version. Otherwise autograd would refuse a
+    backward pass, although the collective has written the same parameters again."""
     return nullcontext() if x.is_inference() else torch.autograd._unsafe_preserve_version_counter(x)
 
 
@@ -75,7 +75,8 @@ _COLLECTIVES = {  # by stage, for the note added to an error
     "gradient",
 }
 DONE = SimpleNamespace(wait=lambda: None)  # the handle of a collective that has already completed
-_alone: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()  # by default group
+# For each default group, a process group with only this rank.
+_alone: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 # The smallest number of cores of any rank.
 _cores: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
 
@@ -101,10 +102,10 @@ class DataParallelGroup:
         self._free: list[torch.Tensor] = []
         self._lent: dict[int, dict[tuple[int, torch.dtype], torch.Tensor]] = {}  # the views of each buffer, by its id
         self.pool_nbytes = 0
-        self.order = 0  # checksum of the gathers so far; if it differs between ranks, they mix up parameters
+        self.order = 0  # checksum of the gathers so far; ranks with different orders would mix up parameters
         self.gathered_nbytes = self.gathered_peak_nbytes = 0  # unsharded parameters at stage 3, now and at most
         self.joining: Join | None = None
-        # Who owns the gradient that was gathered last, and its values: one bucket's are unsharded at a time.
+        # (owner, values) of the gradient that was gathered last; only one bucket's gradient is kept unsharded.
         self.read: tuple[object, torch.Tensor] | None = None
         ranks_here = comm.world_size if mesh is None else mesh.comm.world_size
         self.background = comm.engine != "cpu" or self._least_cores() >= 2 * ranks_here
@@ -146,7 +147,7 @@ class DataParallelGroup:
         least = []
         for comm in (self.comm, self.replicas):
             if comm is not None:
-                # Asked once per communicator, because ranks differ in which other models still live.
+                # Once per communicator, not per living model: garbage collection would make the ranks differ.
                 if comm not in _cores:
                     cores = torch.tensor([len(os.sched_getaffinity(0))])
                     comm.all_reduce(cores, "min")
@@ -181,7 +182,7 @@ class DataParallelGroup:
                 largest = max(small, key=torch.Tensor.numel)
                 self._free = [each for each in self._free if each is not largest]
                 self.pool_nbytes -= largest.numel()
-                self._lent.pop(id(largest), None)  # new memory in place of memory that users see has no entry yet
+                self._lent.pop(id(largest), None)  # no entry if `give` has just put new memory into the pool
             raw = self.empty(nbytes, torch.uint8, device)
             self.pool_nbytes += nbytes
         known = self._lent.setdefault(id(raw), {})
@@ -277,16 +278,16 @@ class DataParallelGroup:
         """Starts to gather every rank's shard.
 
         Args:
-            mark: what is gathered, as a number: an error on every rank if the ranks differ in it, except over a
-                process group.
+            mark: a number for the gathered data. If the ranks pass different marks, every rank gets an error, except
+                over a process group.
         """
         self.count("all_gather", unsharded.nbytes)
         with unversioned(unsharded), self.on_side_stream(shard):
             return self._started(self.comm._all_gather(shard, out=unsharded, async_op=self.background, mark=mark))
 
     def on_side_stream(self, x: torch.Tensor) -> AbstractContextManager[Any]:
-        """Inside the block, collectives of ``x`` run on the layer's own stream of a GPU, if they are to run beside the
-        computation: after the work that is now on the current stream. To wait for them orders the current stream."""
+        """Inside the block, collectives of ``x`` that are to overlap with the computation run on a separate stream,
+        after the work that is now on the current stream. Waiting for them orders the current stream after them."""
         if not self.background or not x.is_cuda or not self.comm.lends_memory:
             return nullcontext()
         if x.device not in self._streams:
@@ -296,8 +297,8 @@ class DataParallelGroup:
         return torch.cuda.stream(stream)
 
     def wait_for_side_streams(self) -> None:
-        """Orders later work on the current streams after all collectives on side streams: after an error, before memory
-        that they may still write is used again."""
+        """Orders later work on the current streams after all collectives on side streams. It is called after an error,
+        before memory to which they may still write is used again."""
         for device, stream in self._streams.items():
             with suppress(RuntimeError):  # after an error of the device nothing runs there
                 torch.cuda.current_stream(device).wait_stream(stream)
@@ -307,7 +308,7 @@ class DataParallelGroup:
 
     @contextmanager
     def explaining(self, stage: int) -> Iterator[None]:
-        """Adds to errors of the collectives inside what users most often do to cause them at a stage."""
+        """Adds to errors of the collectives in the block a note about the most frequent cause at this stage."""
         try:
             yield
         except (MismatchError, RankLostError) as error:
@@ -324,15 +325,15 @@ class DataParallelGroup:
             raise
 
     def barrier(self) -> None:
-        """Checks that all ranks start a gather that is not part of a step. A rank that does so alone gets an error,
-        and not the data of another rank's next gather. The mark tells it from barriers of the program."""
+        """Checks that all ranks start a gather that is not part of a step. A rank that starts one alone gets an error
+        instead of the data of another rank's next gather. The mark distinguishes this barrier from the program's."""
         self.comm._barrier(mark=1)
 
     def average_replicas(self, x: torch.Tensor) -> None:
         """Averages over the ranks that hold the same shard, in place."""
         if self.replicas is not None:
             self.count("replicas all_reduce", x.nbytes)
-            with unversioned(x), self.on_side_stream(x):  # in one order with the other collectives of the layer
+            with unversioned(x), self.on_side_stream(x):  # in order with the other collectives on the side stream
                 work = self.replicas.all_reduce(x, "avg", async_op=self.background)
             self._started(work).wait()
 
@@ -388,8 +389,8 @@ class Join:
         device: the device of the ranks' messages.
         over_all: whether gradients are averaged over all ranks, not only over those that still have input.
         throw: whether to raise as soon as a rank has no more input.
-        replicated: the optimizers that are not attached and step on every rank all the same, those of
-            `ZeroRedundancyOptimizer`, by their numbers, which are the same on all ranks.
+        replicated: by number, the optimizers of `ZeroRedundancyOptimizer`: they are not attached to the model, but step
+            on every rank. The numbers are the same on all ranks.
     """
 
     def __init__(
@@ -427,7 +428,7 @@ class Join:
         """
         if self.shadowing:
             return
-        # All gradients are set to zero one after another; while all ranks have input, the first announces the others.
+        # zero_grad() zeroes gradients one by one; while all ranks have input, only the first of them is announced.
         if not self.some_have_joined and (kind not in PHASES or kind == self._last == "zero"):
             return
         self._last = kind
@@ -499,8 +500,8 @@ def refuse_several(call: str, **given: Any) -> None:
 
 
 def ranks_of_mesh(mesh: Any, call: str, device: torch.device, shared: bool = False) -> DataParallelGroup:
-    """Returns the ranks of a mesh of ours, by the names of its axes; or of a DeviceMesh: one axis shards; of two axes,
-    the first replicates and the second shards, over a `shared_communicator` or over new ones.
+    """Returns the ranks of our mesh, by the names of its axes; or of a DeviceMesh, whose only axis shards, or whose two
+    axes replicate and shard. With ``shared`` a DeviceMesh gets a `shared_communicator` instead of a new one.
 
     Raises:  InvalidArgumentError: ranks have, or may have, different parts of a model along one of the axes.
     """

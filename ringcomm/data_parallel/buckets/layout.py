@@ -25,7 +25,7 @@ ALIGN_BYTES = 128
 boundary. The optimizer's bits then do not depend on where the boundaries are."""
 
 Atom = str | int
-"""The unit that a shard boundary must not split: "element", "row", "tensor", or a number of elements."""
+"""The smallest unit of a parameter that stays in one shard: "element", "row", "tensor", or a number of elements."""
 
 _unflatten = torch._C._nn.unflatten_dense_tensors  # views of consecutive parts of a tensor, in given shapes
 
@@ -64,7 +64,7 @@ class Segment:
         return values.permute(self.dim_order) if self.dim_order else values
 
     def flatten(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns values of this shape in the order of the buffer; those that are flat already, as they are."""
+        """Returns values of this shape flat, in the order of the buffer; flat values are returned as they are."""
         return (values if values.dim() == 1 else self.in_memory_order(values)).reshape(-1)
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
@@ -93,8 +93,8 @@ class Segment:
 class FlatLayout:
     """Segments of one element type, in order, and the shards of ``shard_numel`` elements, one for each rank.
 
-    Lengths and offsets are in elements. Gaps between segments and the end of the last shard are padding. ``atom``: what
-    the shard boundaries do not split.
+    Lengths and offsets are in elements. The gaps between segments and the rest of the last shard are padding. ``atom``:
+    the unit that shard boundaries do not split.
     """
 
     segments: tuple[Segment, ...]
@@ -296,7 +296,8 @@ def _place(sizes: list[int], atoms: list[int], align: int, world_size: int) -> t
         return low, found
     best, at = high, _offsets(sizes, atoms, align, world_size, high)
     assert at is not None  # a single shard holds everything
-    while low + align < best:  # fitting is not quite monotone in the length, but any length that fits is valid
+    # A binary search. A longer shard may fit worse than a shorter one, so the result need not be the shortest.
+    while low + align < best:
         middle = up((low + best) // 2, align)
         if middle >= best:
             break
@@ -306,7 +307,7 @@ def _place(sizes: list[int], atoms: list[int], align: int, world_size: int) -> t
         else:
             best, at = middle, found
     for atom in {each for each, size in zip(atoms, sizes, strict=True) if each < size}:
-        shard = up(low, math.lcm(align, atom))  # a segment that spans several shards needs shards of whole atoms
+        shard = up(low, math.lcm(align, atom))  # if a segment spans several shards, shards must hold whole atoms
         found = _offsets(sizes, atoms, align, world_size, shard) if shard < best else None
         if found is not None:
             best, at = shard, found

@@ -10,7 +10,7 @@ from ringcomm.data_parallel.buckets.bucket import Bucket
 
 
 def _version(bucket: Bucket) -> tuple[int, int]:
-    """Returns the version of the reduced gradient and of its memory, which may change."""
+    """Returns the address and the version of the reduced gradient, both of which may change."""
     reduced = bucket.gradient.reduced
     return reduced.data_ptr(), reduced._version
 
@@ -36,7 +36,7 @@ class HostGradients:
         }
 
     def start_copy(self, bucket: Bucket) -> None:
-        """Starts to copy a bucket's reduced gradient, if later changes of it can be noticed."""
+        """Starts to copy a bucket's reduced gradient, unless later changes of the gradient would go unnoticed."""
         if bucket in self._copies and bucket.gradient.exposes_sharded:
             self._fetch(bucket)
 
@@ -56,8 +56,8 @@ class HostGradients:
         self._versions[bucket] = _version(bucket)
 
     def refresh(self) -> None:
-        """Copies the gradients that changed since. At stage 0 it copies all of them, because there `p.grad` is an
-        ordinary tensor, and writes into `p.grad.data` cannot be noticed."""
+        """Copies the gradients that have changed since the last copy. At stage 0 it copies all, because `p.grad` is an
+        ordinary tensor there, and writes into `p.grad.data` go unnoticed."""
         for bucket in self._copies:
             gradient = bucket.gradient
             changed = self._versions.get(bucket) != _version(bucket)

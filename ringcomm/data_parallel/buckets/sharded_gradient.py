@@ -1,5 +1,5 @@
-"""`p.grad` of a parameter whose gradient is sharded: a tensor subclass that behaves like an ordinary gradient. What a
-rank does with it, and what is sent:
+"""`p.grad` of a parameter whose gradient is sharded: a tensor subclass that behaves like an ordinary gradient. How
+operations on it run:
 
     p.grad.mul_(0.5)                element-wise and in place: each rank works on its part, nothing is sent
     p.grad.norm(), p.grad * 2       everything else: the ranks gather the gradient, and the operation sees all of it
@@ -67,8 +67,8 @@ class ShardedGradient(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     _name: str
-    # A weak reference, because Python's garbage collector does not see what p.grad references; strong for a dropped
-    # gradient.
+    # A weak reference, because the garbage collector does not see the references of p.grad, so a strong one would leak.
+    # A gradient that was dropped keeps its values by a strong one.
     _owner: Callable[[], GradOwner | None]
     _index: int
     _views: tuple[Callable[[torch.Tensor], torch.Tensor], ...]  # map the unsharded gradient to this view
@@ -90,7 +90,7 @@ class ShardedGradient(torch.Tensor):
             dtype=like.dtype,
             device=device,
         )
-        torch._C._set_throw_on_mutable_data_ptr(made)  # torch does not check for memory everywhere
+        torch._C._set_throw_on_mutable_data_ptr(made)  # some of torch's operations do not check for missing memory
         made._name, made._owner, made._index, made._views = what
         return made
 
@@ -135,7 +135,7 @@ class ShardedGradient(torch.Tensor):
             return _change(func, args, kwargs)
         return func(*_read(args), **_read(kwargs))
 
-    # ---- what it stands for ---------------------------------------------------------------------------------------
+    # ---- reading --------------------------------------------------------------------------------------------------
 
     @property
     def _dtype_of_base(self) -> torch.dtype:
@@ -162,7 +162,7 @@ class ShardedGradient(torch.Tensor):
         numel = self._home.params[self._index].numel() * self._dtype_of_base.itemsize // self.itemsize
         base = torch.empty(numel, dtype=self.dtype, device="meta")
         found = func(base.as_strided(self.shape, self.stride(), self.storage_offset()), *args, **kwargs)
-        if name == "as_strided":  # its offset counts from the start of the memory, which is another one at every read
+        if name == "as_strided":  # its offset counts from the start of the memory, and each read has other memory
             shape, stride, shift = found.shape, found.stride(), found.storage_offset() - self.storage_offset()
             return self._as(found, (lambda x: x.as_strided(shape, stride, x.storage_offset() + shift),))
         if isinstance(found, torch.Tensor):
@@ -203,7 +203,7 @@ class ShardedGradient(torch.Tensor):
         """Casts an argument from the parameter's type to the gradient's, if they differ."""
         return x.to(self._home.dtype) if x.dtype == self._dtype_of_base else x
 
-    # ---- what torch does not dispatch ------------------------------------------------------------------------------
+    # ---- methods that torch does not dispatch ----------------------------------------------------------------------
 
     @property
     def data(self) -> torch.Tensor:
@@ -285,13 +285,13 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any
 
 
 def _change(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs an operation that writes: on gathered gradients, of which each rank keeps its part."""
+    """Runs an operation that writes on the gathered gradients; each rank then keeps its part of the results."""
     bases: dict[tuple[GradOwner, int], torch.Tensor] = {}
     name = func._schema.name.split("::")[1]
     if func.namespace == "c10d" and name not in _SAME_ON_RANKS:
         raise InvalidArgumentError(
-            f"{name}: got a gradient that lies in shards, expected a tensor of its own, for the ranks' results differ; "
-            "pass p.grad.clone()"
+            f"{name}: got a sharded gradient, expected an ordinary tensor, because the result differs between the "
+            "ranks; pass p.grad.clone()"
         )
     written = [x for x in _written(func, args, kwargs) if isinstance(x, ShardedGradient)]
     replaced: dict[int, Any] = {}
@@ -303,7 +303,7 @@ def _change(func: Any, args: Any, kwargs: Any) -> Any:
             if key not in bases:
                 bases[key] = x._home.unsharded(x._index).clone()
             view = x._through(bases[key])
-            unsharded = view.resolve_conj().resolve_neg()  # operations called from here ignore the bits of both
+            unsharded = view.resolve_conj().resolve_neg()  # operations called from here ignore the conj and neg bits
             replaced[id(unsharded)] = x, unsharded  # keeps `unsharded` alive, so that no other object gets its id
             if unsharded is not view and any(x is each for each in written):
                 copied.append((view, unsharded))

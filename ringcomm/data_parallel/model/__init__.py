@@ -1,2 +1,2 @@
-"""A user's module in buckets: how its parameters are divided, when they are gathered and their gradients reduced, and
-what the user sees of them."""
+"""A wrapped module: its parameters in buckets, when the parameters are gathered and their gradients reduced, and how
+the parameters look to the user."""

@@ -1,5 +1,5 @@
-"""What a wrapped module contains beside its buckets: parameters that were added later, buffers, values that are not
-loaded yet."""
+"""The contents of a wrapped module outside of its buckets: buffers, parameters that were added later, and values that
+are yet to be loaded."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _NAMED = 5  # most names in an error
 
 
 class ModuleContents:
-    """The submodules, parameters and buffers of a wrapped module, as they were when it was looked through.
+    """The submodules, parameters and buffers of a wrapped module, as of the last time that they were recorded.
 
     Attributes:
-        missing_params, missing_buffers: those from the meta device whose values must be loaded before the first forward
-            pass; parameters by id.
-        loading: the list of errors of the last call of load_state_dict, which tells calls apart, and the ids of the
-            parameters that it has reached.
+        missing_params, missing_buffers: parameters and buffers from the meta device whose values must be loaded before
+            the first forward pass; parameters by id.
+        loading: of the last call of load_state_dict, its list of errors, which identifies the call, and the ids of the
+            parameters that it has loaded so far.
     """
 
     def __init__(self, module: nn.Module, ignored_buffers: Collection[str]) -> None:
@@ -40,7 +40,7 @@ class ModuleContents:
     def _record(self) -> None:
         """Records the module's submodules, parameters and buffers."""
         inside = [m for m in self.module.modules() if not isinstance(m, torch.jit.ScriptModule)]
-        # They stay referenced, so that no other object gets their addresses.
+        # References keep these objects alive, so that no other object gets their ids.
         self._dicts: list[dict[str, Any]] = [*(m._parameters for m in inside), *(m._modules for m in inside)]
         self._members = _C.addresses(self._dicts)
         self._buffer_places = [
@@ -74,7 +74,7 @@ class ModuleContents:
         return new
 
     def check_made(self, call: str, buckets: Collection[Bucket], ranks: DataParallelGroup) -> None:
-        """Raises if a value is missing that was to be loaded; a collective the first time."""
+        """Raises if a value was still not loaded; a collective the first time."""
         if not (self.missing_params or self.missing_buffers):
             return
         adopt_writes(buckets, call)

@@ -23,8 +23,8 @@ _ALIGNED = 64  # bytes
 
 
 class MetaModules:
-    """The submodules with parameters or buffers on meta, children first, in the order of their construction, without
-    those whose parameters on meta are ignored.
+    """The submodules with parameters or buffers on meta, children first, in the order of their construction. A
+    submodule whose parameters on meta are all ignored is left out.
 
     Args:
         params: ids of the parameters that are not ignored.
@@ -52,7 +52,7 @@ class MetaModules:
         self.opened: dict[Bucket, torch.Tensor] = {}  # the values of buckets that are being initialised
         self.buffers: list[NewBuffer] = []
         self.recurrent = [m for _, m in self.modules if isinstance(m, nn.RNNBase)]
-        # Until they have memory, because `give_memory` needs parameters without weak references.
+        # Until the parameters have memory, because `give_memory` needs parameters without weak references.
         for m in self.recurrent:
             m._flat_weight_refs = []
 
@@ -115,7 +115,7 @@ class MetaModules:
                     self._close(buckets)
 
     def _open(self, buckets: Iterable[Bucket]) -> None:
-        """Gives the buckets that have parameters from meta memory, each once."""
+        """Gives memory to each bucket that has parameters on meta and is not open yet."""
         for bucket in buckets:
             if bucket not in self.opened and not self.params.isdisjoint(map(id, bucket.params)):
                 self.opened[bucket] = bucket.open(self.params)
@@ -134,8 +134,8 @@ class MetaModules:
             init(opened)
         if _ids(opened) != before:
             raise InvalidArgumentError(
-                f"{self.call}: rank {self.rank} saw that initialising {name or 'the module'} put other parameters into "
-                "it, expected values to be written into those that are there; use torch.nn.init"
+                f"{self.call}: rank {self.rank} saw that initialising {name or 'the module'} replaced its parameters, "
+                "expected values to be written into the existing ones; use torch.nn.init"
             )
         if unsplit is not None:
             unsplit.close(m)

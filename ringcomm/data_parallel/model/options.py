@@ -34,7 +34,7 @@ class Options:
         self._optimizer = weakref.ref(optimizer)  # weak, because the optimizer references this object
         self.steps = 0  # steps made since this object was created
         self.number = 0  # index among the model's optimizers
-        # The values in the groups when the checksum was computed; empty if one of them may change unnoticed.
+        # The options for which the checksum was computed; empty if an option, such as a tensor, may change in place.
         self._values: list[Any] = []
         self._checksum = 0
 
@@ -63,7 +63,7 @@ class Options:
         return self._checksum
 
     def lines(self) -> list[str]:
-        """Returns what must be equal on all ranks, one line per option."""
+        """Returns one line for each option that must be equal on all ranks."""
         return [f"{self.steps} steps"] + [
             f"{key}={value!r} in the optimizer's group {number}"
             for number, group in enumerate(self._groups())
@@ -86,7 +86,8 @@ def _is_constant(value: Any) -> bool:
 
 
 def _fact(value: Any) -> Any:
-    """Returns a value that can be compared between ranks; None if there is none, or only after waiting for a device."""
+    """Returns the form in which an option is compared between ranks; None if it cannot be compared, or only after
+    waiting for a device."""
     if isinstance(value, (int, float)):  # 0 and 0.0 are the same option
         return float(value)
     if torch.is_tensor(value) and value.numel() == 1 and value.device.type == "cpu" and not value.is_complex():
@@ -99,7 +100,7 @@ def _fact(value: Any) -> Any:
 class AttachedOptimizers:
     """The optimizers that are attached to a model, and whether the ranks' optimizers have the same options.
 
-    Iterating yields those that are not dropped on this rank.
+    Iterating yields the optimizers that still exist on this rank.
 
     Attributes:
         stepped: the options of optimizers attached or stepped since the last message.
@@ -157,8 +158,8 @@ class AttachedOptimizers:
         return list(self)
 
     def checksum(self) -> bytes:
-        """Returns the checksum of the options that stepped since the last message, or zeros on a rank that has joined,
-        whose options follow the other ranks' at each step."""
+        """Returns the checksum of the options of optimizers that have stepped since the last message; zeros on a rank
+        that has joined, because it takes the other ranks' options at each step."""
         if self._ranks.joining is not None and self._ranks.joining.shadowing:
             return bytes(2 * CHECKSUM_NBYTES)
         stepped, self.stepped = self.stepped, set()
@@ -171,14 +172,14 @@ def _nothing(model: Any) -> None:
 
 @lru_cache
 def with_complement(checksum: int) -> bytes:
-    """Returns the checksum's bytes and their complements. The maximum of each over the ranks tells whether all are
-    equal."""
+    """Returns the checksum's bytes and their complements. From the maximum of each over the ranks, `differ` tells
+    whether all checksums are equal."""
     some = checksum.to_bytes(CHECKSUM_NBYTES, "little")
     return some + bytes(255 - byte for byte in some)
 
 
 def differ(largest: list[int]) -> bool:
-    """Whether ranks had different checksums: then the maxima of a byte and of its complement add up to more than
-    255."""
+    """Whether the ranks have different checksums. If so, the maxima of some byte and of its complement add up to more
+    than 255."""
     pairs = zip(largest[:CHECKSUM_NBYTES], largest[CHECKSUM_NBYTES:], strict=True)
     return any(a + b != 255 for a, b in pairs)

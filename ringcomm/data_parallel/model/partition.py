@@ -60,7 +60,7 @@ def make_units(
         specs = [
             Segment(name, tuple(p.shape), optimizer_group.get(id(p), 0), dim_order=dim_order(p)) for name, p in named
         ]
-        # Its alignment is valid for both types.
+        # The alignment for the narrower type, in elements, is also valid for the wider one.
         narrowest = min((types.compute, types.master), key=lambda dtype: dtype.itemsize)
         layout = FlatLayout.build(specs, narrowest, ranks.world_size, atom)
         by_name = dict(named)
@@ -125,7 +125,7 @@ def named_parameters(
         if isinstance(each, nn.parallel.DistributedDataParallel):
             raise InvalidArgumentError(
                 f"{call}: rank {rank} got a module with torch's DistributedDataParallel ({name or 'itself'}), expected "
-                "a plain one: gradients would be averaged twice; pass the module inside of it"
+                "a plain one: gradients would be averaged twice; pass the module inside it"
             )
     renew_parts(module.modules())
     out = {id(p) for p in ignored}
@@ -158,8 +158,8 @@ def _refuse_shared_memory(params: Sequence[tuple[str, nn.Parameter]], call: str,
     for (device, start, end, other), (next_device, next_start, _, name) in pairwise(ordered):
         if device == next_device and (start == next_start or next_start < end):
             raise InvalidArgumentError(
-                f"{call}: rank {rank} got {other} and {name}, two parameters that share memory, expected one: each "
-                f"would be given memory of its own; tie them as one parameter, module.{name} = module.{other}"
+                f"{call}: rank {rank} got {other} and {name}, two parameters that share memory, expected one, because "
+                f"wrapping would separate them; tie them as one parameter, module.{name} = module.{other}"
             )
 
 
@@ -177,7 +177,8 @@ def kept_in_their_type(module: nn.Module) -> frozenset[int]:
 def cast_buffers(
     module: nn.Module, dtype: torch.dtype | None, ignored: Collection[str] = (), inner: Sequence[nn.Module] = ()
 ) -> list[tuple[nn.Module, str, torch.dtype]]:
-    """Casts a module's floating point buffers, without those of batch norms. Returns which had another type.
+    """Casts a module's floating point buffers, except those of batch norms. Returns the buffers that it has cast, with
+    their old types.
 
     Args:
         dtype: None: nothing is cast.
@@ -204,7 +205,7 @@ def cast_buffers(
 
 
 def restore_buffers(cast: Sequence[tuple[nn.Module, str, torch.dtype]]) -> None:
-    """Gives buffers the type that they had before `cast_buffers`; values that were rounded stay so."""
+    """Gives buffers the type that they had before `cast_buffers`; rounded values stay rounded."""
     for module, key, dtype in cast:
         buffer = module._buffers.get(key)
         if buffer is not None:
@@ -246,7 +247,7 @@ def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
         only = sum(isinstance(child, lists) for child in each.children()) == 1
         for key, child in each.named_children():
             path = f"{name}.{key}" if name else key
-            if isinstance(child, torch.jit.ScriptModule):  # it accepts no hooks, and its class cannot be changed
+            if isinstance(child, torch.jit.ScriptModule):  # accepts no hooks, and its class cannot be changed
                 continue
             if listed and any(True for _ in child.parameters()):
                 found.append((path, child))
@@ -259,7 +260,7 @@ def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
     look("", module)
     inside = {id(each) for _, block in found for each in block.modules() if each is not block}
-    return [(name, block) for name, block in found if id(block) not in inside]  # whatever name an inner block has
+    return [(name, block) for name, block in found if id(block) not in inside]
 
 
 def runs_of(
@@ -288,8 +289,8 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def owned_by_one(blocks: Sequence[tuple[str, nn.Module]], module: nn.Module) -> dict[int, str]:
-    """Returns the parameters that lie in one block and nowhere else in the module, as id -> block; of nested blocks
-    the innermost. Tied parameters used outside belong to the whole module."""
+    """Returns id -> block for the parameters that are in one block and nowhere else in the module; for nested blocks
+    the innermost one. A tied parameter that is also used outside of the block belongs to the whole module."""
     uses = _uses(module)
     found: dict[int, str] = {}
     for name, block in sorted(blocks, key=lambda each: -sum(1 for _ in each[1].modules())):
@@ -309,8 +310,8 @@ def units_of(
     reshard: bool | None,
     least_bytes: int,
 ) -> list[UnitParts]:
-    """Returns what the units of a module are made of: runs of its blocks, and last the module itself with the
-    parameters in no block.
+    """Returns the parts of a module's units: runs of its blocks, and last the module itself, with the parameters that
+    are in no block.
 
     Args:
         least_bytes: small blocks are joined into runs of this size.
@@ -335,7 +336,7 @@ def units_of(
 
 
 def bucket_bytes(cap_mb: float | None, ranks: DataParallelGroup) -> int:
-    """Returns the most bytes of a bucket; a collective if they are to be measured."""
+    """Returns the largest size of a bucket; if ``cap_mb`` is None, measures it, which is a collective."""
     return measured_bucket_bytes(ranks) if cap_mb is None else max(1, int(cap_mb * (1 << 20)))
 
 

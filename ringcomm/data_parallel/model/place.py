@@ -1,4 +1,4 @@
-"""From a parameter, or a module that contains some, to the wrapped model that has it."""
+"""Finds the wrapped model of a parameter, or of a module that contains parameters of the model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Place:
 
     @property
     def data(self) -> ViewData:
-        """At stage 3, what the parameter shares with its views made since the last `p.data = other`."""
+        """At stage 3, the values that the parameter shares with its views made since the last `p.data = other`."""
         return self.views.data.setdefault(self.index, ViewData())
 
     def is_of(self, p: Any) -> bool:
@@ -62,7 +62,7 @@ class Place:
         return self.bucket.layout.segments[self.index].name
 
     def __reduce__(self) -> Any:
-        return set, ()  # a copy gets an empty set, a class that torch.load accepts with weights_only=True
+        return set, ()  # a copy gets an empty set, because torch.load(weights_only=True) accepts its class
 
 
 def place_of(p: Any) -> Place | None:
@@ -98,7 +98,7 @@ def wrapped_model(module: nn.Module, call: str, advice: str = "pass that") -> Sh
     flat = sharded_model_of(module)
     if flat is None:
         raise InvalidArgumentError(
-            f"{call}: got a {type(module).__name__} that is not wrapped, expected what ringcomm.shard returned; "
-            f"{advice}"
+            f"{call}: got a {type(module).__name__} that is not wrapped, expected a module that ringcomm.shard "
+            f"returned; {advice}"
         )
     return flat

@@ -1,5 +1,5 @@
-"""What autograd saves of a stage 3 parameter: a reference to it. Its memory is freed after forward, and the node that
-asks for the value in backward has the parameter's unit gathered."""
+"""The reference that autograd saves instead of a stage 3 parameter, whose memory is freed after forward. When a node
+needs the value in backward, the parameter's unit is gathered."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SavedParameter:
         place = None if bucket is None else place_of(bucket.params[self.index])
         if bucket is None or place is None:
             raise RuntimeError(
-                "backward: got a graph of a model that was dropped or unsharded, expected one that is kept"
+                "backward: got a graph of a model that was dropped or unsharded since, expected the model to be kept"
             )
         _check_version(bucket.params[self.index] if self.counter is None else self.counter, self.version)
         if bucket.is_unsharded:
@@ -62,21 +62,21 @@ class SavedParameter:
         if torch._C._current_graph_task_id() >= 0:
             flat.reach(unit, self.number)
             return bucket.memory.cached_view(self.geometry)
-        # Accessed by a program that inspects the graph.
+        # A program that inspects the graph reads the value.
         with flat.borrowing([bucket], unit.name, "a saved tensor"):
             return bucket.memory.cached_view(self.geometry).clone()
 
 
 @contextmanager
 def saving_references(flat: ShardedModel) -> Iterator[None]:
-    """Inside, autograd saves a `SavedParameter` in place of a stage 3 parameter of the model, so that the parameter's
-    memory can be freed."""
+    """Inside the block, autograd saves a `SavedParameter` in place of a stage 3 parameter of the model, so that the
+    parameter's memory can be freed."""
     autograd, flats = torch._C._autograd, _running_models()
     is_first, hooks = flat not in flats, nullcontext()
     if is_first:
         flats.append(flat)
     if autograd._saved_tensors_hooks_is_enabled():
-        # checkpoint's hooks treat saved tensors differently
+        # Wraps the user's hooks, but not those of torch's checkpoints, which treat saved tensors differently.
         users = autograd._top_saved_tensors_default_hooks(True)
         if users is None or getattr(users[0], "__module__", "") not in (__name__, "torch.utils.checkpoint"):
             pack, unpack = users or (_keep, _kept)
@@ -99,7 +99,7 @@ def _packing(pack: Callable[[torch.Tensor], Any], flats: list[ShardedModel]) -> 
     ``pack``."""
 
     def packed(x: torch.Tensor) -> Any:
-        if x.layout is not torch.strided:  # it has no storage
+        if x.layout is not torch.strided:  # a sparse tensor has no storage
             return pack(x)
         with torch._C.DisableTorchFunctionSubclass():
             memory = x.untyped_storage()._cdata
@@ -108,18 +108,18 @@ def _packing(pack: Callable[[torch.Tensor], Any], flats: list[ShardedModel]) -> 
             if bucket is not None:
                 index = bucket.layout.index_of(x.storage_offset() * x.itemsize // bucket.types.compute.itemsize)
                 geometry, counters = ViewGeometry.of(x), flat.calls.counters.get((bucket, index), {})
-                # The operation may save a view of what it was given, as linear does.
+                # The operation may save a view of its argument, as linear does.
                 only = next(iter(counters.values())) if len(counters) == 1 else None
                 return SavedParameter.of(bucket, flat.calls.count, geometry, index, counters.get(geometry, only))
         place = getattr(x, "_ringcomm", None)
         if isinstance(place, Place) and place.alive and place.bucket.memory.is_placeholder(x):
-            # A checkpoint saves its arguments, and a torch.autograd.Function what it wants, without reading values.
+            # Saved without being read: by a checkpoint, which saves its arguments, or by a torch.autograd.Function.
             bucket, index = place.bucket, place.index
             data = getattr(x, "_data", None)
             if data is not None and data is not place.data:
                 raise InvalidArgumentError(
-                    f"forward: rank {place.flat.ranks.rank} saved a tensor made of {place.name} before its `p.data` "
-                    "was replaced, expected one made since; make it again"
+                    f"forward: rank {place.flat.ranks.rank} saved a tensor made from {place.name} before its `p.data` "
+                    "was replaced, expected one made afterwards; make the tensor again"
                 )
             with torch._C.DisableTorchFunctionSubclass():
                 counter = x.detach().as_subclass(torch.Tensor)
@@ -136,7 +136,7 @@ def _unpacking(unpack: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.T
 
 
 def _keep(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Saves a tensor as autograd does. It must not be a node's own output, because that would keep the node alive."""
+    """Saves a tensor and its version. It detaches the tensor, because a node's own output would keep the node alive."""
     return x.detach(), x._version
 
 

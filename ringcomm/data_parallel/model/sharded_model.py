@@ -1,5 +1,5 @@
-"""A module whose parameters are in buckets, and its units, runs of modules whose parameters are communicated together:
-the work around forward and backward, at every stage.
+"""A module whose parameters are in buckets: when its units are gathered and reduced around forward and backward, at
+every stage. A unit is a run of modules whose parameters are communicated together.
 
     stage   parameters   gradients               optimizer   when a bucket is reduced
     0       unsharded    unsharded               unsharded   its gradients and those of all earlier buckets have arrived
@@ -89,7 +89,7 @@ class Unit:
         had_late_gradient: whether a gradient arrived, in any backward pass so far, after the unit's gradients had been
             reduced. That pass failed; later ones reduce the unit at their end.
         calling: the module whose call is running.
-        undo: calls that undo what wrapping did to the modules.
+        undo: functions that restore the modules as they were before wrapping.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Unit:
 
     def forget_calls(self) -> None:
         """Resets the records of calls, when a forward pass begins after a backward pass."""
-        if self.calls.checkpointed and self.recomputed is None:  # the calls without a graph were not checkpoints
+        if self.calls.checkpointed and self.recomputed is None:  # backward ran no call again: these were no checkpoints
             self.recomputed = False
         self.calls = UnitCalls()
 
@@ -212,8 +212,8 @@ class Unit:
         return self._cast_output(output)
 
     def input_cast(self, root: bool) -> Cast:
-        """Returns what casts the arguments of a call of the unit, or of the whole model, to the type in which it
-        computes."""
+        """Returns a function that casts the arguments of a call of the unit, or with ``root`` of the whole model, to
+        the type in which it computes."""
         return Cast((self.precision or self.flat.config.mixed_precision).input_dtype(root))
 
     def _cast_output(self, output: Any) -> Any:
@@ -267,17 +267,17 @@ class BackwardPass:
         task: autograd's number for the pass.
         accumulates: whether it was started by backward, not by torch.autograd.grad.
         makes_graph: whether it runs with create_graph.
-        gathers: whether it gathers each unit that it reaches, so that all ranks reach the same ones, in one order.
+        gathers: whether it gathers each unit that it reaches; then all ranks reach the same units in the same order.
         reached: the units that it has reached and not passed, in this order.
         used_outside: the units with reentrant checkpoints that have a parameter whose gradient the pass also computes
             outside of those checkpoints.
         arrived: by bucket, the parameters whose gradients have arrived on this rank. Autograd calls our hook just
-            before it adds a gradient to `p.grad`. That it has added the last one is known at the next event in the same
-            thread; a second hook, after the addition, would cost more.
+            before it adds a gradient to `p.grad`. The addition is known to be done at the next event in the same
+            thread; this costs less than a second hook after the addition.
         filled: at stages 2 and 3, the buckets to which no more gradients come, because backward has passed their unit.
         launched: the buckets whose reductions have begun.
         next: the index, in the order of buckets, of the first one that may not be launched yet.
-        in_flight: those whose reductions were not waited for yet, in their order.
+        in_flight: the launched buckets whose reductions were not waited for yet, in their order.
     """
 
     scheduled: bool = False
@@ -296,7 +296,7 @@ class BackwardPass:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the pass has raised without being cleaned up."""
+        """Whether the pass has raised and was not cleaned up yet."""
         return self.scheduled and self.end() is None
 
 
@@ -307,16 +307,16 @@ class Synchronisation:
     Attributes:
         broadcast_buffers: whether every synchronised forward pass in training begins with rank 0's buffers.
         enabled: False inside `no_sync` and in a pipeline step.
-        reduces_next_backward: whether the next backward pass reduces, as its forward pass has determined; None: no
-            forward pass has, and `enabled` tells when backward runs.
+        reduces_next_backward: whether the next backward pass reduces, as decided in its forward pass; None: no forward
+            pass has decided, so `enabled` decides at the beginning of the backward pass.
         awaits_backward: whether a forward pass that reduces still waits for its backward pass.
         buffers_are_due: whether the next forward pass begins with rank 0's buffers.
         microbatches: the number of micro-batches so far in a pipeline's step, in which parts of the module run forward
             and backward in any order, parameters stay unsharded, and nothing is reduced before the end. None: no step
             is running.
-        microbatch: the micro-batch of the current passes; None: each parameter's next.
-        last_header: on a device, the header of the last message that ended a backward pass, in memory of the host, and
-            the event after which it is there.
+        microbatch: the micro-batch of the current passes; None: for each parameter the next one.
+        last_header: on a device, the header of the last message that ended a backward pass, in host memory, and the
+            event after which it is valid.
         hook: starts a bucket's reduction in place of the communicator; see comm_hook.py.
     """
 
@@ -332,12 +332,12 @@ class Synchronisation:
 
     @property
     def reduces(self) -> bool:
-        """Whether a backward pass now would reduce."""
+        """Whether a backward pass that began now would reduce."""
         return self.enabled if self.reduces_next_backward is None else self.reduces_next_backward
 
     def decide(self) -> None:
-        """Decides, in a forward pass, whether its backward pass reduces. A forward pass inside `no_sync`, or one run
-        again by backward, does not change the decision of an earlier one whose backward pass is still to come."""
+        """Decides, in a forward pass, whether its backward pass reduces. A forward pass inside `no_sync`, or one that
+        backward runs again, leaves the decision of an earlier forward pass whose backward pass is still to come."""
         if torch._C._current_graph_task_id() >= 0:
             return
         self.awaits_backward |= self.enabled
@@ -345,7 +345,7 @@ class Synchronisation:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate on this rank; the next one outside reduces the sums."""
+        """Backward passes inside the block only accumulate on this rank; the next one after it reduces the sums."""
         before, self.enabled = self.enabled, False
         try:
             yield
@@ -367,12 +367,12 @@ class ForwardCalls:
         seen: the units of this forward pass, in order. Calls inside `whole` are left out, because there the ranks may
             make different calls, and all ranks must prefetch the same units.
         last: the units of the previous forward pass.
-        restore: resets the records of calls and passes at the end of `whole`, inside which ranks may run different
-            passes, to what they were at its beginning or after the last backward pass inside. None: not inside.
+        restore: at the end of `whole`, in which ranks may run different passes, resets the records of calls and passes
+            to their state at its beginning, or after the last backward pass in it. None: not inside `whole`.
         warned: whether the warning about a read outside of a unit's call was given.
-        counters: while an operation runs on gathered values, the version counters of what it was given, for autograd to
-            check what it saves: a tensor with the counter, by the parameter's bucket and index, then by the geometry.
-            A view such as `p.data[0]` may have another counter than its parameter.
+        counters: while an operation runs on gathered values, a tensor with the version counter of each of its
+            arguments, by the parameter's bucket and index, then by the geometry. With it autograd checks what it has
+            saved. A view such as `p.data[0]` may have another counter than its parameter.
     """
 
     saving_references: Callable[[ShardedModel], AbstractContextManager[None]]
@@ -392,14 +392,14 @@ class ForwardCalls:
         return len(self.packing)
 
     def after(self, unit: Unit) -> list[Unit]:
-        """Records that a unit is called, and returns, in a list, the unit that followed it in the previous pass."""
+        """Records that a unit is called. Returns a list with the unit that followed it in the previous pass, if any."""
         at = len(self.seen)
         self.seen.append(unit)
         expected = self.last[at : at + 2]
         return expected[1:] if expected[:1] == [unit] else []
 
     def before(self, unit: Unit) -> list[Unit]:
-        """Returns, in a list, the unit that was called before this one."""
+        """Returns a list with the unit that was called before this one, if any."""
         at = next((i for i in reversed(range(len(self.seen))) if self.seen[i] is unit), 0)
         return self.seen[at - 1 : at] if at else []
 
@@ -408,7 +408,7 @@ class ForwardCalls:
         self.last, self.seen = self.seen or self.last, []
 
     def forget_order(self) -> None:
-        """Lets the next pass prefetch nothing, after passes that differed between the ranks."""
+        """Forgets the order of units, so that the next pass prefetches nothing: the ranks have run different passes."""
         self.last, self.seen = [], []
 
 
@@ -420,8 +420,8 @@ class GradArrivals:
 
     Attributes:
         native: tells which bucket's last gradient a thread has added.
-        nodes: the nodes of each bucket that is trained. Autograd does not keep them alive, so we do: they hold our
-            hooks, and expect gradients of the type that the parameters have since they were wrapped.
+        nodes: the nodes of each bucket that is trained. Autograd does not keep them alive, so we do, because they hold
+            our hooks, and expect gradients of the type that the parameters have since they were wrapped.
         nested: whether backward passes contain other backward passes, as reentrant checkpoints do; None: unknown.
     """
 
@@ -432,8 +432,8 @@ class GradArrivals:
         self.nested: bool | None = None
         self._trained: list[bool] = []  # by parameter: whether it was trained when `nested` was determined
         self._handles: dict[tuple[Bucket, int], Any] = {}
-        self._versions: dict[Bucket, list[int]] = {}  # of the parameters
-        self._written: dict[Bucket, set[int]] = {}  # since their nodes were looked up
+        self._versions: dict[Bucket, list[int]] = {}  # the parameters' versions at the last `note_writes`
+        self._written: dict[Bucket, set[int]] = {}  # parameters that were written since their nodes were looked up
 
     def watch(self, bucket: Bucket) -> None:
         """Installs the hooks of a bucket."""
@@ -442,8 +442,8 @@ class GradArrivals:
         self.renew(bucket, range(len(bucket.params)))
 
     def renew(self, bucket: Bucket, which: Iterable[int]) -> None:
-        """Installs the hooks of those parameters that have other nodes now: `p.set_` gives a parameter a new one. The
-        hook of the old one stays, for graphs that hold it."""
+        """Installs hooks for those of the parameters that have a new node, as `p.set_` gives them. The hook on the old
+        node stays, for graphs that still contain it."""
         nodes, arrival_sets = self.nodes[bucket], bucket.gradient.local.arrival_sets
         prepare = partial(_prepare, self._flat, weakref.ref(bucket))  # called before an unexpected gradient is added
         for i in which:
@@ -517,8 +517,8 @@ class GradArrivals:
             each.clear()
 
     def recheck_nesting(self, buckets: Sequence[Bucket]) -> None:
-        """Makes it unknown again whether passes are nested, unless they are, if other parameters are trained than
-        before: a reentrant checkpoint is not noticed while all its parameters are frozen."""
+        """If other parameters are trained than before, makes it unknown again whether passes are nested, unless they
+        are: a reentrant checkpoint goes unnoticed while all its parameters are frozen."""
         with torch._C.DisableTorchFunctionSubclass():
             trained = [*map(_requires_grad, chain.from_iterable(bucket.params for bucket in buckets))]
         if trained != self._trained:
@@ -528,7 +528,7 @@ class GradArrivals:
 
 @dataclass(frozen=True)
 class Config:
-    """How a module is wrapped: the arguments of `ringcomm.shard`, or what another call makes of its own.
+    """How a module is wrapped: the arguments of `ringcomm.shard`, or the equivalent of another call's arguments.
 
     Attributes:
         offload: device of the master weights and the optimizer's state; None: the device of the weights.
@@ -582,7 +582,7 @@ class ShardedModel:
         saving_references: Callable[[ShardedModel], AbstractContextManager[None]],
     ) -> None:
         self.ranks, self.config = ranks, config
-        ranks.order = 0  # some ranks may still have the value of a model that others have dropped
+        ranks.order = 0  # the ranks' values may differ, because an earlier model lives longer on some of them
         self.contents = ModuleContents(module, ignored_buffers)
         self.units = list(units)
         self.unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
@@ -654,7 +654,7 @@ class ShardedModel:
         if module is self.module and not recomputing:
             self.begin_forward()
         grad = torch.is_grad_enabled()
-        if recomputing and grad:  # now, because the first gradient may arrive in a pass inside this one
+        if recomputing and grad:  # recorded before any gradient, which may arrive in a pass inside this one
             unit.recomputed = True
             self.begin_backward()
         self.calls.count += 1
@@ -673,7 +673,7 @@ class ShardedModel:
         self._start_packing()  # nothing raises after this; `leave_call` undoes it
 
     def _check_transformed(self, module: nn.Module) -> None:
-        """Raises for views of parameters as arguments of a torch.func transform, because their values stay sharded."""
+        """Raises if a torch.func transform gets views of parameters as arguments, because their values are sharded."""
         for name, p in module.named_parameters():
             inner = p
             while torch._C._functorch.is_functorch_wrapped_tensor(inner):
@@ -683,7 +683,7 @@ class ShardedModel:
                 raise UnsupportedError(
                     f"forward: rank {self.ranks.rank} got a view of {name} (p.detach() or p.data) as an argument of "
                     "a transform of torch.func at stage 3, where its values are in the ranks' shards, expected a "
-                    "parameter or a copy; give it {name: p.detach().clone() for name, p in model.named_parameters()}"
+                    "parameter or a copy; pass {name: p.detach().clone() for name, p in model.named_parameters()}"
                 )
 
     def _begin_outermost(self, module: nn.Module) -> None:
@@ -705,8 +705,8 @@ class ShardedModel:
         self._check()
         if self.ranks.joining is not None and self.ranks.joining.module is not self.module:
             raise UnsupportedError(
-                f"forward: rank {self.ranks.rank} is inside of join for another module that shares its ranks, expected "
-                "that one alone; train this one outside"
+                f"forward: rank {self.ranks.rank} is inside join of another module with the same ranks, expected only "
+                "that module there; train this one outside join"
             )
         if not self.gathered.holders:
             self.calls.begin_order()
@@ -721,8 +721,8 @@ class ShardedModel:
             self.timed(self.send_buffers)
 
     def recover(self) -> None:
-        """Cleans up after a backward pass that raised, and begins to train parameters that were unfrozen. All ranks
-        must do this before they may run different passes."""
+        """Cleans up after a backward pass that raised, and begins to train parameters that were unfrozen. It is called
+        while all ranks still run the same passes, because both need all ranks."""
         if self.backward.is_dead:
             self._abandon()
         self._unfreeze()
@@ -752,11 +752,11 @@ class ShardedModel:
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Inside, unsharded parameters stay unsharded, and forward sends no buffers. Entering sends the buffers that
-        the next forward pass would send.
+        """Inside the block, unsharded parameters stay unsharded, and forward sends no buffers. Entering it sends the
+        buffers that the next forward pass would send.
 
-        Ranks may run different forward passes inside, so leaving forgets these; see `ForwardCalls.restore`. What came
-        up to the last backward pass inside is kept, because all ranks run every backward pass.
+        In the block ranks may run different forward passes, so leaving it drops their records; see
+        `ForwardCalls.restore`. Records up to the last backward pass stay, because all ranks run every backward pass.
         """
         if not self.gathered.holders:
             if self.ranks.joining is None:
@@ -840,8 +840,8 @@ class ShardedModel:
 
     @contextmanager
     def borrowing(self, buckets: Sequence[Bucket], name: str, call: str) -> Iterator[bool]:
-        """Gathers the buckets' parameters for the block, even outside forward and backward; a collective. Yields
-        whether they stay gathered afterwards, as they do inside a forward or backward pass."""
+        """Gathers the buckets' parameters for the block, even outside of forward and backward; a collective. Yields
+        whether they stay gathered after the block, as inside a forward or backward pass."""
         backward = torch._C._current_graph_task_id() >= 0
         stays = backward or self.calls.depth > 0
         missing = [bucket for bucket in buckets if not bucket.is_unsharded]
@@ -871,7 +871,7 @@ class ShardedModel:
             self.calls.warned = True
             warnings.warn(
                 f"forward: rank {self.ranks.rank} read {name} ({call}) outside of its unit's call, so the unit was "
-                "gathered for it; name units so that one holds both, to save the message",
+                "gathered for this read; to save the gather, choose units so that one contains both",
                 stacklevel=user_stacklevel(),
             )
 
@@ -884,13 +884,13 @@ class ShardedModel:
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             self.ranks.broadcast(flat)
             for buffer, values in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-                # As torch's DDP does, so that graphs that saved the buffer remain valid.
+                # Through `data`, as torch's DDP does, so that graphs that have saved the buffer stay valid.
                 buffer.data.copy_(values.view(buffer.shape))
 
     # ---- backward -------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Notices the beginning of a pass of autograd, and registers a callback at its end."""
+        """Called when a pass of autograd begins; registers a callback for its end."""
         if self.backward.scheduled and not self.backward.is_dead:
             return
         if self.backward.is_dead:
@@ -923,7 +923,7 @@ class ShardedModel:
         nodes = self.arrivals.nodes
         if any(map(will_run, chain.from_iterable(nodes.values()))):
             return True
-        if in_transform():  # where no node can be looked up
+        if in_transform():  # nodes cannot be looked up there
             return False
         for bucket in nodes:  # torch.autograd.grad, or all parameters have other nodes since `p.set_`
             self.arrivals.renew_written(bucket)
@@ -985,12 +985,12 @@ class ShardedModel:
             backward = self.backward
         self._handle_complete_bucket()
         if bucket in backward.launched:
-            # From the next pass on the bucket waits until the end.
+            # From the next pass on, the bucket is reduced at the end of the pass.
             self.arrivals.nested = self.unit_of[bucket].had_late_gradient = True
             raise InvalidArgumentError(
-                f"backward: rank {self.ranks.rank} got a gradient of {bucket.names[i]} after its unit's had been "
-                "reduced, expected one in each backward pass; use non-reentrant activation checkpointing, or another "
-                "stage if a Function's own backward() calls backward"
+                f"backward: rank {self.ranks.rank} got a gradient of {bucket.names[i]} after the gradients of its unit "
+                "had been reduced, expected one in each backward pass; use non-reentrant activation checkpointing, or "
+                "another stage if a Function's own backward() calls backward"
             )
         if not bucket.gradient.is_open:
             try:
@@ -1049,7 +1049,7 @@ class ShardedModel:
         else:
             self.timed(gradient.start_reduce, partial(hook, bucket, self.order.index(bucket), bucket is self.order[-1]))
         self.backward.in_flight.append(bucket)
-        # A communication hook's future may communicate from another thread, at different times on the ranks.
+        # A communication hook may communicate from another thread, at a different time on each rank, so wait for it.
         if not self.ranks.background or (hook is not None and bucket.device.type == "cpu"):
             self._finish_first_reduce()
 
@@ -1095,7 +1095,7 @@ class ShardedModel:
     def finish_reductions(self) -> None:
         """Waits for all buckets' reductions and exposes their gradients."""
         if self.sync.reduces:
-            used = self._start_used_params()  # after all buckets, because some ranks may have started them earlier
+            used = self._start_used_params()  # after all buckets, so that the order is the same on all ranks
             while self.backward.in_flight:
                 self._finish_first_reduce()
             self._finish_used_params(used)
@@ -1103,7 +1103,7 @@ class ShardedModel:
             if bucket.gradient.is_open:
                 self._pack(bucket)
             elif bucket not in self.backward.launched and bucket not in self.backward.arrived:
-                bucket.gradient.reconcile()  # the pass did not reach it, so gradients that were set to None stay None
+                bucket.gradient.reconcile()  # not reached by this pass: gradients that were set to None stay None
             try:
                 bucket.gradient.expose_grads()
             except RuntimeError:
@@ -1131,7 +1131,7 @@ class ShardedModel:
             sent += with_complement(self.ranks.order)
         received = bytearray(sent)
         flags = torch.frombuffer(received, dtype=torch.uint8)
-        if self.device.type == "cuda":  # pinned, so that the host does not wait for the copy, which is behind backward
+        if self.device.type == "cuda":  # pinned, else the host would wait for the copy, and so for backward
             flags = flags.pin_memory()
         flags = flags.to(self.device, non_blocking=True)
         if self.ranks.data_world_size == 1:
@@ -1147,14 +1147,14 @@ class ShardedModel:
             self.timed(work.wait)
         if self.ranks.replicas is not None:
             self.ranks.replicas.all_reduce(flags, "max")
-        # The common case; all ranks' checksums are equal, because their complements are sent too.
+        # The common case: if the maximum equals this rank's checksum and complement, all ranks' checksums are equal.
         if self.device.type == "cpu" and received == sent:
             return
         missing = any(len(bucket.gradient.with_mean) < len(bucket.params) for bucket in self.order)
         if self.device.type != "cuda":
             values = flags.tolist()
             self._read_header(values)
-        else:  # the common case does not wait for this backward pass: it reads the header of the previous one
+        else:  # reads the header of the previous backward pass, so as not to wait for this one
             before = self.sync.last_header
             header = torch.empty(HEADER_NBYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
             header.copy_(flags[:HEADER_NBYTES], non_blocking=True)
@@ -1166,12 +1166,12 @@ class ShardedModel:
         if not values:
             return
         if self.stage == LAST_STAGE and differ(values[-2 * CHECKSUM_NBYTES :]):
-            self.ranks.order = 0  # on every rank; the results of this pass are dropped
+            self.ranks.order = 0  # the same value on every rank again
             self.calls.forget_order()
             raise MismatchError(
-                f"backward: rank {self.ranks.rank} ran other units than another rank did, expected the same ones, "
-                "in the same order, at stage 3, where their parameters come from all ranks; put a module that only "
-                "some ranks run into no unit of its own"
+                f"backward: rank {self.ranks.rank} ran other units than another rank, expected the same units in the "
+                "same order on all ranks, because at stage 3 their parameters come from all ranks; make no unit of a "
+                "module that only some ranks run"
             )
         users = iter(values[HEADER_NBYTES:])
         for bucket in self.order if missing else ():
@@ -1212,9 +1212,9 @@ class ShardedModel:
 
     @contextmanager
     def interleaved(self) -> Iterator[None]:
-        """Runs a step of forward and backward passes of parts of the module in any order, as in a pipeline.
-        Parameters stay unsharded throughout, gradients accumulate, and one reduction comes at the end (none inside
-        `no_sync`). Call `begin_part` before each part."""
+        """Inside the block, parts of the module may run forward and backward in any order, as in a pipeline's step.
+        Parameters stay unsharded, gradients accumulate, and are reduced once at the end (inside `no_sync` not at all).
+        Call `begin_part` before each part."""
         self.begin_forward()
         self.sync.buffers_are_due = self.sync.enabled and torch.is_grad_enabled()
         for unit in self.units:
@@ -1241,8 +1241,8 @@ class ShardedModel:
             self._reset()
 
     def begin_part(self, microbatch: int | None) -> None:
-        """Inside `interleaved`: sets the micro-batch to which the following passes belong; None: each parameter's
-        next."""
+        """Inside `interleaved`: sets the micro-batch of the following passes; None: for each parameter the next
+        one."""
         assert self.sync.microbatches is not None
         self.sync.microbatch = microbatch
         self.sync.microbatches = max(self.sync.microbatches, 0 if microbatch is None else microbatch + 1)
@@ -1263,10 +1263,10 @@ class ShardedModel:
         self.map_memory()
 
     def prepare_unwrap(self) -> None:
-        """Ends what a failed pass has left, and frees gathered parameters. Raises if the module cannot be unwrapped."""
+        """Cleans up after a failed pass, and frees gathered parameters. Raises if the module cannot be unwrapped."""
         if self.ranks.joining is not None:
             raise UnsupportedError(
-                f"unshard: rank {self.ranks.rank} is inside of join, expected to be outside; leave join first"
+                f"unshard: rank {self.ranks.rank} is inside join, expected to be outside; leave join first"
             )
         if self.backward.scheduled:  # the last backward pass raised
             self._abandon()
@@ -1291,7 +1291,7 @@ class ShardedModel:
             for p in bucket.params:
                 del p._ringcomm
 
-    # ---- what must not change -------------------------------------------------------------------------------------
+    # ---- changes of the module ------------------------------------------------------------------------------------
 
     def _check(self) -> None:
         """Applies changes that were made to the module since it was wrapped, or raises."""
@@ -1324,8 +1324,8 @@ class ShardedModel:
 
 
 def reduction_order(units: Sequence[Unit]) -> list[Bucket]:
-    """Returns the buckets that are trained, about in the order in which backward finishes. The module's own parameters
-    come last, because backward may use them at its beginning and at its end."""
+    """Returns the buckets that are trained, roughly in the order in which backward completes them. The module's own
+    parameters come last, because backward may use them at its beginning and at its end."""
     launched = [*reversed(units[:-1]), units[-1]]
     return [bucket for unit in launched for bucket in reversed(unit.buckets) if bucket.trainable]
 
@@ -1334,7 +1334,7 @@ def will_run(node: Any) -> bool:
     """Whether the running pass of autograd will execute a node."""
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # happens in torch.autograd.grad of a parameter
+    except RuntimeError:  # torch raises it in torch.autograd.grad of a parameter
         return False
 
 

@@ -38,7 +38,7 @@ _LIKE = {  # create tensors like this one, or need only its type and device
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
     *("is_shared", "is_pinned", "is_inference", "is_signed", "retain_grad", "result_type"),
 }
-_FACTS_OF_OTHER = {"to", "type_as", "view_as", "expand_as", "reshape_as"}  # need the second argument's type or shape
+_FACTS_OF_OTHER = {"to", "type_as", "view_as", "expand_as", "reshape_as"}  # need only the type or shape of argument 2
 _STRIDES = {"stride", "is_contiguous", "dim_order"}  # strides of the values, which the placeholder does not have
 _CONVERSIONS = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "contiguous", "type"}
 _VALUES = {"T", "mT", "H", "mH", "real", "imag"}  # attributes
@@ -67,14 +67,14 @@ class ShardedView(torch.Tensor):
     _geometry: ViewGeometry | None = None  # None: the whole parameter
     _data: ViewData | None = None
     _copy: torch.Tensor | None = None  # the copy in whose memory the view is; ViewData refers to it weakly
-    _versioned_by: torch.Tensor | None = None  # whose version counts writes into this view; None: its own
+    _versioned_by: torch.Tensor | None = None  # the tensor whose version counts writes into this view; None: this view
 
     @classmethod
     @eager
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", str(func)), kwargs or {}
         if getattr(func, "__module__", "") == "torch.nn.init" and torch.is_grad_enabled():
-            with torch.no_grad():  # as these functions do
+            with torch.no_grad():  # these functions disable autograd inside, too
                 return cls.__torch_function__(func, types, args, kwargs)
         if not args and "tensor" in kwargs:  # torch.nn.init passes it by name
             args, kwargs = (kwargs["tensor"],), {key: x for key, x in kwargs.items() if key != "tensor"}
@@ -118,8 +118,8 @@ class ShardedView(torch.Tensor):
         return _with_values(name, func, args, kwargs)
 
     def set_(self, *source: Any, **kwargs: Any) -> ShardedView:
-        """Same as ``self.data = source`` for a tensor, and refused for a storage. torch calls no __torch_function__
-        here."""
+        """Same as ``self.data = source`` for a tensor; refuses a storage. A method, because torch does not call
+        __torch_function__ for it."""
         if len(source) != 1 or kwargs or not isinstance(source[0], torch.Tensor):
             return _with_values("set_", torch.Tensor.set_, (self, *source), kwargs)
         _set_data(self, source[0])
@@ -167,10 +167,10 @@ def _describe(
     copy: torch.Tensor | None = None,
     versioned_by: torch.Tensor | None = None,
 ) -> ShardedView:
-    """Makes ``view`` a view of the parameter that ``of`` is, or is a view of.
+    """Makes ``view`` a view of the same parameter as ``of``, which is the parameter or a view of it.
 
     Args:
-        copy: the copy of the parameter's values in whose memory the view is; None: that of ``of``.
+        copy: the copy of the parameter's values in whose memory the view is; None: the copy of ``of``.
         versioned_by: see `ShardedView`.
     """
     view._ringcomm, view._geometry, view._data = of._ringcomm, geometry, _data_of(of)
@@ -195,12 +195,12 @@ def _count_write(x: Any) -> None:
         return
     counters = [(each, each._version) for each in _counters_of(x)]
     for each, before in counters:
-        if each._version == before:  # else it shares its counter with one before it
+        if each._version == before:  # else it shares a counter that was incremented already
             increment_version(each)
 
 
 def _start(x: Any, itemsize: int) -> int:
-    """Returns where the parameter begins in the bucket's buffer, in elements of ``itemsize`` bytes."""
+    """Returns the parameter's offset in the bucket's buffer, in elements of ``itemsize`` bytes."""
     bucket = x._ringcomm._bucket()
     if bucket is None:  # dropped with its model
         return 0
@@ -216,8 +216,8 @@ def _like(x: Any) -> torch.Tensor:
 
 
 def _strided(x: Any) -> Any:
-    """Returns a tensor to make others like ``x``: a placeholder has strides of 0, which torch takes for the order of
-    the shape."""
+    """Returns a tensor with the strides of the values of ``x``, for functions such as `empty_like`. A placeholder has
+    strides of 0, so torch would use the order of the shape."""
     if not _has_place(x) or x._geometry is not None:
         return x
     stride = _like(x).stride()
@@ -235,8 +235,8 @@ def _set_data(p: ShardedView, values: torch.Tensor) -> None:
         return
     if _geometry_of(p) is not None or p is not place.bucket.params[place.index]:
         raise InvalidArgumentError(
-            f"`view.data = ...`: rank {place.flat.ranks.rank} got other memory for a view of {place.name}, expected "
-            "values that are written into it; use view.copy_(values)"
+            f"`view.data = ...`: rank {place.flat.ranks.rank} got new memory for a view of {place.name}, expected a "
+            "write into the view; use view.copy_(values)"
         )
     if (values.shape, values.dtype, values.device) != (p.shape, p.dtype, p.device):
         raise InvalidArgumentError(
@@ -284,9 +284,8 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     written = tree_leaves((args[:1], kwargs.get("out"))) if _writes(name, kwargs) else []
     if torch.is_grad_enabled() and any(map(_is_separate_leaf, written)):
         raise InvalidArgumentError(
-            f"{name}: rank {places[0].flat.ranks.rank} got a leaf that requires a gradient and shares the values of "
-            f"{places[0].name}, expected one that is not written while autograd records; write inside of "
-            "torch.no_grad()"
+            f"{name}: rank {places[0].flat.ranks.rank} wrote, while autograd records, into a leaf that requires a "
+            f"gradient and shares the values of {places[0].name}; write inside torch.no_grad()"
         )
     with _gathered(places, name) as (renewed, staying), _own_classes(given):
         return _on_gathered(name, func, args, kwargs, given, written, renewed, staying)
@@ -294,8 +293,8 @@ def _with_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
 
 @contextmanager
 def _gathered(places: Sequence[Place], name: str) -> Iterator[tuple[set[Bucket], set[Bucket]]]:
-    """Gathers the places' buckets for the block. Yields those that the ranks gather now, so that the copies of their
-    values are renewed, and those that stay gathered, inside of a call."""
+    """Gathers the places' buckets for the block. Yields the buckets that the ranks gather now, whose copies of values
+    are renewed, and the buckets that stay gathered after the block, inside a call."""
     buckets: dict[ShardedModel, dict[int, Bucket]] = {}  # model by model, in an order that is the same on all ranks
     for place in places:
         buckets.setdefault(place.flat, {})[place.bucket.number] = place.bucket
@@ -320,8 +319,8 @@ def _on_gathered(
     renewed: set[Bucket],
     staying: set[Bucket],
 ) -> Any:
-    """Calls ``func`` on the gathered values, and makes views of what it returns."""
-    copies: dict[int, tuple[Any, torch.Tensor]] = {}  # leaves and the copies that stand for them, by memory
+    """Calls ``func`` on the gathered values, and makes its results in the buckets' memory views of the parameters."""
+    copies: dict[int, tuple[Any, torch.Tensor]] = {}  # by memory: leaves, and the copies that take their place
     values = {id(x): _values(x, renewed, copies) for x in given}
     if name in _COPIES:
         values = {key: x.detach().clone() for key, x in values.items()}
@@ -372,7 +371,7 @@ def _on_gathered(
 
 @untransformed
 def _copy_of(x: Any, buffer: torch.Tensor, renewed: Collection[Bucket]) -> torch.Tensor:
-    """Returns the copy of a parameter's values in which its views are; ``buffer``: the gathered values."""
+    """Returns the copy of a parameter's values in whose memory its views are; ``buffer``: the gathered values."""
     place, data = x._ringcomm, _data_of(x)
     copy = data.copy()
     if copy is None or place.bucket not in renewed or _replaced(x) is not None:
@@ -385,8 +384,8 @@ def _copy_of(x: Any, buffer: torch.Tensor, renewed: Collection[Bucket]) -> torch
 
 def _refuse_dead(name: str) -> NoReturn:
     raise InvalidArgumentError(
-        f"{name}: got a view of a parameter whose model was dropped or unsharded since, expected one of a model that "
-        "is sharded; take the view of the parameter as it is now"
+        f"{name}: got a view of a parameter whose model was dropped or unsharded since, expected a view of a sharded "
+        "model's parameter; make the view again from the parameter"
     )
 
 
@@ -406,7 +405,7 @@ def _without_view_metadata(x: torch.Tensor) -> torch.Tensor:
 
     After an in-place write, autograd rebuilds the grad_fn of a view from the strides of its base. Here the base may be
     a placeholder by then, whose strides are 0, so the new grad_fn would be wrong. A tensor that a node has saved for
-    backward comes back without view metadata, and keeps its grad_fn; so ``x`` is saved by a node and taken from it.
+    backward comes back without view metadata, but with its grad_fn; so a node saves ``x``, and gives it back.
     """
     disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
     if disabled is not None:
@@ -415,7 +414,7 @@ def _without_view_metadata(x: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
             node = _SavedInput.apply(x).grad_fn
             (plain,) = node.saved_tensors
-            if plain.is_leaf:  # the node that accumulates its gradient lives as long as another one refers to it
+            if plain.is_leaf:  # autograd alone does not keep the node that accumulates its gradient alive
                 plain._node = node
     finally:
         if disabled is not None:
@@ -429,7 +428,7 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _own_classes(given: Sequence[Any]) -> Iterator[None]:
-    """Inside, gathered parameters have their own classes, so that they can be computed with."""
+    """Inside the block, gathered parameters have their own classes, so that they can be computed with."""
     params = [x for x in given if isinstance(x, ShardedParameter) and not x._ringcomm.bucket.memory.has_own_classes]
     for p in params:
         p.__class__ = p._ringcomm.bucket.memory.classes[p._ringcomm.index]
@@ -443,8 +442,8 @@ def _own_classes(given: Sequence[Any]) -> Iterator[None]:
 
 def _without_values(name: str, args: Any, kwargs: Any) -> Any:
     """Returns the arguments of `torch.autograd.grad` or `backward` with plain tensors in place of views and leaves that
-    have a gradient; None: there are none. Autograd needs only their places in the graph, not their values, so nothing
-    is gathered for the call; hooks may read the values while it runs."""
+    have a gradient; None if there are no such arguments. Autograd needs only their places in the graph, so the call
+    gathers nothing; hooks may read the values while it runs."""
     found = False
 
     def replaced(x: Any) -> Any:
@@ -463,7 +462,8 @@ def _without_values(name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _with_own_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """Calls ``func`` on the copy of the values in which views with a gradient are. Writes are made in the parameter."""
+    """Calls ``func`` on the copy of the values in whose memory views with a gradient are. Writes go to the
+    parameter."""
     leaves = tree_leaves((args, kwargs))
     views = {id(x): x for x in leaves if _has_gradient(x)}
     targets = tree_leaves((args[:1], kwargs.get("out"))) if _writes(name, kwargs) else []
@@ -471,8 +471,8 @@ def _with_own_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             place = next(x for x in targets if id(x) in views)._ringcomm
             raise InvalidArgumentError(
-                f"{name}: rank {place.flat.ranks.rank} got a view of {place.name} that has a gradient, expected one "
-                "without; make the view, and write, inside of torch.no_grad()"
+                f"{name}: rank {place.flat.ranks.rank} got a view of {place.name} that has a gradient, expected a view "
+                "without one; make the view and write to it inside torch.no_grad()"
             )
         args_there, kwargs_there = tree_map(lambda x: _alias(x) if id(x) in views else x, (args, kwargs))
         func(*args_there, **kwargs_there)
@@ -501,13 +501,13 @@ def _with_own_values(name: str, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _relative(x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> tuple[Any, Any]:
-    """Returns the arguments of `as_strided` with an offset in the copy in place of one in the bucket's buffer."""
+    """Returns the arguments of `as_strided`, with the offset in the bucket's buffer converted to one in the copy."""
     offset = None if storage_offset is None else storage_offset - _start(x, x.itemsize)
     return (x, size, stride, offset), {}
 
 
 def _renew(views: Sequence[Any], name: str) -> None:
-    """Copies the values again if they were written; then a collective."""
+    """Renews the copies of the values if the values were written since; in that case a collective."""
     alive = [x for x in views if x._ringcomm.alive]
     if any(x._ringcomm.views.are_stale for x in views if not x._ringcomm.alive):
         _refuse_dead(name)
@@ -538,8 +538,8 @@ def _buffer_of(x: Any) -> torch.Tensor:
 
 def _values(x: Any, renewed: Collection[Bucket], copies: dict[int, tuple[Any, torch.Tensor]]) -> torch.Tensor:
     """Returns the values of a gathered parameter or view, as a tensor that operations can use: the parameter itself, or
-    a view of the buffer. For a leaf with a gradient of its own it is the copy in which the leaf's views are, which is
-    added to ``copies``."""
+    a view of the buffer. For a leaf with its own gradient, returns the copy in whose memory the leaf's views are, and
+    adds it to ``copies``."""
     geometry, place, buffer = _geometry_of(x), x._ringcomm, _buffer_of(x)
     if geometry is not None:
         return geometry.on(buffer)
@@ -560,7 +560,7 @@ def _values(x: Any, renewed: Collection[Bucket], copies: dict[int, tuple[Any, to
 
 
 def _base_of(x: torch.Tensor, bucket: Bucket, given: Sequence[Any]) -> Any:
-    """Returns the one of the given parameters and views that a tensor in the bucket's buffer is a view of."""
+    """Returns which of the given parameters and views a tensor in the bucket's buffer is a view of."""
     index = bucket.layout.index_of(x.storage_offset() * x.itemsize // bucket.unsharded.itemsize)
     found = [y for y in given if y._ringcomm.bucket is bucket and _replaced(y) is None]
     return next((y for y in found if y._ringcomm.index == index), found[0])
@@ -572,7 +572,7 @@ def _has_storage(x: torch.Tensor) -> bool:
 
 
 def _is_separate_leaf(x: Any) -> bool:
-    """Whether ``x`` shares a parameter's values but has a gradient of its own, as `p.detach().requires_grad_()` has."""
+    """Whether ``x`` shares a parameter's values but has its own gradient, as `p.detach().requires_grad_()` has."""
     if not isinstance(x, ShardedView) or isinstance(x, ShardedParameter) or x._geometry is not None:
         return False
     with torch._C.DisableTorchFunctionSubclass():

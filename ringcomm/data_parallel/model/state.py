@@ -31,7 +31,8 @@ class _BucketHook:
     """A hook that calls a function with itself and with torch's arguments. In a copy of the module it does nothing.
 
     Args:
-        unit: keeps the model's state as long as the module, even if its wrapper is dropped; None: a copy's.
+        unit: referenced so that the model's state lives as long as the module, even if its wrapper is dropped; None in
+            a copy.
     """
 
     def __init__(self, function: Callable[..., None], buckets: Sequence[Bucket], unit: Unit | None = None) -> None:
@@ -86,9 +87,9 @@ def _before_load(
     strict: bool,
     *lists: list[str],
 ) -> None:
-    """Takes this rank's part of every parameter whose shape fits. The other values are left to torch, which reports
-    them if no hook of an inner module mends them. A rank with such values loads the others, as in torch, and so takes
-    part in the ranks' messages."""
+    """Loads this rank's part of every parameter whose shape fits. The other values are left to torch, which reports
+    them unless a hook of an inner module converts them. A rank with such values still loads the others, as in torch,
+    and takes part in the ranks' messages."""
     del strict
     buckets = hook.buckets
     assert hook.unit is not None
@@ -119,7 +120,7 @@ def _fits(value: Any, bucket: Bucket, i: int) -> bool:
     shape = bucket.layout.segments[i].shape
     if not torch.is_tensor(value) or value.is_nested:
         return False
-    return tuple(value.shape) == shape or (tuple(value.shape) == (1,) and not shape)  # as old versions saved numbers
+    return tuple(value.shape) == shape or (tuple(value.shape) == (1,) and not shape)  # old torch saved numbers so
 
 
 def _load(bucket: Bucket, i: int, name: str, value: torch.Tensor) -> list[str]:

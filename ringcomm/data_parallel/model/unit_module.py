@@ -1,8 +1,7 @@
 """Calls a unit's modules through the unit.
 
-A module's call is intercepted in `__call__` of the module's class: outside the code that `torch.compile` and
-`nn.Module.compile` compile, and outside a class's own `__call__`. Up to stage 2 parameters are unsharded, and nothing
-is gathered.
+`__call__` of the module's class intercepts a call, outside of the code that `torch.compile` and `nn.Module.compile`
+compile, and outside of a class's own `__call__`. Up to stage 2 parameters are unsharded, and nothing is gathered.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ _WRAPPING = {("torch.nn.parallel.distributed", "__init__"), ("ringcomm.data_para
 
 
 def is_asked_to_wrap() -> bool:
-    """Whether a DistributedDataParallel, torch's or ours, reads the property that calls this: it is about to wrap the
-    module, or one that passes its attributes on. Tools that look at every attribute get an AttributeError instead."""
+    """Whether the property that calls this is read by a DistributedDataParallel, torch's or ours, that is about to wrap
+    the module, or a module that passes attributes on to it. Tools that read every attribute get an AttributeError."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _WRAPPING:
@@ -57,8 +56,7 @@ class UnitModule:
         return call(*args, **kwargs) if unit is None or unit.calling is self else unit.call(self, call, args, kwargs)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Hides the classes that wrapping makes from a base class's own __init_subclass__, which only sees users'
-        classes."""
+        """Does not call a base class's own __init_subclass__ for the classes that wrapping makes."""
         if issubclass(cls.__bases__[0], nn.Module):
             super().__init_subclass__(**kwargs)
 
@@ -89,9 +87,9 @@ class UnitModule:
         if unit is not None and unit.flat.stage == LAST_STAGE:
             raise UnsupportedError(
                 f"copy or pickle: rank {unit.flat.ranks.rank} got a {type(self).__name__} of stage 3, whose parameters "
-                "are in the ranks' shards, expected whole ones; do it at another stage, save state_dict(), or load it "
-                "into a new module; to average weights, as AveragedModel does, lerp_ a copy of its state_dict() "
-                "(docs/training.md, Averaging weights)"
+                "are in the ranks' shards, expected whole ones; copy it at another stage, save state_dict(), or load "
+                "state_dict() into a new module; to average weights, as AveragedModel does, lerp_ a copy of "
+                "state_dict() (docs/training.md, Averaging weights)"
             )
         state = without_unit(self.__getstate__())  # type: ignore[attr-defined]
         return _new, (plain_class(type(self)),), state
@@ -127,7 +125,7 @@ def plain_class(kind: type) -> Any:
 
 
 def mix_in(module: nn.Module, unit: Unit, added: type[UnitModule] = UnitModule) -> None:
-    """Adds the mixin to a module's class. The class keeps its name, because libraries look for it."""
+    """Adds the mixin to a module's class. The class keeps its name, because libraries look for that name."""
     kind = plain_class(type(module))
     with _lock:
         if (added, kind) not in _classes:
@@ -136,7 +134,7 @@ def mix_in(module: nn.Module, unit: Unit, added: type[UnitModule] = UnitModule) 
             meta = type("EqualsPlain", bases, {})
             _classes[added, kind] = meta(kind.__name__, (added, kind), {**members, "_ringcomm_plain": kind})
     notes_on(module).unit = unit
-    # Python looks `__call__` up in the class alone, and the module that its parents and the program hold must stay.
+    # Changes the class, because Python looks `__call__` up only there, and the module must stay the same object.
     module.__class__ = _classes[added, kind]
     unit.undo.append(partial(_restore_class, module))
 

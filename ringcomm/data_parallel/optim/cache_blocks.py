@@ -1,10 +1,10 @@
 """Cache blocking of the optimizer's step on the CPU.
 
 Without ``fused=True`` torch's element-wise optimizers make ten or more passes over a parameter, and a shard is one long
-parameter, which no cache holds. So during step() the optimizer gets blocks of it instead, one after the other: the
-first pass over a block reads memory, the others read the cache. Each element is computed as before, with the same bits.
+parameter that fits in no cache. During step() the optimizer therefore gets blocks of it, one after the other: the first
+pass over a block reads memory, later passes read the cache. Each element gets the same bits as without blocks.
 
-Between two steps the blocks share the parameter's memory, but for their counters: 4 bytes for each block, which
+Between two steps the blocks share the parameter's memory, except their step counters: 4 bytes for each block, which
 `ringcomm.memory` leaves out.
 """
 
@@ -41,8 +41,8 @@ class CacheBlocks:
     """The blocks of one long parameter, with their views of its state.
 
     Attributes:
-        params: what the optimizer sees during a step; they stay the same objects, as does their state, so that a
-            compiled step is not compiled again.
+        params: the optimizer's parameters during a step. They and their state stay the same objects, so that a compiled
+            step is not compiled again.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
@@ -93,12 +93,12 @@ class CacheBlocks:
     def leave(self, param: nn.Parameter, states: MutableMapping[Any, Any]) -> None:
         """After a step: joins the blocks' values and state.
 
-        A block without some state, because the step has raised, keeps what the parameter had before. If it had none,
-        this was its first step: the next one begins anew.
+        If the step has raised and left a block without some state, the block keeps the parameter's earlier state. If
+        there was none, this was the first step, and the next one starts anew.
         """
         for block, values in zip(self.params, self._values, strict=True):
             block.grad = None
-            if block.data_ptr() != values.data_ptr():  # something has assigned its data
+            if block.data_ptr() != values.data_ptr():  # the step has assigned `block.data`
                 with torch.no_grad():
                     values.copy_(block)
                 block.data = values
@@ -109,7 +109,8 @@ class CacheBlocks:
             states[param] = {key: self._merged(key, [state.get(key) for state in found], before) for key in keys}
 
     def _merged(self, key: str, parts: list[Any], before: dict[str, Any]) -> Any:
-        """Returns one state of the parameter; None in ``parts``: the block has none."""
+        """Returns the parameter's state ``key`` from its blocks' parts; None in ``parts``: the block has no such
+        state."""
         known: Any = before.get(key)
         pairs = zip(parts, self.params, strict=True)
         first: Any

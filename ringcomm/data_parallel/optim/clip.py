@@ -36,9 +36,9 @@ def clip_grad_norm_(
     backward and step, after ``unscale_`` of a GradScaler.
 
     Args:
-        parameters: a sharded module, its optimizer, or some of the module's parameters; also those of several sharded
-            modules that share their communicators, in the same order on every rank, for one norm of all. For plain
-            parameters torch's function is called. Ignored parameters of `fully_shard` count once, with the first
+        parameters: a sharded module, its optimizer, or some of the module's parameters; or, for one norm of all,
+            parameters of several sharded modules that share their communicators, in the same order on every rank. For
+            plain parameters torch's function is called. Ignored parameters of `fully_shard` count once, with the first
             rank's gradient: average their gradients before.
         foreach: accepted; it has no effect on sharded parameters.
     Order:   the sum of powers is exact to about 2**-50 in any order, so its bits depend on the gradients alone.
@@ -105,7 +105,7 @@ def clip_grad_norm_(
     for model, buckets in picked.items():
         for host in model.optimizers.hosts:
             host.refresh()
-            host.wait()  # a copy under way would overwrite what is scaled
+            host.wait()  # a copy in flight would overwrite the scaled values
         scaled += [part for bucket, some in buckets.items() for part in _scaled(model, bucket, some)]
     groups = _group_tensors_by_device_and_dtype([scaled]) if scaled else {}
     for (device, dtype), ([alike], _) in groups.items():
@@ -168,7 +168,7 @@ def _share(bucket: Bucket, some: set[int]) -> list[torch.Tensor]:
 
 
 def _scaled(flat: ShardedModel, bucket: Bucket, some: set[int]) -> list[torch.Tensor]:
-    """Returns what is to be scaled: this rank's gradients of the segments, and their copies in host memory."""
+    """Returns the tensors to scale: this rank's gradients of the segments, and their copies in host memory."""
     bucket.gradient.changed()
     copies = [host.copy_of(bucket) for host in flat.optimizers.hosts]
     held = [bucket.gradient.reduced, *(copy for copy in copies if copy is not None)]

@@ -24,7 +24,7 @@ class GradScaler(torch.amp.GradScaler):
     initial scale.
     """
 
-    _guessed = False  # whether scale() was not called on this rank
+    _guessed = False  # whether this rank, without a call of scale(), has assumed the initial scale
     _agreed = False  # whether it is known that a rank of the pipeline has called scale()
 
     @expects("GradScaler", device=that("a kind of device, such as 'cpu'", lambda kind: torch.device(kind).type == kind))
@@ -68,8 +68,8 @@ class GradScaler(torch.amp.GradScaler):
                 refuse_parts(flat.module.parameters(), "GradScaler", "an overflow")
             if flat.ranks.joining is not None:
                 raise UnsupportedError(
-                    f"GradScaler: rank {flat.ranks.rank} is inside of join, where ranks that have joined do not know "
-                    "the loss scale, expected no GradScaler; train in bfloat16 there"
+                    f"GradScaler: rank {flat.ranks.rank} is inside join, where ranks that have joined do not know the "
+                    "loss scale, expected no GradScaler; train in bfloat16 there"
                 )
         with sharded.in_step():
             found = super()._unscale_grads_(optimizer, *args, **kwargs)

@@ -1,13 +1,13 @@
 """
-The norm of all gradients. Its bits depend on the gradients alone: not on their order, on the split into buckets,
-fragments and shards, or on the world size. So clipping is the same for every stage of sharding.
+The norm of all gradients. Its bits depend on the gradients alone: not on their order, the split into buckets, fragments
+and shards, or the world size. Clipping therefore gives the same bits at every stage.
 
     1. top = the largest magnitude of all ranks: exact in any order.
     2. An element becomes v = |x / scale|^p in float64, at most 1; `scale` comes from `top`, so v from x and top alone.
     3. v = a / 2^45 + b / 2^91 + rest, with integers a and b found by rounding (v + M) - M; the rest, at most 2^-92, is
        dropped. As many as 256 such integers add up exactly in a float64, and those sums exactly in int64.
-    4. Integers of all ranks are added: exact in any order. Their sum, and its root, become float64 with their errors
-       added back: the nearest numbers, but for what lies within 2^-50 of the middle of two.
+    4. Integers of all ranks are added: exact in any order. Their sum and its root become float64, corrected by their
+       rounding errors: the nearest float64, except for values within 2^-50 of the middle between two.
 
 The error of the sum is at most 2^-90 of itself per element, plus the error of rounding v: none for p = 1, none for p =
 2 except in float64, where it is 2^-53. Splitting summands before adding them is the reproducible summation of Demmel
@@ -96,7 +96,7 @@ def total_norm(
     if p == math.inf:
         return top.to(dtype)
     limbs = _reduce(_fold(parts, p, top), "sum", comm)
-    if _native(limbs):  # Python's numbers: 100 operations on tensors of one element cost 10 times as much
+    if _native(limbs):  # in Python's numbers, since the 100 operations cost 10 times as much on one-element tensors
         largest = float(top)
         valid = math.isfinite(largest) and largest > 0
         norm = _root(limbs.tolist(), p, largest) if valid else largest
@@ -180,7 +180,7 @@ def _largest(parts: Sequence[torch.Tensor], place: torch.device) -> torch.Tensor
     return torch.stack([torch.as_tensor(x, dtype=torch.float64, device=place) for x in each]).amax()
 
 
-# ---- what every element adds to the sum ------------------------------------------------------------------------------
+# ---- the elements' contributions to the sum --------------------------------------------------------------------------
 
 
 def _fold(parts: Sequence[torch.Tensor], p: float, top: torch.Tensor) -> torch.Tensor:
@@ -274,8 +274,8 @@ def _halves(exponent: Any) -> tuple[Any, Any]:
 
 
 def _sqrt(x: Any) -> Any:
-    """Returns the root of float64 at least 1/4: a library's root, which may be off in its last bit, corrected by a
-    step of Newton's method."""
+    """Returns the square root of a float64 that is at least 1/4: a library's root, whose last bit may be wrong,
+    corrected by a step of Newton's method."""
     root = math.sqrt(x) if isinstance(x, float) else x.sqrt()
     head = root * 134217729.0  # times 2^27 + 1: splits a number into two halves as Dekker does
     head = head - (head - root)

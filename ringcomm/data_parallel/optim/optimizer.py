@@ -1,6 +1,6 @@
 """Attaches the user's own optimizer to a sharded model: users see the model's parameters, and step() works on shards.
 
-Between two steps `optimizer.param_groups` holds what the user passed. During step() this rank's parts of the buckets
+Between two steps `optimizer.param_groups` holds the user's parameters. During step() this rank's parts of the buckets
 replace the sharded model's parameters:
 
     element-wise optimizers     one long parameter for each run of segments of one parameter group, on the CPU its
@@ -62,7 +62,7 @@ _CLIPS_BY = {  # options with which a class of this name divides by the norm of 
     "Adan": ("max_grad_norm",),
 }
 _watching: list[Any] = []  # the handle of the hook on every optimizer's step, once registered
-_watches = 0  # number of wrapped models; an optimizer checked at this number need not be checked again
+_num_wrapped = 0  # models wrapped so far; an optimizer that was checked is checked again only after it has grown
 _warned: set[type] = set()  # classes of optimizers for which a warning was given
 _lock = threading.Lock()
 _CALLS_HOOKS = torch.optim.Optimizer.profile_hook_step(len).__code__  # torch puts this function in place of step()
@@ -85,7 +85,8 @@ def _steps_by(optimizer: torch.optim.Optimizer) -> type:
 
 
 def _without_profiling(step: Any) -> Any:
-    """torch puts a profiled step() into the class of each new optimizer, also where the class inherits it."""
+    """Returns the original of ``step``, which torch wraps for profiling in the class of each new optimizer, even if the
+    class inherits it."""
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
@@ -115,7 +116,7 @@ def refuse_unusable(optimizer: Any, call: str, rank: int, stage: int = 1) -> Non
     if on_meta:
         raise UnsupportedError(
             f"{call}: rank {rank} got {type(optimizer).__name__} with the state {on_meta[0]!r} on the meta device, "
-            "expected state with values; make this optimizer after ringcomm.shard(model, stage=...), and pass it to "
+            "expected state with values; make the optimizer after ringcomm.shard(model, stage=...), and pass it to "
             "ringcomm.shard(model, optimizer)"
         )
     why = _why_needs_all(optimizer)
@@ -158,8 +159,8 @@ def _warn_once(optimizer: torch.optim.Optimizer) -> None:
             return
         _warned.add(kind)
     warnings.warn(
-        f"ringcomm.shard: step() of {kind.__name__} sees only the parameters that lie on this rank from stage 1 on; "
-        "if it adds up over all parameters, such as for a global norm, use stage 0",
+        f"ringcomm.shard: from stage 1 on, step() of {kind.__name__} sees only the parameters that lie on this rank; "
+        "if it needs all parameters, for example for a global norm, use stage 0",
         stacklevel=user_stacklevel(),
     )
 
@@ -215,7 +216,7 @@ def attach(optimizer: torch.optim.Optimizer, flat: ShardedModel, call: str) -> N
 
 
 def sharded_optimizers(flat: ShardedModel) -> list[ShardedOptimizer]:
-    """Returns what is attached to a model's optimizers, those that no rank has dropped; a collective."""
+    """Returns the `ShardedOptimizer`s of the model's optimizers that no rank has dropped; a collective."""
     return [_sharded_of(optimizer) for optimizer in flat.optimizers.on_all_ranks()]
 
 
@@ -231,7 +232,7 @@ def restage_model(flat: ShardedModel, stage: int) -> None:
     if stage and flat.sync.hook is not None:
         raise UnsupportedError(
             f"restage: rank {flat.ranks.rank} got stage={stage} for a module with a communication hook, which "
-            "gives whole gradients, expected 0; train it without the hook"
+            "reduces whole gradients, expected stage 0; train it without the hook"
         )
     for unit in flat.units:
         unit.release()
@@ -258,9 +259,9 @@ def _rebuild_optimizers(flat: ShardedModel) -> None:
 def watch_optimizers() -> None:
     """Installs a hook that attaches optimizers at their first step, if they cannot step their parameters by
     themselves."""
-    global _watches
+    global _num_wrapped
     with _lock:
-        _watches += 1
+        _num_wrapped += 1
         if not _watching:
             _watching.append(register_optimizer_step_pre_hook(_before_any_step))
 
@@ -269,7 +270,7 @@ def watch_optimizers() -> None:
 def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Checks once whether an unattached optimizer must be attached; compares its options at every step."""
     del args, kwargs
-    now = (_watches, len(optimizer.param_groups))
+    now = (_num_wrapped, len(optimizer.param_groups))
     at, options = _checked.get(optimizer, (None, None))
     if at != now:
         options = None
@@ -290,7 +291,7 @@ def _refuse_in_backward(flat: ShardedModel) -> None:
     """Raises if a step is called by a hook of the model's backward pass, before gradients are reduced."""
     if flat.backward.scheduled and torch._C._current_graph_task_id() >= 0:
         raise InvalidArgumentError(
-            f"step: rank {flat.ranks.rank} called it inside of backward(), where gradients are this rank's own, "
+            f"step: rank {flat.ranks.rank} called step() inside backward(), where gradients are not averaged yet, "
             "expected the mean over all ranks; call it after backward()"
         )
 
@@ -339,13 +340,13 @@ _checked = weakref.WeakKeyDictionary()
 
 @dataclass
 class BucketPart:
-    """The parameters of one bucket that an optimizer steps, and what it keeps of their state between two steps.
+    """The parameters of one bucket that an optimizer steps, and their state between two steps.
 
     Attributes:
         flat: the bucket's model.
         segments: the parameters' indices in the bucket.
-        stepped: those that ever had a gradient in a step.
-        unsharded: by index, the state until the next step; None: the state is in shards.
+        stepped: the parameters that had a gradient in at least one step.
+        unsharded: by index, the unsharded state that is kept until the next step; None: the state is in shards.
         loading: the state that load_state_dict() is loading.
     """
 
@@ -374,7 +375,7 @@ class ShardedOptimizer:
         self.host = HostGradients()
         self._state_view = UnshardedStates(self)  # `optimizer.state` between two steps
         self._in_step = False
-        self._watches = _watches
+        self._num_wrapped = _num_wrapped
         _checked.pop(optimizer, None)
         self._find_params("shard")
         self.adopt_state()
@@ -387,8 +388,8 @@ class ShardedOptimizer:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The user's optimizer. The optimizer references this object and not the reverse, so that both are freed
-        when users drop it."""
+        """The user's optimizer. It references this object, which has only a weak reference back, so that both are freed
+        when the user drops it."""
         found = self.options.optimizer
         assert found is not None
         return found
@@ -438,7 +439,7 @@ class ShardedOptimizer:
             for group, start, end, segments in self._pieces(bucket, group_of)
         ]
         own = {id(entry.param) for entry in self.entries if entry.is_own}
-        self._place_by_id = {  # of the parameters whose state is sharded
+        self._place_by_id = {  # only the parameters whose state is sharded
             id(bucket.params[i]): (bucket, i)
             for bucket, part in self.parts.items()
             for i in part.segments
@@ -468,8 +469,8 @@ class ShardedOptimizer:
 
     def _others_were_wrapped(self) -> bool:
         """Whether a model with some of the parameters was wrapped since the last check."""
-        before, self._watches = self._watches, _watches
-        return before != _watches and _flats_of(self.optimizer) != self.flats
+        before, self._num_wrapped = self._num_wrapped, _num_wrapped
+        return before != _num_wrapped and _flats_of(self.optimizer) != self.flats
 
     def _list_inside(self) -> None:
         """Sets, by group, the optimizer's parameters in step(): first unchanged parameters in their order, then the
@@ -495,8 +496,8 @@ class ShardedOptimizer:
             segment = bucket.layout.segments[fragment.segment]
             if fragment.numel != segment.numel:
                 raise UnsupportedError(
-                    f"optimizer: rank {bucket.ranks.rank} got {type(self.optimizer).__name__}, which looks at whole "
-                    f"tensors, and a part of {segment.name}; pass atom='tensor' to shard or fully_shard"
+                    f"optimizer: rank {bucket.ranks.rank} got {type(self.optimizer).__name__}, which needs whole "
+                    f"tensors, but has only a part of {segment.name}; pass atom='tensor' to shard or fully_shard"
                 )
             yield fragment.segment, segment.offset, segment.end
 
@@ -550,7 +551,7 @@ class ShardedOptimizer:
             self.rebuild()
 
     def _recover(self) -> None:
-        """After a step that raised, copies the values that it had changed into the model, as in plain torch."""
+        """After a step that raised, copies the values that the step has changed to the model, as in plain torch."""
         if self._in_step:
             self.after_step()
         self.adopt_state()
@@ -559,8 +560,8 @@ class ShardedOptimizer:
         """Finds the parameters again after a change of the optimizer's groups or of the models' buckets.
 
         Args:
-            states: what `take_state` returned before that change; None: the buckets are unchanged, and `take_state` is
-                called now.
+            states: the result of `take_state` before that change; None: the buckets are unchanged, so `take_state` is
+                called here.
         """
         for flat in _flats_of(self.optimizer):
             refuse_unusable(self.optimizer, "step", flat.ranks.rank, flat.stage)
@@ -573,7 +574,7 @@ class ShardedOptimizer:
                 self.state[p] = state
             else:
                 self._keep_unsharded(place, state)
-        for p in [p for p in self.state if id(p) in self._place_by_id]:  # its model was wrapped since
+        for p in [p for p in self.state if id(p) in self._place_by_id]:  # parameters whose model was wrapped since
             self._keep_unsharded(self._place_by_id[id(p)], self.state.pop(p))
         self.expose_state()
         self.close()
@@ -727,7 +728,7 @@ class ShardedOptimizer:
         self.expose_state()
 
     def before_state_dict(self) -> None:
-        """Puts in the unsharded state, from which torch makes the usual state dict; a collective."""
+        """Puts the unsharded state into the optimizer, so that torch makes the usual state dict of it; a collective."""
         self.refresh()
         states: dict[Any, Any] = {}
         for bucket, part in self.parts.items():
@@ -750,8 +751,8 @@ class ShardedOptimizer:
         return found
 
     def before_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Checks the state of sharded parameters, and withholds it from torch, which would cast it to the model's
-        type."""
+        """Checks the state of sharded parameters, and takes it out of the state dict, because torch would cast it to
+        the model's type."""
         self.refresh()
         groups = state_dict["param_groups"]
         expected, got = [len(params) for params in self.outside], [len(group["params"]) for group in groups]
@@ -776,13 +777,13 @@ class ShardedOptimizer:
         return {**state_dict, "state": rest}
 
     def after_load(self) -> None:
-        """Puts in the sharded parameters' state after torch has loaded the rest."""
+        """Adds the state of the sharded parameters after torch has loaded the rest."""
         self.adopt_state()
         for bucket, part in self.parts.items():
             loaded, part.loading, part.unsharded = part.loading, None, None
             if loaded is not None:
                 self._replace_state(bucket, loaded)
-        self._enter()  # some optimizers convert an older state
+        self._enter()  # with the parameters of step(), because some optimizers convert state of older versions
         try:
             self.optimizer.__setstate__({"state": self.state, "param_groups": self.optimizer.param_groups})
         finally:
@@ -871,8 +872,8 @@ class ShardedOptimizer:
             flat.ranks.read = None
 
     def before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Begins the step. With a closure it begins after each call of the closure, which sees the model's
-        parameters."""
+        """Begins the step. With a closure, the step begins after each call of the closure, because the closure needs
+        the model's parameters."""
         if self._in_step and _is_nested(self.optimizer):
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -928,7 +929,7 @@ class ShardedOptimizer:
         """Raises for gradients that were not reduced, because the step would ignore them."""
         for bucket, part in self.parts.items():
             ranks, gradient = bucket.ranks, bucket.gradient
-            # They are added to the other ranks' next reduction.
+            # On a rank that has joined, such gradients are added to the other ranks' next reduction.
             if ranks.joining is not None and ranks.joining.shadowing:
                 continue
             if gradient.has_reduced and not gradient.has_local:
@@ -971,7 +972,7 @@ class UnshardedStates(defaultdict[Any, Any]):
 
     def __init__(self, sharded: ShardedOptimizer) -> None:
         super().__init__(dict)
-        # Weak: the sharded optimizer references this object, and the optimizer references the sharded one.
+        # Weak, because the sharded optimizer references this object: a cycle would delay freeing it.
         self._weak = weakref.ref(sharded)
 
     @property
@@ -981,7 +982,7 @@ class UnshardedStates(defaultdict[Any, Any]):
         return found
 
     def _mapping_with(self, key: Any) -> tuple[dict[Any, Any], Any]:
-        """Returns the mapping that has the state of a key, and the key's own key there."""
+        """Returns the mapping that has the state of a key, and the corresponding key in that mapping."""
         place = self._sharded.sharded_place(key)
         if place is None:
             return self._sharded.state, key
@@ -1011,7 +1012,7 @@ class UnshardedStates(defaultdict[Any, Any]):
     def __contains__(self, key: Any) -> bool:
         return self._sharded.has_state(key)
 
-    # Those of any mapping; each value is a collective.
+    # The methods of Mapping, because dict's would bypass `__getitem__`; each value is a collective.
     keys, values, items = Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]
     setdefault, popitem = MutableMapping.setdefault, MutableMapping.popitem
     update = MutableMapping.update
@@ -1031,7 +1032,7 @@ class UnshardedStates(defaultdict[Any, Any]):
         if key not in self and default:
             return default[0]
         found = self.get(key)
-        if key in self or not default:  # a step need not leave state, which shows when it is read
+        if key in self or not default:  # reading the value may have shown that the step left no state
             del self[key]
             return found
         return default[0]
@@ -1054,7 +1055,7 @@ def _hook(optimizer: torch.optim.Optimizer, sharded: ShardedOptimizer) -> list[A
     """Connects an optimizer to its `ShardedOptimizer`, and returns the hooks' handles."""
     before = optimizer.register_step_pre_hook(eager(lambda _, args, kwargs: sharded.before_step(args, kwargs)))
     after = optimizer.register_step_post_hook(eager(lambda _, args, kwargs: sharded.end_step()))
-    # Other hooks then see the model's parameters.
+    # Ours runs first, so that other hooks see the model's parameters.
     optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
     handles = [
         before,
@@ -1072,8 +1073,8 @@ def _hook(optimizer: torch.optim.Optimizer, sharded: ShardedOptimizer) -> list[A
 
 
 def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the hooks of an optimizer's step are called inside another step of it: torch adds the calls of hooks to
-    step() of a subclass and of its base class, and the one may call the other."""
+    """Whether the hooks of an optimizer's step are called inside another step of the same optimizer: torch makes step()
+    of a subclass and of its base class both call hooks, and one may call the other."""
     steps = 0
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and steps < 2:
@@ -1086,7 +1087,7 @@ def _register_before(here: weakref.ref[torch.optim.Optimizer], number: int, hook
     """Registers other pre-step hooks before ours, so that they see the model's parameters.
 
     Args:
-        number: our hook's.
+        number: the number of our hook.
     """
     optimizer = here()
     assert optimizer is not None

@@ -32,7 +32,7 @@ class StepParameter:
     Attributes:
         group: index of the optimizer's parameter group.
         values, address: the part of the master weights that ``param`` covers, and its address.
-        blocks: what the optimizer sees in place of ``param``; None: it sees ``param``.
+        blocks: the cache blocks that the optimizer sees in place of ``param``; None: it sees ``param``.
     """
 
     bucket: Bucket
@@ -157,7 +157,8 @@ class OptimizerState:
         return state
 
     def kind(self, i: int) -> tuple[object, ...]:
-        """Returns what parameters in one entry must have in common: whether they have state, and their counters."""
+        """Returns the properties that parameters in one entry must share: whether they have state, and their
+        counters."""
         others = sorted(self.other.get(i, {}).items())
         counters = [(key, v.item() if torch.is_tensor(v) else v) for key, v in others if _is_number(v)]
         return (i in self.present, *counters)
@@ -208,7 +209,8 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _unpacked(payload: bytes, device: torch.device) -> Any:
-    """Decodes a rank's message: tensors of that rank's device move to this rank's, host tensors stay on the host."""
+    """Decodes a rank's message. Tensors of that rank's device move to this rank's device; host tensors stay on the
+    host."""
 
     def place(storage: Any, where: str) -> Any:
         return storage if where == "cpu" else storage.to(device=device)

@@ -36,8 +36,8 @@ from ringcomm.validation import COMMUNICATOR, FLAG, Requirement, a, expects, sev
 
 State = dict[str, Any]
 _CALL = "ZeroRedundancyOptimizer"
-_instances: list[weakref.ref[ZeroRedundancyOptimizer]] = []  # those not garbage-collected
-# How many optimizers were made for a parameter; the same on all ranks, whatever was collected since.
+_instances: list[weakref.ref[ZeroRedundancyOptimizer]] = []
+# How many optimizers were made for a parameter; equal on all ranks, because it does not depend on garbage collection.
 _made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -110,7 +110,7 @@ class _Buffer:
 
     def expose_grads(self) -> None:
         """Gives the pieces their parameters' memory and gradients."""
-        # All parameters, so that all ranks raise and not only those that own a part of one.
+        # Checks all parameters, so that all ranks raise, even ranks without a part of the wrong parameter.
         for i, p in enumerate(self.params):
             self._check(p, i)
         for piece in self.pieces:
@@ -133,7 +133,7 @@ class _Buffer:
 
     def sync_params(self) -> None:
         """Gathers the other ranks' pieces; a collective."""
-        increment_version([p for p in self.params if p.grad is not None])  # autograd has not seen the step's writes
+        increment_version([p for p in self.params if p.grad is not None])  # the step's writes did not count as changes
         for piece in self.pieces:
             piece.param.grad = None
         if self.ranks.world_size == 1:
@@ -149,7 +149,7 @@ class _Buffer:
         for i, (p, segment) in enumerate(zip(self.params, self.layout.segments, strict=True)):
             if segment.offset < self.start or segment.end > self.end:
                 p.data.copy_(self.layout.part(unsharded, i))
-        del own  # else the pool would leave the memory to it
+        del own  # else the pool would regard the memory as still in use
         self.ranks.give(unsharded)
 
     # ---- state ----------------------------------------------------------------------------------------------------

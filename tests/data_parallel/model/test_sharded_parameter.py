@@ -244,7 +244,7 @@ def test_transforms_of_torch_func() -> None:
     def run(comm: ringcomm.Communicator) -> None:
         model = copy.deepcopy(plain)
         ringcomm.shard(model, None, stage=3, comm=comm)
-        with pytest.raises(ringcomm.UnsupportedError, match=r"view of 0\.weight .* give it {name: p\.detach"):
+        with pytest.raises(ringcomm.UnsupportedError, match=r"view of 0\.weight .* pass {name: p\.detach"):
             _per_sample_gradients(model, {name: p.detach() for name, p in model.named_parameters()})
         for params in (
             dict(model.named_parameters()),
