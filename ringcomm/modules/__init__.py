@@ -1,1 +1,1 @@
-"""What every kind of parallel training knows about a user's module, its parameters and its arguments."""
+"""A user's module, its parameters and training arguments, as all kinds of parallel training use them."""

@@ -1,4 +1,4 @@
-"""Keeps functions out of what `torch.compile` compiles, without importing the compiler."""
+"""Excludes functions from `torch.compile`, without importing the compiler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_frames = torch._C._dynamo.eval_frame  # the interpreter's part; importing the package torch._dynamo takes long
+_frames = torch._C._dynamo.eval_frame  # Dynamo's C module, because importing the package torch._dynamo takes long
 
 
 def skipped(function: _F) -> _F:

@@ -1,4 +1,4 @@
-"""Memory for parameters that were built on the meta device, and the mark of memory without values."""
+"""Memory for parameters that were built on the meta device, and a marker value for memory that was not initialised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ringcomm keeps on a user's module: one object under one name. It travels with copies of the module."""
+"""The one attribute that ringcomm sets on a user's module. Copies of the module get a copy of it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class ModuleNotes:
     Attributes:
         unit: the `Unit` that it belongs to while it is wrapped.
         parts: by name, the `ShardSpec`s of its own parameters, their places in the whole model's tensors.
-        unsplit: on the meta device, the `UnsplitModule` form before it was split.
-        elsewhere: whether another stage of a pipeline runs it.
-        in_pipeline: whether a pipeline's stage intercepts its calls.
+        unsplit: for a module on the meta device, its form before it was split, as an `UnsplitModule`.
+        elsewhere: whether another stage of a pipeline runs the module.
+        in_pipeline: whether a pipeline's stage intercepts the module's calls.
     """
 
     unit: Any = None
@@ -54,7 +54,7 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 
 
 def without_unit(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a module's attributes as they are once it is not wrapped any more."""
+    """Returns a module's attributes as they would be if it were not wrapped."""
     notes: ModuleNotes = state.get(NAME, _NOTHING)
     left = replace(notes, unit=None)
     others = {key: value for key, value in state.items() if key != NAME}

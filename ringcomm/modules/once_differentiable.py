@@ -14,9 +14,9 @@ Backward = Callable[..., tuple[Any, ...]]
 
 
 def once_differentiable(call: str) -> Callable[[Backward], Backward]:
-    """Returns a decorator for the backward pass of an autograd.Function whose gradients depend on its inputs. torch's
-    decorator of this name returns constants where the incoming gradient has no graph, as that of a loss; these raise
-    once they are differentiated, and may be used otherwise.
+    """Returns a decorator for the backward pass of an autograd.Function whose gradients depend on its inputs.
+    Differentiating the gradients raises; other uses work. With torch's decorator of this name they would be constants
+    if the incoming gradient has no graph, as a loss's has none.
 
     Args:
         call: for the error. The context has the attribute ``rank``.
@@ -39,7 +39,7 @@ def once_differentiable(call: str) -> Callable[[Backward], Backward]:
 
 
 class _Raises(torch.autograd.Function):
-    """Returns gradients, and raises where they are differentiated."""
+    """Returns gradients, and raises when they are differentiated."""
 
     @staticmethod
     def forward(ctx: Any, call: str, rank: int, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -49,7 +49,6 @@ class _Raises(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         raise UnsupportedError(
-            f"{ctx.call}: rank {ctx.rank} got its gradient to differentiate again, expected one derivative: a backward "
-            "pass that sends messages has no derivative; leave this operation out of a gradient penalty, or compute it "
-            "unsharded"
+            f"{ctx.call}: rank {ctx.rank} cannot differentiate its gradient again, because a backward pass that sends "
+            "messages has no derivative; leave this operation out of a gradient penalty, or compute it unsharded"
         )

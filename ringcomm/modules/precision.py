@@ -27,7 +27,7 @@ class MixedPrecision:
             the type of the master weights.
         output_dtype: type of the module's outputs.
         cast_forward_inputs: whether floating point inputs of units are cast to ``param_dtype``. A list or dictionary
-            in which something is cast is copied for the call; what the call changes in it is changed in the caller's.
+            in which something is cast is copied for the call; the call's changes of the copy are made in the original.
         master_dtype: None: float32 for a module in float32 or in 16 bits with a ``param_dtype``, else the module's
             type.
         buffer_dtype: type of floating point buffers, which are cast when the module is wrapped and stay in it. Batch
@@ -90,7 +90,7 @@ class Cast:
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
-        # By id of a container: it, its copy, and for each element the key, the element of the copy, and its own.
+        # By id of a container: the container, its copy, and for each element (key, element of the copy, original).
         self._copies: dict[int, tuple[Any, Any, list[tuple[Any, Any, Any]]]] = {}
 
     def __call__(self, value: Any) -> Any:
@@ -116,8 +116,8 @@ class Cast:
         return value if all(a is b for a, b in zip(cast, leaves, strict=True)) else tree_unflatten(cast, spec)
 
     def keep_changes(self) -> None:
-        """Makes the changes in the caller's lists and dictionaries that were made in their copies since. Elements that
-        are still there keep the type that they had."""
+        """Repeats changes that were made in the copies in the caller's lists and dictionaries. Elements that are still
+        there keep their original type."""
         for value, copy, items in self._copies.values():
             if type(value) is tuple:
                 continue
@@ -150,8 +150,8 @@ def precision_of(policy: Any) -> MixedPrecision:
     if others:
         raise InvalidArgumentError(
             f"MixedPrecision: got a policy that leaves out {getattr(others[0], '__name__', others[0])}, expected one "
-            "that leaves out batch norms alone; call fully_shard on such modules, with a policy of their own, and "
-            "on the model"
+            "that leaves out only batch norms; call fully_shard on such modules with a separate policy, and then on "
+            "the model"
         )
     param, reduce = policy.param_dtype, policy.reduce_dtype
     inner = getattr(policy, "cast_forward_inputs", None)

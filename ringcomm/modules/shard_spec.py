@@ -73,7 +73,8 @@ def part_of(p: torch.Tensor) -> ShardSpec:
 
 
 def is_primary_copy(p: torch.Tensor, mesh: Mesh | None) -> bool:
-    """True on one of the ranks that have the same values, so that norms and checkpoints count a parameter once."""
+    """Whether this rank, of all that have the same values, counts the parameter in norms and saves it in
+    checkpoints."""
     part = part_of(p)
     return not part.copy and (mesh is None or part.dim is not None or mesh.counts)
 
@@ -114,13 +115,13 @@ def _pieces(
 
 
 def refuse_parts(params: Iterable[torch.Tensor], call: str, what: str) -> None:
-    """Raises for parameters of which other, unknown ranks have the rest, because ``what`` would cover only this
-    rank's part."""
+    """Raises for parameters whose other parts are on unknown ranks, because ``what`` would cover only this rank's
+    part."""
     if any(part_of(p).is_partial for p in params):
         raise InvalidArgumentError(
-            f"{call}: got parameters of a pipeline's stage or of tensor parallel layers that no mesh was named for, "
-            f"expected those of a sharded model: {what} needs the other ranks; call ringcomm.shard(model, optimizer, "
-            "stage=0, mesh=mesh) first"
+            f"{call}: got parameters of a pipeline's stage or of tensor parallel layers without a mesh, expected "
+            f"parameters of a sharded model, because {what} needs the other ranks; call ringcomm.shard(model, "
+            "optimizer, stage=0, mesh=mesh) first"
         )
 
 

@@ -29,7 +29,7 @@ class UnsplitModule:
         """Returns the unsplit module with memory for its initialisation.
 
         Args:
-            give_memory: returns tensors of a device like these on meta.
+            give_memory: returns, for tensors on meta, tensors of the same shapes on a device.
         """
         if self.module is not now:
             mine = _own(self.module)
