@@ -40,8 +40,8 @@ def balance(
     names = [name for name, _ in blocks]
     if not isinstance(stages, int) or isinstance(stages, bool) or not 1 <= stages <= len(blocks):
         raise InvalidArgumentError(
-            f"balance: got {shown(stages)} stages for {len(blocks)} blocks, expected from 1 to one stage for each "
-            "block; ask for fewer, or name the modules to cut at"
+            f"balance: got {shown(stages)} stages for {len(blocks)} blocks, expected 1 to {len(blocks)} stages; ask "
+            "for fewer, or name the modules to cut at"
         )
     loads = parameters(model, within) if seconds is None else seconds
     missing = [name for name in names if name not in loads]
@@ -56,12 +56,13 @@ def balance(
 
 
 def _stage_starts(loads: Sequence[float], stages: int) -> list[int]:
-    """Returns where each stage begins so that the largest sum is least, and among equals the sum of squares."""
+    """Returns where each stage begins so that the largest load of a stage is smallest, and among equals the sum of
+    squares."""
     below = [0.0, *accumulate(loads)]
 
     def best(cost: Callable[[float], float], join: Callable[[float, float], float]) -> tuple[float, list[int]]:
         """Returns the least total cost of all stages, and where they begin."""
-        # Cost and beginnings for the loads from i on, cut into as many stages as rounds have passed.
+        # For each i the least cost of the loads from i on, and where their stages begin; each round adds a stage.
         rest: list[tuple[float, list[int]]] = [*((inf, []) for _ in loads), (0.0, [])]
         for _ in range(stages):
             now = [
@@ -176,7 +177,7 @@ def _seconds(
     for name in names:
         begun = marks.get(("back in", name))
         if begun is not None:
-            # Without an input that wants a gradient, the block's backward pass lasts until backward ends.
+            # Without an input that requires a gradient, nothing marks the end of the block's backward pass but the end.
             found[name] += marks.get(("back out", name), end) - begun
     first, last = names[0], names[-1]
     found[BEFORE] = marks["in", first] - start + end - marks.get(("back out", first), end)
@@ -192,8 +193,8 @@ def _blocks(model: nn.Module, within: str | None, call: str) -> list[tuple[str, 
         known = dict(model.named_modules())
         if within not in known:
             raise InvalidArgumentError(
-                f"{call}: got within={shown(within)}, which is no submodule, expected the one whose children are the "
-                "blocks; look at model.named_modules()"
+                f"{call}: got within={shown(within)}, which is no submodule, expected the module whose children are "
+                "the blocks; look at model.named_modules()"
             )
         children = known[within].named_children()
         found = [(f"{within}.{key}" if within else key, child) for key, child in children]

@@ -1,6 +1,6 @@
-"""Keeps the buffers of modules that belong to no single stage, such as those of the model itself, equal on all ranks.
-Every stage runs the code that writes into them, but only up to the stage's own end, so only the last stage has the
-values that a single process would have."""
+"""Keeps the buffers of modules that belong to no single stage, such as the model's own buffers, equal on all ranks.
+Every stage runs the code that writes into them, but only up to the stage's end, so only the last stage has the values
+of a single process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Buffers:
         self.mine, self.last = mine, stages - 1
         self._places = [(m, key, f"{name}.{key}" if name else key) for name, m in modules.items() for key in m._buffers]
         self._before: list[tuple[Any, int]] = []  # the buffers when the batch began, and their versions
-        self._own: dict[int, list[Any]] = {}  # the values of each of this rank's stages but its last
+        self._own: dict[int, list[Any]] = {}  # the values of each of this rank's stages, except the last of them
         self._read: set[tuple[int, int]] = set()  # (stage, number of a buffer that it read before its end)
 
     def begin(self) -> None:
@@ -83,7 +83,7 @@ class Buffers:
         """Gives all ranks the values of the last stage; a collective if a buffer has changed.
 
         Args:
-            changed: what the method `changed` returned on the last stage's rank, as a tensor on the ranks' device.
+            changed: the result of the method `changed` on the last stage's rank, as a tensor on the ranks' device.
             several: whether the batch had several micro-batches.
         Raises: InvalidArgumentError, on all ranks: a stage has read a buffer that a later stage writes.
         """
@@ -108,8 +108,8 @@ class Buffers:
                 if several and (stage, i) in self._read and not _is_same(its[i], data):
                     stale = (
                         f"Pipeline: rank {comm.rank} ran stage {stage}, whose forward reads the buffer {name}, which a "
-                        "later stage changes in the micro-batch before, expected one that is written before it is "
-                        "read; keep it in a module of one stage, or cut the model elsewhere"
+                        "later stage changed in the previous micro-batch, expected forward to write it before reading "
+                        "it; keep it in a module of one stage, or cut the model elsewhere"
                     )
             own = module._buffers.get(key)
             if own is before is not None and not own.is_inference() and (own.shape, own.dtype) == (shape, dtype):

@@ -20,8 +20,8 @@ _GRADIENT = (Kind.BACKWARD, Kind.INPUT)  # send the gradient of their inputs to 
 _LAST = (Kind.BACKWARD, Kind.WEIGHT)  # add to the gradients of the weights, and free the activations
 
 _Done = tuple[bool, int, int]
-"""An event that an action may need: is it a forward pass (else the gradient of the inputs), its stage, its
-micro-batch."""
+"""An event that an action may need: (whether it is a forward pass, not a gradient of inputs; its stage; its
+micro-batch)."""
 
 
 def times(schedule: Schedule, cost: Mapping[Kind, float] = COSTS, latency: float = 0.0) -> list[list[Timed]]:
@@ -100,7 +100,8 @@ def _refuse_costs(schedule: Schedule, cost: Mapping[Kind, float], latency: float
 
 
 def _simulated(schedule: Schedule, cost: Mapping[Kind, float], latency: float) -> list[list[Timed]]:
-    """Runs each rank until an event that it needs is missing, and again once that event is there; returns what ran."""
+    """Runs each rank until an event that it needs is missing, and again once that event has happened. Returns the
+    actions that ran."""
     last, rank_of = schedule.stages - 1, schedule.rank_of
     rows: list[list[Timed]] = [[] for _ in schedule.rows]
     ends: dict[_Done, float] = {}
@@ -257,8 +258,7 @@ def _refuse_deadlock(call: str, schedule: Schedule, reached: Sequence[int]) -> N
 
 
 def _missing(schedule: Schedule, action: Action, reached: Sequence[int]) -> tuple[str, int, bool]:
-    """Returns the first event that ``action`` needs and that is missing: its name, its rank, and whether it is
-    scheduled."""
+    """Returns the first missing event that ``action`` needs: its name, its rank, and whether the schedule has it."""
     for forward, stage, i in _needs(action, schedule.stages - 1):
         kinds = (Kind.FORWARD,) if forward else _GRADIENT
         rank = schedule.rank_of[stage]

@@ -11,7 +11,7 @@ import torch
 from ringcomm.pipeline_parallel.shape_only import ShapeOnlyTensor, writes
 
 _OF_PYTHON = {"gumbel_softmax", "dropout1d", "dropout2d", "dropout3d"}
-"""Functions that draw random numbers and that torch does not tag as such."""
+"""Functions that draw random numbers although torch does not tag them as random."""
 
 
 @cache
@@ -24,7 +24,7 @@ def _is_tagged(name: str) -> bool:
 def random_op(func: Any) -> str:
     """Returns the name of a function that draws from a generator, or "".
 
-    Also "" for attention: its dropout applies to results of modules, which later stages do not have.
+    Returns "" for attention, too: its dropout applies to results of modules, which later stages do not have.
     """
     name = str(getattr(func, "__name__", ""))
     return name if name != "scaled_dot_product_attention" and (name in _OF_PYTHON or _is_tagged(name)) else ""
@@ -53,7 +53,7 @@ def replay(func: Any, args: Any, kwargs: Any, numbers: torch.Tensor) -> torch.Te
 
 
 def drawn_into(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Returns the tensors that a function that draws is given to draw into."""
+    """Returns the tensors into which a random function writes the numbers that it draws."""
     if getattr(func, "__module__", None) == "torch.nn.init":
         return [kwargs["tensor"]]
     return writes(func, args, kwargs)

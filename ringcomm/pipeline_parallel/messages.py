@@ -21,7 +21,7 @@ _LENGTH = struct.Struct("<q")
 _TAG = 1 << 20  # the first of the tags used for stages
 
 Strides = tuple[int, ...]
-"""The strides of a tensor without gaps, also those of dimensions of length 1: the bits of matrix products depend on
+"""The strides of a tensor without gaps, even of dimensions of length 1, because the bits of matrix products depend on
 them."""
 Facts = tuple[tuple[tuple[int, ...], torch.dtype, bool, Strides], ...]
 """Shape, type, whether the gradient is wanted, and strides of each tensor."""
@@ -45,8 +45,9 @@ class InFlight(NamedTuple):
     """A tensor that is being sent.
 
     Attributes:
-        version: of the tensor when its sending began, if nothing may write into it since; None: it is not checked.
-        of: the receiving stage and the micro-batch of an activation; None: it is none.
+        version: the tensor's version when the send began, if nothing may write into it until the end; None: not
+            checked.
+        of: the receiving stage and the micro-batch, if the tensor is an activation.
     """
 
     work: Any
@@ -65,7 +66,7 @@ class Messages:
 
     def __init__(self, comm: Communicator, device: torch.device, static_shapes: bool) -> None:
         self.comm, self.device, self.static_shapes = comm, device, static_shapes
-        self.sent_nbytes = 0  # tensors alone
+        self.sent_nbytes = 0  # without headers
         self._in_flight: list[InFlight] = []
         self._known: dict[tuple[str, int, bool], Any] = {}  # by direction, stage, and whether gradients are on
 
@@ -83,8 +84,8 @@ class Messages:
             )
         if known is not None and metadata.of_any() != known[1]:
             raise ShapeError(
-                f"Pipeline: rank {self.comm.rank} got other arguments for stage {stage} beside its tensors, expected "
-                "those of the first micro-batch; pass static_shapes=False where numbers or shapes change"
+                f"Pipeline: rank {self.comm.rank} got other plain values for stage {stage} than in the first "
+                "micro-batch, expected the same; pass static_shapes=False where numbers or shapes change"
             )
         if known is None:
             self._send_head(pickle.dumps((facts, metadata)), rank, _forward(stage))
@@ -108,8 +109,8 @@ class Messages:
         ], metadata
 
     def send_gradients(self, wanted: Sequence[torch.Tensor | None], stage: int, rank: int) -> None:
-        """Sends the gradients of a stage's inputs back. First comes a byte for each that tells whether it exists, then
-        the strides of those that exist."""
+        """Sends the gradients of a stage's inputs back. A header with a byte for each, whether it exists, and the
+        strides of those that exist comes first."""
         tag, there = _backward(stage), [x for x in wanted if x is not None]
         strides = [_strides(x) for x in there]
         for numbers, dtype in (([x is not None for x in wanted], torch.uint8), ([*chain(*strides)], torch.int64)):
@@ -118,7 +119,8 @@ class Messages:
             self._send(x.permute(_order(its)), rank, tag, check=True)
 
     def receive_gradients(self, sent: Sequence[Sent], stage: int, number: int, rank: int) -> list[torch.Tensor | None]:
-        """Receives the gradients of what was sent to a stage; None for each tensor that the stage did not use."""
+        """Receives the gradients of the tensors that were sent to a stage; None for tensors that the stage did not
+        use."""
         tag = _backward(stage)
         there = self._receive((len(sent),), torch.uint8, False, rank, tag).tolist()
         dims = sum(len(each.shape) for each, its in zip(sent, there, strict=True) if its)
@@ -127,7 +129,7 @@ class Messages:
             self._receive(x.shape, x.dtype, False, rank, tag, [*islice(strides, len(x.shape))]) if its else None
             for x, its in zip(sent, there, strict=True)
         ]
-        # The activations have arrived, since their gradients are here: backward may write into their memory now.
+        # The gradients show that the activations have arrived; from now on backward may write into their memory.
         self._refuse_written()
         for each in self._in_flight:
             if each.of == (stage, number):
@@ -156,9 +158,9 @@ class Messages:
         for each in self._in_flight:
             if each.version is not None and version_of(each.tensor) != each.version:
                 raise InvalidArgumentError(
-                    f"Pipeline: rank {self.comm.rank} found that a tensor of shape {tuple(each.tensor.shape)}, which "
-                    "its stage returned, or a gradient of one, was written in place while it was being sent, expected "
-                    "the values that were returned; write into a clone"
+                    f"Pipeline: rank {self.comm.rank} found an in-place write into a tensor of shape "
+                    f"{tuple(each.tensor.shape)}, a result of its stage or the gradient of an input, while it was "
+                    "being sent, expected no write; write into a clone"
                 )
 
     # ---- one message ----------------------------------------------------------------------------------------------
@@ -211,8 +213,8 @@ class Messages:
 
 
 def _strides(x: torch.Tensor) -> Strides:
-    """Returns a tensor's strides; for a tensor with gaps, those of a tensor without them whose dimensions have the same
-    order in memory, in which kernels then add; for an expanded one, the contiguous strides of its shape."""
+    """Returns a tensor's strides. For a tensor with gaps, returns strides without gaps in the same order of dimensions,
+    because kernels add in that order; for an expanded tensor, the contiguous strides of its shape."""
     order = _order(x.stride())
     if x.permute(order).is_contiguous():
         return x.stride()

@@ -21,8 +21,8 @@ class Replicate:
 
 
 MicroBatch = tuple[Any, Fraction | None]
-"""The part of a micro-batch that a rank has: a nest like that of the batch, and its share of the batch's rows; None
-where no tensor was split here."""
+"""(a nest like the batch's, with the part of the micro-batch that this rank has; the micro-batch's share of the batch's
+rows, None if no tensor was split here)"""
 
 
 def split_inputs(inputs: tuple[Any, Any, Any], count: int, rank: int) -> list[MicroBatch]:
@@ -32,9 +32,8 @@ def split_inputs(inputs: tuple[Any, Any, Any], count: int, rank: int) -> list[Mi
     to each micro-batch. Where ``count`` does not divide the rows, the first micro-batches have one row more than the
     last, as with ``torch.tensor_split``; the share of micro-batches without rows is 0.
 
-    The first tensor tells the number of the batch's rows. Every other tensor must have as many or a multiple, equally
-    many for each of the batch's. A tensor without dimensions, or with one row in a batch of several, goes to each
-    micro-batch.
+    The first tensor determines the number of the batch's rows. Every other tensor must have as many rows or a multiple.
+    A tensor without dimensions, or with one row in a batch of several, goes to each micro-batch.
 
     Args:
         inputs: positional arguments, arguments by name, and the target.
@@ -74,7 +73,7 @@ def split_inputs(inputs: tuple[Any, Any, Any], count: int, rank: int) -> list[Mi
 
 
 def _rows_for_one(x: torch.Tensor, rows: int | None) -> int | None:
-    """Returns how many rows a tensor has for each of the batch's; 0 if it is not split; None if it does not fit."""
+    """Returns how many rows a tensor has for each row of the batch; 0 if it is not split; None if it does not fit."""
     if not x.dim() or rows is None or (len(x) == 1 and rows > 1):
         return 0
     times, rest = divmod(len(x), rows)
@@ -96,8 +95,8 @@ def _copies(leaf: Any, count: int, rank: int) -> Sequence[Any]:
 
 
 def _parts(x: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-    # All views of a tensor share one version counter. Where code writes into one part, as FSMT does into its labels,
-    # autograd would treat what it has saved of the other parts as modified.
+    # All views of a tensor share one version counter. If code writes into one part, as FSMT does into its labels,
+    # autograd would regard the other parts that it has saved as modified.
     parts = x.split([*sizes])
     return parts if x.requires_grad else [part.data for part in parts]
 

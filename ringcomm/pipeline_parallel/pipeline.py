@@ -46,8 +46,8 @@ class Evaluation(NamedTuple):
     Attributes:
         output: the outputs of all micro-batches merged, on the rank of the last stage; None elsewhere. Outputs that
             cannot be merged, such as tensors that differ in more than dimension 0, are a list.
-        loss: the loss, on every rank; None without a loss, or where the last stage's rank passed no target and the loss
-            needs one.
+        loss: the loss, on every rank; None without a loss, or if the loss needs a target and the last stage's rank
+            passed none.
     """
 
     output: Any
@@ -106,7 +106,7 @@ class Pipeline(nn.Module):
              "zero-bubble" also keeps the inputs of linear layers and the gradients of their results until the weights'
              gradients are computed.
     Cost:    between two stages, for each micro-batch: the tensors sent and their gradients, 512 bytes for shapes,
-             and for each gradient a byte and its strides; and what is carried, up to the last stage.
+             for each gradient a byte and its strides; carried tensors are sent on from stage to stage up to the last.
     Raises:  InvalidArgumentError: stages that the schedule does not fit, a schedule that is not complete, a model that
              is in a pipeline already. MismatchError: another model, split or schedule on another rank.
     """
@@ -144,8 +144,8 @@ class Pipeline(nn.Module):
         self.local_stages = self.schedule.stages_of(comm.rank)
         if is_staged(stages.model):
             raise InvalidArgumentError(
-                f"Pipeline: rank {comm.rank} got a model of which another pipeline has a part, expected a complete "
-                "one; make or load it again"
+                f"Pipeline: rank {comm.rank} got a model that already belongs to a pipeline, expected a complete one; "
+                "make or load it again"
             )
         self._refuse_trained_loss(loss, stages.model)
         self._agree(stages, (reduction, ties, static_shapes))
@@ -172,9 +172,9 @@ class Pipeline(nn.Module):
         for rank, (kind, theirs) in enumerate(replies):
             if theirs is not None:
                 raise UnsupportedError(
-                    f"Pipeline: rank {rank} got the loss {kind} with the parameter {theirs} that wants a gradient, "
-                    "expected none: the loss is no part of the pipeline, so its parameters would be neither clipped "
-                    "nor saved; make it a module of the model that the last stage calls, or switch its gradients off"
+                    f"Pipeline: rank {rank} got the loss {kind} with the trained parameter {theirs}, expected none: "
+                    "the loss is not part of the pipeline, so its parameters would be neither clipped nor saved; make "
+                    "it a module of the model that the last stage calls, or freeze its parameters"
                 )
 
     def _agree(self, stages: Stages, options: tuple[Any, ...]) -> None:
@@ -195,7 +195,7 @@ class Pipeline(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
-            f"Pipeline: rank {self.comm.rank} got a pipeline to copy or pickle, expected its values; save state_dict()"
+            f"Pipeline: rank {self.comm.rank} cannot copy or pickle a pipeline; save its state_dict()"
         )
 
     @property
@@ -324,9 +324,9 @@ class Pipeline(nn.Module):
         name = next((name for name, p in self.model.named_parameters() if p.is_meta), None)
         if name is not None:
             raise InvalidArgumentError(
-                f"Pipeline: rank {self.comm.rank} got {name} on the meta device in a step, expected values; call "
-                "ringcomm.shard(pipe, optimizer, mesh=mesh, init_fn=...) before, which gives this rank's stages memory "
-                "and initialises them"
+                f"Pipeline: rank {self.comm.rank} got {name} on the meta device in a step, expected values; first call "
+                "ringcomm.shard(pipe, optimizer, mesh=mesh, init_fn=...), which gives this rank's stages memory and "
+                "initialises them"
             )
 
     def timeline(self) -> list[list[Timed]]:
@@ -355,7 +355,7 @@ def _schedule(schedule: str | Schedule, comm: Communicator, microbatches: int, s
         raise InvalidArgumentError(
             f"Pipeline: rank {comm.rank} got the schedule {schedule.name} of {schedule.world_size} ranks, "
             f"{schedule.microbatches} micro-batches and {schedule.stages} stages, expected {asked[0]}, {asked[1]} and "
-            f"{asked[2]}; make it for these"
+            f"{asked[2]}; make a schedule with these numbers"
         )
     return schedule
 
@@ -386,7 +386,7 @@ class _Step:
         self.times: list[Timed] = []
         self._skipped: set[tuple[int, int]] = set()  # stage and micro-batch
         self._local_messages: dict[tuple[str, int, int], Any] = {}  # between stages of this rank
-        # Between forward and backward: the gradients of what was received, and what was sent, or the loss.
+        # Between forward and backward: gradients of the received tensors; the tensors that were sent, or the loss.
         self._open: dict[tuple[int, int], tuple[_Gradients, Sequence[Sent] | torch.Tensor]] = {}
         self._deferring_of: dict[tuple[int, int], DeferWeightGrads] = {}
 
@@ -467,7 +467,7 @@ class _Step:
         args, kwargs, target = self.inputs[number][0]
         if self.train and self.pipe.schedule.rank_of[0] != self.rank:
             args, kwargs = self._without_input_grads(stage, (args, kwargs))
-        if self.flat is not None:  # as on every rank of a model that is not split
+        if self.flat is not None:  # every stage gets the model's inputs, which an unsplit model would cast here
             args, kwargs = self.flat.root.input_cast(root=True)((args, kwargs))
         gradients = _gradients_of(received)
         deferring = self._deferring(stage, number)
@@ -485,8 +485,8 @@ class _Step:
             self._open[stage, number] = (gradients, ends[0] if after is None else sent_tensors(ends))
         if after is None:
             return
-        # The next micro-batch may overwrite a buffer, or what a module keeps otherwise, before the next stage has read
-        # this one's values.
+        # Copies tensors that may be buffers or other memory of a module: the next micro-batch may overwrite them before
+        # the next stage has read them.
         output = [x if x.requires_grad else x.clone() for x in output]
         self._hand_on(stage, number, output, replace(after, share=share))
 
@@ -507,13 +507,13 @@ class _Step:
             self.pipe.messages.send(output, metadata, stage + 1, number, following)
 
     def _without_input_grads(self, stage: int, inputs: Any) -> Any:
-        """Returns the inputs so that backward raises where one of them gets a gradient on this rank: it would be the
-        share of this rank's stages alone, and the first stage's rank would lack it."""
+        """Returns the inputs with hooks that make backward raise if an input gets a gradient on this rank: it would be
+        only this rank's share, which the first stage's rank would lack."""
 
         def refuse(grad: torch.Tensor) -> None:
             raise InvalidArgumentError(
-                f"Pipeline: rank {self.rank} ran stage {stage}, whose forward uses an input of the model that wants a "
-                "gradient, expected one that only the first stage uses; detach it, or let a module with parameters of "
+                f"Pipeline: rank {self.rank} ran stage {stage}, whose forward uses an input of the model that requires "
+                "a gradient, expected only the first stage to use it; detach it, or let a module with parameters of "
                 "the first stage return it, and name that module in split(..., carry=[...])"
             )
 
@@ -525,16 +525,16 @@ class _Step:
     def _refuse_cut_off(self, stage: int, received: Sequence[torch.Tensor], output: Any) -> None:
         if any(x.requires_grad for x in received) and not any(x.requires_grad for x in tree_leaves(output)):
             raise InvalidArgumentError(
-                f"Pipeline: rank {self.rank} ran stage {stage}, whose results depend on no tensor that wants a "
-                "gradient, expected a path to the stages before; checkpoint with use_reentrant=False, and detach no "
-                "tensor that they are trained through"
+                f"Pipeline: rank {self.rank} ran stage {stage}, whose results depend on no tensor that requires a "
+                "gradient, expected a gradient for the earlier stages; checkpoint with use_reentrant=False, and do "
+                "not detach the tensors through which they are trained"
             )
 
     def _share_error(self, stage: int, got: Fraction | None, expected: Fraction) -> ShapeError:
         return ShapeError(
             f"Pipeline: rank {self.rank} ran stage {stage} and got {got} of a batch's rows in a micro-batch, expected "
-            f"{expected} of them as on the stage before, where {self.pipe.schedule.microbatches} micro-batches do not "
-            "divide the rows; pass as many rows on every rank, or lists of micro-batches"
+            f"{expected} of them as on the stage before, because {self.pipe.schedule.microbatches} micro-batches do "
+            "not divide the rows; pass equal numbers of rows on every rank, or lists of micro-batches"
         )
 
     def _loss_of(self, output: Any, target: Any, share: Fraction | None) -> torch.Tensor | None:
@@ -551,14 +551,14 @@ class _Step:
         if isinstance(value, ShapeOnlyTensor):
             raise UnsupportedError(
                 f"Pipeline: rank {self.rank} got a loss that depends on parameters of other stages, such as a penalty "
-                "on them, expected one of the output and the target; use the optimizer's weight_decay, or add the "
-                "gradient of the penalty to each parameter's behind step()"
+                "on them, expected a function of the output and the target; use the optimizer's weight_decay, or add "
+                "the penalty's gradient to p.grad of each parameter after step()"
             )
         if not torch.is_tensor(value) or value.numel() != 1:
             if not self.train:
                 self.computes = False
                 return None
-            cure = "return the loss alone from the function passed as loss=, and put all else into a list of yours"
+            cure = "return only the loss from the function passed as loss=, and store other results in a list"
             raise InvalidArgumentError(
                 f"Pipeline: rank {self.rank} got {_kind(value)} as the loss of a micro-batch, expected one number; "
                 + (cure if loss is not None else "pass loss=, which makes one of the output and the target")
@@ -598,30 +598,31 @@ class _Step:
                 backward([end for end, _ in roots], [grad for _, grad in roots], self._deferring(stage, number))
             except CheckpointError as error:
                 raise InvalidArgumentError(
-                    f"Pipeline: rank {self.rank} ran stage {stage}, where a function that is checkpointed computed "
-                    "other tensors in the backward pass than in the forward pass, expected the same; checkpoint "
-                    "modules one by one, and no function that calls modules on both sides of a cut"
+                    f"Pipeline: rank {self.rank} ran stage {stage}, where a checkpointed function computed other "
+                    "tensors in the backward pass than in the forward pass, expected the same; checkpoint each module "
+                    "separately, and no function that calls modules on both sides of a cut"
                 ) from error
             except RuntimeError as error:
                 if "modified by an inplace operation" not in str(error) or self.pipe.microbatches == 1:
                     raise
                 raise InvalidArgumentError(
-                    f"Pipeline: rank {self.rank} ran stage {stage}, whose backward pass needs a tensor that was "
-                    "written in place since, by its own forward pass or, if it is a buffer, the next micro-batch's, "
-                    "expected the old values; assign a new tensor to the buffer, or let forward use a clone of it"
+                    f"Pipeline: rank {self.rank} ran stage {stage}, whose backward pass needs the old values of a "
+                    "tensor that was written in place since, by the same forward pass or, if it is a buffer, the next "
+                    "micro-batch's; assign a new tensor to the buffer, or let forward use a clone of it"
                 ) from error
         before = self.pipe.schedule.rank_of[stage - 1] if stage else None
         if before == self.rank:
             self._local_messages["backward", stage, number] = found
         elif before is not None:
             self.pipe.messages.send_gradients(found, stage, before)
-        for tied in tied_params:  # after the input gradients: the receiver takes those first
+        for tied in tied_params:  # after the input gradients, which the receiver takes first
             tied.after_backward(stage, number)
 
 
 def _without_graph(inputs: Any, leaves: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """Returns the inputs with new leaves in place of tensors that have a graph, and adds both to ``leaves``: backward
-    of the micro-batches stops at a leaf, for it can pass the graph, which all of them share, only once."""
+    """Returns the inputs with new leaves in place of tensors that have a graph, and adds both to ``leaves``. The
+    micro-batches share this graph, and backward can run through it only once, so their backward passes stop at the
+    leaves."""
     made: dict[int, torch.Tensor] = {}
 
     def each(x: Any) -> Any:
@@ -631,7 +632,7 @@ def _without_graph(inputs: Any, leaves: list[tuple[torch.Tensor, torch.Tensor]])
             return x
         if id(x) not in made:
             leaves.append((x, x.detach().requires_grad_()))
-            made[id(x)] = leaves[-1][1].clone()  # which forward may write into
+            made[id(x)] = leaves[-1][1].clone()  # a clone, because forward may write into it
         return made[id(x)]
 
     return tree_map(each, inputs)

@@ -126,9 +126,8 @@ def interleaved(world_size: int, microbatches: int, chunks: int = 2) -> Schedule
     ``chunks`` of them.
 
     Micro-batches pass in groups; a rank takes a whole group through its first chunk, then through the next. A group has
-    p micro-batches where p divides m. Otherwise groups are as little larger as needed to leave no remainder shorter
-    than p (one group of m where m < p), so that no chunk waits for the one before. With one chunk the order is that of
-    1F1B.
+    p micro-batches if p divides m. Otherwise groups are slightly larger, so that no group has fewer than p (one group
+    of m if m < p), and no chunk waits for the one before. With one chunk the order is that of 1F1B.
 
     Bubble:  (p - 1) / (v m + p - 1) with v chunks and m >= p.
     Holds:   with groups of at most g: at most (v - 1) g + 2 (p - r - 1) + 1 activations (of a chunk) on rank r.

@@ -65,7 +65,7 @@ class ShapeOnlyTensor(torch.Tensor):
         if func == _WANTS_GRADIENT and args[0].wants_gradient is not None:
             return args[0].wants_gradient
         if func in (_Tensor.register_hook, _Tensor.retain_grad, _Tensor.register_post_accumulate_grad_hook):
-            # Backward never reaches this tensor: the stage that has the values has the hook too.
+            # Ignores the hook, because backward never reaches this tensor. The stage that has the values calls it.
             return RemovableHandle(OrderedDict())
         if func in _OF_VALUES or _makes_shapes_of_values(func, args, kwargs):
             raise _refused(func, args)
@@ -100,7 +100,7 @@ class ShapeOnlyTensor(torch.Tensor):
             if x.requires_grad:
                 version = self._version
                 self.detach_()  # else backward would reach its inputs and call their hooks with None
-                # It must not count as a write for those that saved the tensor, such as checkpoints.
+                # Sets the gradient's path without raising the version, because a checkpoint may have saved the tensor.
                 _Dependency.apply(self, x)
                 torch._C._autograd._unsafe_set_version_counter((self,), (version,))
             return self
@@ -121,8 +121,8 @@ class _NumberGuard(TorchDispatchMode):
 
 
 class ValueGuard(TorchFunctionMode):
-    """While it is on, a function also raises if all of its shape-only arguments are used as numbers: torch reads their
-    values then, without calling the arguments' class.
+    """While it is on, a function also raises if all of its shape-only arguments are used as numbers. Torch would read
+    their values without calling the arguments' class.
 
     Args:
         before: called with each function and its arguments, before the function.
@@ -151,7 +151,7 @@ class ValueGuard(TorchFunctionMode):
     @staticmethod
     @contextmanager
     def suspended() -> Iterator[None]:
-        """Disables the mode for a while, in code that has no shape-only tensors."""
+        """Disables the mode inside the block, for code that has no shape-only tensors."""
         modes = _get_current_function_mode_stack()
         mode = next((each for each in modes if isinstance(each, ValueGuard) and not each.is_suspended), None)
         if mode is None:
@@ -229,8 +229,8 @@ def _refused(func: Any, args: Any) -> InvalidArgumentError:
     origin = next((x.origin for x in tree_leaves(args) if isinstance(x, ShapeOnlyTensor) and x.origin), "")
     of, made = (f" (a result of {origin})", f"carry=[{origin!r}]") if origin else ("", "carry=[...]")
     return InvalidArgumentError(
-        f"Pipeline: got {_name(func)} of a tensor that lies on another rank{of}, expected code that looks at shapes "
-        "alone before the stage begins; pass the inputs on every rank, or name the module that makes it in "
+        f"Pipeline: got {_name(func)} of a tensor that lies on another rank{of}, expected code that uses only shapes "
+        "before the stage begins; pass the inputs on every rank, or name the module that makes the tensor in "
         f"split(..., {made})"
     )
 
@@ -302,7 +302,7 @@ def _is_repeated(x: torch.Tensor) -> bool:
 
 
 def _mark_written(func: Any, args: Any, kwargs: Any, origin: str) -> None:
-    """Makes each plain tensor shape-only that a shape-only value is written into."""
+    """Makes each plain tensor into which a shape-only value is written shape-only."""
     written = [args[0]] if args and _writes(func) else []
     for x in written + tree_leaves(kwargs.get("out")):
         drop_values(x, origin)
@@ -323,7 +323,7 @@ def drop_values(x: Any, origin: str) -> list[torch.Tensor]:
 
 
 def make_plain(x: torch.Tensor) -> None:
-    """Makes a shape-only tensor a plain one again, where it has values or none will be read."""
+    """Makes a shape-only tensor a plain one again, because it has values, or its values will not be read."""
     if isinstance(x, ShapeOnlyTensor):
         _with_class(x, torch.Tensor)
 

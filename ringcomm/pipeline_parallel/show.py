@@ -13,7 +13,7 @@ from ringcomm.terminal import columns
 
 def main(argv: Sequence[str]) -> int:
     """
-    Prints a schedule, its idle share and what each rank holds.
+    Prints a schedule, its idle share, and how many activations each rank holds.
 
     Returns: the exit status, 0. Raises: InvalidArgumentError: numbers that do not fit.
     """

@@ -1,6 +1,6 @@
-"""Records a module's side effects: everything that a call leaves besides its return value. That is: attributes that it
-sets, items that it adds to lists, dicts and objects that it owns or was given, and values that it writes into tensors
-that it was given.
+"""Records a module's side effects: everything that a call leaves besides its return value. These are attributes that it
+sets, items that it adds to its own or its arguments' lists, dicts and objects, and values that it writes into tensor
+arguments.
 
 A stage records the side effects of each of its modules. When the forward pass of a later stage reaches the call of that
 module, the later stage repeats them. So an auxiliary loss that a module stores in an attribute or appends to a list is
@@ -43,8 +43,8 @@ class SideEffect:
             (``replaces_all``): the value is the list's entire new content.
         value: a nest; where ``written`` is set, the tensor.
         removed: the call removed the key or attribute; the value is None.
-        changed: the value is a tensor that existed before the call, and the call wrote into it.
-        written: the same, for a tensor that is an argument of the call.
+        changed: the value is a tensor that existed before the call, and into which the call wrote.
+        written: the same for a tensor argument of the call.
     """
 
     place: Location
@@ -74,8 +74,8 @@ class CarriedTensor:
 
 @dataclass(frozen=True, slots=True)
 class UnsentObject:
-    """Placeholder of an object that is neither a tensor nor a plain value: if it was an argument of the module, its
-    position or name among the arguments; else the name of its class, and of the module that made it."""
+    """Placeholder of an object that is neither a tensor nor a plain value: its position or name, if it was an argument
+    of the module; else the names of its class and of the module that made it."""
 
     argument: int | str | None
     kind: str = ""
@@ -277,7 +277,7 @@ def apply_effect(container: Any, effect: SideEffect, value: Any) -> None:
         _refill(container, value)
     elif isinstance(container, dict):
         container[effect.key] = value
-    elif len(container) <= effect.key:  # else the module itself ran on this rank, for an earlier stage
+    elif len(container) <= effect.key:  # else the module itself has appended it, on this rank for an earlier stage
         container.append(value)
 
 

@@ -91,14 +91,14 @@ def split(model: nn.Module, at: Sequence[str] | int, *, carry: Sequence[str] = (
 
         stages = ringcomm.split(model, at=["blocks.4", "blocks.8"])       # three
 
-    The order of the stages is the order in which the model's modules were registered, or that of ``order``. It must be
-    the order in which the model's forward calls them; a pipeline raises where it is not.
+    The stages follow the order in which the model's modules were registered, or that of ``order``. The model's forward
+    must call the modules in this order; otherwise the pipeline raises.
 
-    Each stage runs the model's own forward. Modules of earlier stages return tensors that have a shape and no values,
-    until forward reaches the first module of the stage, which gets what the stage before has sent. So each stage
-    computes whatever forward derives from shapes, such as positions and masks. What depends on the model's inputs needs
-    these inputs on every rank. A stage that needs values that it does not have, such as the weight of another stage's
-    module, raises.
+    Each stage runs the model's own forward. Modules of earlier stages return tensors with a shape but no values, until
+    forward reaches the first module of the stage, which gets the tensors that the stage before has sent. So each stage
+    computes everything that forward derives from shapes, such as positions and masks. Code that uses the model's inputs
+    needs these inputs on every rank. A stage that needs values that it does not have, such as the weight of another
+    stage's module, raises.
 
     Tensors that modules leave besides their results (in attributes, or in lists and dicts that they are given), such as
     auxiliary losses, go to all later stages, with their gradients. So do the results of modules that ``carry`` names,
@@ -146,10 +146,10 @@ def split(model: nn.Module, at: Sequence[str] | int, *, carry: Sequence[str] = (
             seen.update(id(each) for each in module.modules())
     if reached < len(wanted):
         raise InvalidArgumentError(
-            f"split: got {wanted[reached]!r}, which does not come behind "
-            f"{wanted[reached - 1] if reached else 'the model'!r}, or lies inside of it, expected names in the order "
-            "of the model; sort them, or pass order= where forward calls modules in another order than they were "
-            "registered in"
+            f"split: got {wanted[reached]!r}, which does not come after "
+            f"{wanted[reached - 1] if reached else 'the model'!r}, or lies inside it, expected names in the order of "
+            "the model; sort them, or pass order= if forward calls modules in another order than that in which they "
+            "were registered"
         )
     _refuse_in_two_stages(model, stage_of)
     tied = _tied_params(model, stage_of, 1 + len(wanted))
@@ -185,16 +185,16 @@ def _refuse_nested(order: Sequence[str]) -> None:
     for i, name in enumerate(order):
         if any(f"{name}.".startswith(f"{other}.") for other in (*order[:i], *order[i + 1 :])):
             raise InvalidArgumentError(
-                f"split: got {name!r} twice in order, or inside of another one there, expected each module once; name "
-                "either a module or those in it"
+                f"split: got {name!r} twice in order, or inside another module there, expected each module once; name "
+                "either a module or its submodules"
             )
 
 
 def _unsplit(
     module: nn.Module, name: str, at: Collection[str], order: Collection[str], seen: set[int], in_a_row: bool = False
 ) -> Iterator[tuple[str, bool]]:
-    """Yields the names of the modules that no cut and no entry of ``order`` lies inside of, as they were registered,
-    and whether each lies in a sequence whose members are called one after the other.
+    """Yields the names of the modules that contain no cut and no entry of ``order``, in the order of registration, and
+    whether each is a member of a sequence, which calls its members one after the other.
 
     Args:
         seen: ids of the modules that are cut, which may have other names too.
@@ -208,13 +208,13 @@ def _unsplit(
         return
     if name in at:
         raise InvalidArgumentError(
-            f"split: got {name!r} and {inside[0]!r} inside of it, expected stages that begin with whole modules; "
-            "name the first module in it in its place"
+            f"split: got {name!r} and {inside[0]!r} inside it, expected stages that begin with whole modules; instead "
+            f"of {name!r} name the first module in it"
         )
     if not _is_list(module) and is_compiled(module):
         raise UnsupportedError(
-            f"split: got {shown(name) if name else 'the model'} that is cut and compiled, expected compiled modules "
-            "that lie in one stage as a whole; compile its blocks: model.blocks[i].compile(), or torch.compile of them"
+            f"split: got {shown(name) if name else 'the model'}, which is both cut and compiled, expected every "
+            "compiled module in one stage; compile its blocks instead, such as with model.blocks[i].compile()"
         )
     seen.add(id(module))
     for key, child in module.named_children():
@@ -261,9 +261,9 @@ def _carried(model: nn.Module, stage_of: Mapping[str, int], carry: Sequence[str]
         free = [name for name in found if next(model.get_submodule(name).parameters(), None) is None]
         if free:
             raise InvalidArgumentError(
-                f"split: got carry={shown(pattern)}, which names {free[0]}, a module that lies in no stage, as it has "
-                "no parameters and every stage computes it, expected modules that lie in one stage; name "
-                f"those whose results {free[0]} is given"
+                f"split: got carry={shown(pattern)}, which names {free[0]}, a module without parameters, which every "
+                f"stage computes, expected modules that lie in one stage; name the modules whose results {free[0]} "
+                "gets"
             )
         raise InvalidArgumentError(
             f"split: got carry={shown(pattern)}, which names no module that lies in one stage, expected names such "
@@ -279,8 +279,8 @@ def _has_state(module: nn.Module) -> bool:
 
 
 def _tied_params(model: nn.Module, stage_of: Mapping[str, int], stages: int) -> tuple[TiedParam, ...]:
-    """Returns the parameters that several stages use. Every stage runs the code of modules that are cut, and uses
-    theirs."""
+    """Returns the parameters that several stages use. Every stage runs the code of modules that are cut, so it uses
+    their parameters."""
     uses: dict[int, dict[int, list[tuple[nn.Module, str]]]] = {}
 
     def add(module: nn.Module, stage: int) -> None:

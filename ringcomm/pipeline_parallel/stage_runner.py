@@ -53,7 +53,7 @@ from ringcomm.pipeline_parallel.side_effects import (
 from ringcomm.pipeline_parallel.split import Chain, Stages
 
 ANY = -1
-"""In place of a checksum: any values will do."""
+"""Takes the place of a checksum that is not compared."""
 
 
 def placeholders_of(tree: Any, origin: str = "", given: Mapping[Any, Any] | None = None) -> Any:
@@ -94,15 +94,15 @@ class StageMetadata:
 
     Attributes:
         leaves: one entry for each leaf of the arguments of the next stage's first module: the number of a sent or
-            carried tensor; the checksum of a tensor that the next stage must have itself (`ANY`: any values will do); a
-            plain value that it must have too; or None.
+            carried tensor; the checksum of a tensor that the next stage must have itself (`ANY`: with any values); a
+            plain value that it must have, too; or None.
         inputs: the inputs of the model, as shapes.
         usual: the first tensor that the first stage sends, as a shape.
         calls: the calls of modules of earlier stages, in order, by module; modules whose calls all returned just the
             usual tensor are omitted.
         carried: the number of carried tensors.
-        draws: the random functions called outside of modules, in order: the name, and what was drawn if later stages
-            need it.
+        draws: the random functions called outside of modules, in order: the name, and the drawn numbers if later stages
+            need them.
         share: the micro-batch's share of the batch's rows, if a stage so far knows it.
     """
 
@@ -115,7 +115,7 @@ class StageMetadata:
     share: Fraction | None = None
 
     def of_any(self) -> StageMetadata:
-        """Returns a copy in which values of the receiver's own tensors do not matter."""
+        """Returns a copy without checksums, so that the values of the receiver's own tensors are not compared."""
         return replace(self, leaves=tuple(("own", ANY) if each and each[0] == "own" else each for each in self.leaves))
 
 
@@ -138,18 +138,18 @@ class _StageRun:
     grads: bool  # whether gradients are on
     calls: dict[str, list[CallRecord]] = field(default_factory=dict)  # of modules of this stage and earlier ones
     replayed: Counter[str] = field(default_factory=Counter)  # calls of modules of earlier stages, so far
-    carried: list[torch.Tensor] = field(default_factory=list)  # to the last stage, from this one and earlier ones
+    carried: list[torch.Tensor] = field(default_factory=list)  # carried tensors of this stage and earlier ones
     versions: list[int] = field(default_factory=list)  # versions of the carried tensors after the last call of a module
-    # Plain tensors that a module of an earlier stage wrote into, whose values are not here.
+    # Plain tensors into which a module of an earlier stage wrote values that this stage does not have.
     without_values: list[torch.Tensor] = field(default_factory=list)
     draws: list[tuple[str, CarriedTensor | None]] = field(default_factory=list)  # of this stage and earlier ones
-    draws_done: int = 0  # how many of them this stage has reached
+    draws_done: int = 0  # how many of ``draws`` this stage has reached
     replayed_in: Any = None  # the checkpoint in which it last replayed a draw
     inside: str = ""  # "module": a call of a module is being recorded; "hooks": those of an earlier stage's module run
 
     @contextmanager
     def within(self, what: str) -> Iterator[None]:
-        """Sets ``inside`` for a while."""
+        """Sets ``inside`` for the block."""
         before, self.inside = self.inside, what
         try:
             yield
@@ -157,9 +157,8 @@ class _StageRun:
             self.inside = before
 
     def carry_again(self, x: Any) -> None:
-        """Turns the earlier records of a carried tensor that has new values into shapes, so that later stages get
-        only its last values. Between the call that left the tensor and this one they have no values for it.
-        """
+        """Turns earlier records of a carried tensor that has new values into shapes: later stages get only its last
+        values, and have none between the call that left the tensor and this call."""
         number = next((i for i, other in enumerate(self.carried) if other is x), None)
         if number is None:
             return
@@ -235,8 +234,8 @@ class StageRunner:
         return self._device if found is None else found
 
     def convert_placeholders(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Gives the placeholders of other ranks' parameters and buffers the type and device that ``fn``, as of
-        `module.to`, gives such tensors."""
+        """Gives the placeholders of other ranks' parameters and buffers the type and device that ``fn``, such as the
+        function of `module.to`, gives to tensors like them."""
         for module, held in self._elsewhere:
             for key, x in [*module.__dict__.items()]:
                 if not isinstance(x, ShapeOnlyTensor) or x.wants_gradient is None:  # no placeholder
@@ -254,8 +253,8 @@ class StageRunner:
 
     @contextmanager
     def all_parameters(self) -> Iterator[None]:
-        """Inside, the model has the parameters of all stages (those of other stages without values), so that code that
-        counts or sums parameters does not mistake this rank's for all."""
+        """Inside the block, the model has the parameters of all stages (those of other stages without values), because
+        code that counts or sums parameters would take this rank's parameters for all of them."""
         for module, held in self._elsewhere:
             module._parameters.update(cast(Any, held))
         try:
@@ -316,7 +315,7 @@ class StageRunner:
             return self._boundary_outputs(run, boundary, placeholders_of((args, kwargs)))
         finally:
             self.running = None
-            for x in run.without_values:  # they may be the user's tensors
+            for x in run.without_values:  # the user may own such a tensor, so it becomes plain again
                 make_plain(x)
         if not last:
             raise self._order_error(stage, "ended", f"a call of {self.stages.first[stage + 1]}")
@@ -326,7 +325,7 @@ class StageRunner:
         return output, None
 
     def _call_outside_modules(self, run: _StageRun, func: Any, args: Any, kwargs: Any) -> Any:
-        """Calls a function outside of modules of stages. What it draws at random is sent on to later stages."""
+        """Calls a function outside of modules of stages. Random numbers that it draws are sent to later stages."""
         name = "" if run.inside == "hooks" else random_op(func)
         if not name:
             return func(*args, **kwargs)
@@ -336,7 +335,7 @@ class StageRunner:
             if run.stage == len(self.stages) - 1 or not must_send(func, args, kwargs, result):
                 run.draws.append((name, None))
                 return result
-            # A copy of what may be a buffer: the next micro-batch may draw into it before this one has been sent.
+            # A copy, because the result may be a buffer into which the next micro-batch draws before it was sent.
             numbers = result.clone() if drawn_into(func, args, kwargs) else result
             run.draws.append((name, self._carry(run, numbers, name, {})))
             return result
@@ -368,16 +367,17 @@ class StageRunner:
             of = f"a result of {found.origin}" if found.origin else "the model's inputs, or a result or weight of "
             of += "" if found.origin else "another stage"
             raise InvalidArgumentError(
-                f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward comes to {name} with what depends on "
-                f"{of} that has not been handed on, expected values; pass the inputs on every rank, hand the rest on "
-                "as positional arguments, or name the module that makes it in split(..., carry=[...])"
+                f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward reaches {name} with a tensor that "
+                f"depends on {of} and was not sent to this stage, expected values; pass the inputs on every rank, pass "
+                "other tensors on as positional arguments, or name the module that makes them in split(..., "
+                "carry=[...])"
             )
 
     def _order_error(self, stage: int, got: str, expected: str) -> InvalidArgumentError:
         return InvalidArgumentError(
-            f"Pipeline: rank {self.rank} ran stage {stage}, whose forward {got}, expected {expected}; split the model "
-            "where its modules are registered in the order of their calls, or name that in split(..., order=[...]), "
-            "and at modules that every forward pass calls"
+            f"Pipeline: rank {self.rank} ran stage {stage}, whose forward {got}, expected {expected}; register modules "
+            "in the order of their calls, or name that order in split(..., order=[...]), and split at modules that "
+            "every forward pass calls"
         )
 
     def _draws_error(self, run: _StageRun, got: str, expected: Any) -> InvalidArgumentError:
@@ -397,8 +397,8 @@ class StageRunner:
                 if run.entered and run.replayed[name]:
                     raise InvalidArgumentError(
                         f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward called {name} of stage "
-                        f"{stage} again, expected modules of its own; cut the model where all calls of a module "
-                        "lie in one stage, or give each call a module of its own"
+                        f"{stage} again, expected only modules of its own; cut the model so that all calls of a module "
+                        "lie in one stage, or use a separate module for each call"
                     )
                 if run.entered:
                     raise self._order_error(run.stage, f"called {name} of stage {stage}", "modules of its own")
@@ -419,9 +419,9 @@ class StageRunner:
                     raise self._draws_error(run, f"{run.draws_done} times before {name}", len(run.metadata.draws))
                 if run.replayed_in is not None and run.replayed_in is checkpoint_around():
                     raise InvalidArgumentError(
-                        f"Pipeline: rank {self.rank} ran stage {stage}, which begins with {name} inside of a function "
-                        "that is checkpointed and draws random numbers, expected them to be drawn outside, since a "
-                        "backward pass would draw others than an earlier stage has; checkpoint modules one by one"
+                        f"Pipeline: rank {self.rank} ran stage {stage}, which begins with {name} inside a checkpointed "
+                        "function that draws random numbers, expected them to be drawn outside, because backward would "
+                        "draw other numbers than the earlier stage; checkpoint each module separately"
                     )
                 args, kwargs = self._with_received(run, args, kwargs)
                 run.entered = True
@@ -468,8 +468,8 @@ class StageRunner:
         return output
 
     def _copy_before_write(self, run: _StageRun, x: torch.Tensor) -> None:
-        """Called before the model's own forward writes into ``x``. Later stages run the same code, so they must get
-        carried tensors with the values that the module gave them: a copy is carried from now on."""
+        """Called before the model's own forward writes into ``x``. Later stages run the same write, so they must get
+        a carried tensor with its values before the write: from now on a copy is carried."""
         last = run.stage == len(self.stages) - 1  # no later stage gets them
         with torch._C.DisableTorchFunctionSubclass(), torch.set_grad_enabled(run.grads):
             for i, carried in enumerate(run.carried):
@@ -498,9 +498,9 @@ class StageRunner:
         for name, p in self.model.named_parameters():
             if not isinstance(p, ShapeOnlyTensor) and any(_shares(p, x) for x in written):
                 raise InvalidArgumentError(
-                    f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward writes into {name} what depends "
-                    "on another stage, expected values; cut the model where both lie in one stage, or write into "
-                    "parameters behind step()"
+                    f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward writes values of another stage, "
+                    f"which it does not have, into {name}; cut the model so that both lie in one stage, or write into "
+                    "parameters after step()"
                 )
 
     def _record_hooks(
@@ -630,9 +630,9 @@ class StageRunner:
             kinds = ", ".join(dict.fromkeys(type(x).__name__ for x in leaves)) or "nothing"
             name = self.stages.first[run.stage + 1]
             raise InvalidArgumentError(
-                f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward handed no tensor on but {kinds}, "
-                f"expected tensors as arguments of {name}; hand tensors on, in tuples, lists or dicts, or name the "
-                "modules that make what it is given in split(..., carry=[...]), as for dataclasses"
+                f"Pipeline: rank {self.rank} ran stage {run.stage}, whose forward passed {kinds} but no tensor to "
+                f"{name}, expected tensors as its arguments; pass tensors, in tuples, lists or dicts, or name the "
+                "modules that make its arguments in split(..., carry=[...]), as for dataclasses"
             )
         usual = placeholders_of((sent or run.carried)[0]) if run.metadata is None else run.metadata.usual
         calls = {name: tuple(its) for name, its in run.calls.items() if any(call != CallRecord(usual) for call in its)}
@@ -677,17 +677,17 @@ class StageRunner:
             return
         if any(torch.is_tensor(x) and x.requires_grad for x in tensors) or _in_function():
             raise InvalidArgumentError(
-                f"Pipeline: rank {self.rank} got a call of {name}, with which a stage begins, that takes no gradients, "
-                "expected one that does, outside of any torch.autograd.Function; checkpoint with use_reentrant=False, "
-                "or cut elsewhere"
+                f"Pipeline: rank {self.rank} got a call of {name}, with which a stage begins, without gradients, "
+                "expected a call with gradients, outside of any torch.autograd.Function; checkpoint with "
+                "use_reentrant=False, or cut elsewhere"
             )
 
     def _values_error(self, name: str, own: Any, argument: str) -> InvalidArgumentError:
         if isinstance(own, ShapeOnlyTensor) and own.origin:
             return InvalidArgumentError(
                 f"Pipeline: rank {self.rank} got no values for {argument} of {name}, which depends on a result of "
-                f"{own.origin} and is passed by name, without a gradient, expected values: such arguments are not "
-                f"handed on; name {own.origin} in split(..., carry=[{own.origin!r}]), or pass it by position"
+                f"{own.origin} and is a keyword argument without a gradient; such arguments are not sent between "
+                f"stages: name {own.origin} in split(..., carry=[{own.origin!r}]), or pass it by position"
             )
         return InvalidArgumentError(
             f"Pipeline: rank {self.rank} got other values than the stage before in {argument} of {name}, or none, "
@@ -696,24 +696,23 @@ class StageRunner:
 
 
 def _refuse_missing(name: str, tree: Any) -> None:
-    """Raises where an argument is a `MissingObject`: a module that uses only its class would not raise."""
+    """Raises if an argument is a `MissingObject`, since a module that uses only the argument's class would not
+    raise."""
     for x in tree_leaves(tree):
         if type(x) is MissingObject:
             x.refuse(name)
 
 
 def _matches(own: Any, x: torch.Tensor) -> bool:
-    """Returns whether the model's own tensor in the place of a received one is shape-only, or has the same
+    """Returns whether the tensor that the model has in the place of a received one is shape-only, or has the same
     values."""
     alike = torch.is_tensor(own) and (own.shape, own.dtype) == (x.shape, x.dtype)
     return alike and (isinstance(own, ShapeOnlyTensor) or _checksum(own) == _checksum(x))
 
 
 def _fill(own: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Returns a received tensor, if possible in the very object that the model has in its place. So all other code
-    of the model that uses the object, such as a sum around the module, a checkpoint, or a mask for the next module,
-    has the values too.
-    """
+    """Returns a received tensor; if possible, by filling the object that the model has in its place. Other code of the
+    model that uses this object, such as a sum around the module or a checkpoint, then has the values, too."""
     if isinstance(own, ShapeOnlyTensor):
         return own.fill(x)
     if own.is_cpu and not x.requires_grad:
@@ -731,8 +730,8 @@ def _argument(call: tuple[tuple[Any, ...], dict[str, Any]], at: int) -> str:
 
 
 def _is_users(hook: Callable[..., Any]) -> bool:
-    """Returns whether a hook is the user's. Those of ringcomm, and those of torch.nn.utils, which compute a weight (as
-    spectral_norm does), count as part of the module."""
+    """Returns whether a hook is the user's. Hooks of ringcomm, and hooks of torch.nn.utils that compute a weight, such
+    as those of spectral_norm, count as part of the module."""
     name = getattr(getattr(hook, "func", hook), "__module__", None) or ""
     return not name.startswith(("ringcomm.", "torch.nn.utils."))
 
@@ -816,8 +815,8 @@ def _shares(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _sendable(x: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor to send: detached where gradients are off, or where it is a view that was made while they were
-    off and has no gradient to pass on."""
+    """Returns a tensor to send. Detaches it if gradients are off, or if it is a view that was made while they were off
+    and has no gradient to pass on."""
     return x if torch.is_grad_enabled() and not (x.is_leaf and x._is_view()) else x.detach()
 
 
@@ -861,8 +860,8 @@ def _first_members(name: str, module: nn.Module) -> set[str]:
 def _remove_tensors(
     module: nn.Module, device: torch.device, seen: set[int]
 ) -> list[tuple[nn.Module, dict[str, torch.Tensor]]]:
-    """Removes a module's parameters and buffers. Shape-only tensors replace them, also in what is computed from them;
-    those of tensors on meta are on ``device``.
+    """Replaces a module's parameters and buffers, and tensors computed from them, by shape-only tensors. For tensors on
+    meta these are on ``device``.
 
     Args:
         seen: ids of parameters that the model has at another place.
@@ -884,7 +883,7 @@ def _remove_tensors(
 
 
 def _in_function() -> bool:
-    """Returns whether a torch.autograd.Function is running; no stage would send gradients in its backward pass."""
+    """Returns whether a torch.autograd.Function is running; in its backward pass no stage would send gradients."""
     frame = sys._getframe(1)
     while frame is not None:
         first = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
@@ -903,12 +902,11 @@ def _intercept(module: nn.Module, call: Callable[..., Any]) -> None:
 
     def reduced(self: nn.Module, protocol: Any) -> Any:
         raise UnsupportedError(
-            f"Pipeline: got a {kind.__name__} that belongs to a pipeline to copy or pickle, expected its values; save "
-            "state_dict()"
+            f"Pipeline: cannot copy or pickle a {kind.__name__} that belongs to a pipeline; save its state_dict()"
         )
 
     members = {"__call__": guarded, "__reduce_ex__": reduced, "__module__": kind.__module__}
-    # Python looks `__call__` up in the class alone, and the module that the program holds must stay.
+    # Changes the class, because Python looks `__call__` up only there, and the module must stay the same object.
     module.__class__ = type(kind.__name__, (kind,), members)
     notes_on(module).in_pipeline = True
 

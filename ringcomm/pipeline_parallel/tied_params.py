@@ -47,9 +47,9 @@ class TiedParams:
         self.unsent = {*range(len(tied_params))}  # numbers of tied parameters, the same on every rank
 
     def broadcast_values(self) -> None:
-        """Sends the first stage's values to all ranks, because each rank may have initialised the parameter otherwise;
-        a collective, also of the ranks that share shards. A parameter that is on the meta device on some rank is sent
-        later, before the first step in which no rank has it on meta.
+        """Sends the first stage's values to all ranks, because the ranks may have initialised a parameter differently;
+        a collective, also of the ranks that share shards. A parameter that is on the meta device on any rank is sent
+        later, before the first step in which it is on meta nowhere.
         """
         if not self.unsent:
             return
@@ -143,7 +143,7 @@ class _LocalTiedParam:
         """Begins a step: replaces the parameter by a placeholder."""
         self.param = self._current()
         self._install(self.param.detach().requires_grad_(self.param.requires_grad))
-        self.total: torch.Tensor | None = None  # of 16-bit gradients, in float32
+        self.total: torch.Tensor | None = None  # the sum of 16-bit gradients, in float32
 
     def leave(self) -> None:
         """Ends a step: restores the parameter."""
@@ -175,7 +175,7 @@ class _LocalTiedParam:
         return self._received(like, rank, stage) if bool(there) else None
 
     def _accumulate(self, grad: torch.Tensor | None) -> None:
-        if grad is not None:  # no gradient where no use had one
+        if grad is not None:
             torch.autograd.backward([self.param], [grad.to(self.param.dtype)])
 
     def after_forward(self, stage: int, microbatch: int) -> None:
@@ -212,13 +212,13 @@ class _LocalTiedParam:
 
 class _ExactTiedParam(_LocalTiedParam):
     """Adds up gradients for each micro-batch in autograd's order: the gradient of the last use first. Each stage adds
-    its own to the sum that it got from the stage after, and passes it on."""
+    its own gradient to the sum from the stage after it, and passes the sum on."""
 
     def enter(self) -> None:
         """Begins a step."""
         super().enter()
         self.owed = 0  # number of sums that the first stage's rank will send
-        # On the first stage's rank: sums to send at the end of the step, since a device takes messages in order.
+        # On the first stage's rank: sums to send at the end of the step, because a device sends messages in order.
         self.sums: list[torch.Tensor | None] = []
         self.edges: dict[tuple[int, int], GradientEdge] = {}  # by stage and micro-batch
         self.found: dict[tuple[int, int], torch.Tensor | None] = {}  # sums between two stages of this rank

@@ -33,7 +33,7 @@ def backward(
     ends: Sequence[Any], gradients: Sequence[torch.Tensor | None], deferring: DeferWeightGrads | None = None
 ) -> None:
     """Runs ``torch.autograd.backward(ends, gradients)``, and keeps the mode ``deferring`` on while the graph runs.
-    Torch's own function would leave the mode before that. Layers defer if the ends are those of `as_end`."""
+    Torch's own function would leave the mode before that. Layers defer only if the ends are results of `as_end`."""
     if deferring is None:
         torch.autograd.backward(ends, gradients)
         return
@@ -46,15 +46,15 @@ class DeferWeightGrads(TorchFunctionMode):
     """While it is on, linear layers put the computation of their weights' gradients into ``deferred``. The gradients
     have the bits that autograd would compute.
 
-    This applies to calls of torch.nn.functional.linear, and of torch.addmm as transformers' Conv1D makes them, on
-    parameters themselves. Everything else gets its gradients at once: calls whose arguments autocast converts; calls
-    inside of torch.func and of forward-mode differentiation; weights that are no matrices, and biases that are not one
-    number for each output; weights that another torch function uses as well, such as an embedding that is also the
-    output layer, since autograd adds up their gradients first; and layers whose parameters have hooks. Enter it for a
-    forward pass, and for its backward pass too, in which checkpoints run their forward passes.
+    This applies to calls of torch.nn.functional.linear, and of torch.addmm as transformers' Conv1D makes them, with the
+    parameters themselves as arguments. All other parameters get their gradients at once: in calls whose arguments
+    autocast converts; inside torch.func and forward-mode differentiation; weights that are not matrices, and biases
+    that are not one number for each output; weights that another torch function also uses, such as an embedding that is
+    also the output layer, because autograd adds up their gradients first; and layers whose parameters have hooks. Enter
+    the mode for a forward pass, and also for its backward pass, in which checkpoints run forward again.
 
-    Only the function `backward` defers. In any other backward pass, such as one of torch.autograd.grad that forward
-    calls, layers compute what torch's own layers do.
+    Only the function `backward` defers. In any other backward pass, such as that of a torch.autograd.grad in forward,
+    layers compute all gradients as torch's own layers do.
 
     Args:
         multi_use: ids of parameters for which autograd adds up several gradients; their layers stay torch's own.
@@ -69,7 +69,8 @@ class DeferWeightGrads(TorchFunctionMode):
         self.pass_id: int | None = None  # that torch gives to the backward pass that defers
 
     def as_end(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns a result of forward as an end for `backward`. No other backward pass must reach what is returned."""
+        """Returns a result of forward as an end for `backward`. No other backward pass may reach the returned
+        tensor."""
         end: torch.Tensor = _End.apply(x, self)
         return end
 
@@ -82,7 +83,7 @@ class DeferWeightGrads(TorchFunctionMode):
             if flat is x:
                 return result
             shape = [*x.shape[:-1], weight.shape[0]]
-            # As torch's own layer, of which only one with a bias returns a view; detach_() refuses views.
+            # As torch's own layer, which returns a view only with a bias; detach_() refuses views.
             return torch.ops.aten._unsafe_view(result, shape) if bias is None else result.view(shape)
         if func is torch.addmm and not kwargs and len(args) == 3 and self._defers(args[1], args[2], args[0], 1):
             return _Linear.apply(args[1], args[2], args[0], (args[2], args[0]), self)
@@ -104,7 +105,7 @@ class DeferWeightGrads(TorchFunctionMode):
         own = [p for p in (weight, bias) if p is not None]
         if any_shape_only(own):
             return False
-        if any(_has_hooks(p) for p in own):  # autograd would call them here, without a gradient
+        if any(_has_hooks(p) for p in own):  # autograd would call the hooks now, without a gradient
             return False
         return all(p.is_leaf and id(p) not in self.multi_use for p in own) and weight.requires_grad
 
@@ -128,8 +129,8 @@ def _trained(nest: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 class _End(torch.autograd.Function):
-    """Returns its argument. In the backward pass that defers, its node runs before those of the model, whose hooks may
-    start backward passes of their own."""
+    """Returns its argument. In the backward pass that defers, its node runs before the model's nodes, whose hooks may
+    start further backward passes."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, deferring: DeferWeightGrads) -> torch.Tensor:
@@ -144,9 +145,9 @@ class _End(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer. It leaves the graph of torch's own layer, which first makes a matrix of the input and transposes
-    the weight, since autograd adds up second derivatives with respect to these two. It also saves the same tensors in
-    the same order: where forward calls torch.autograd.grad, a checkpoint computes them again without the mode."""
+    """A linear layer. It makes the same graph as torch's own layer, which first makes the input a matrix and transposes
+    the weight, because autograd adds up second derivatives with respect to these two. It saves the same tensors in the
+    same order, because in a torch.autograd.grad in forward a checkpoint computes them again without the mode."""
 
     @staticmethod
     def forward(
@@ -181,7 +182,7 @@ class _Linear(torch.autograd.Function):
         def is_now(p: torch.Tensor) -> bool:
             if not later and torch.is_grad_enabled():  # the results depend on p, so autograd will add up its gradients
                 deferring.kept.add(id(p))
-            # Functions may have used it later in this forward pass, and hooks been added.
+            # Checked again, because since the layer's call another function may have used p or added a hook.
             return not later or id(p) in deferring.kept or _has_hooks(p)
 
         of_input = of_factor = of_bias = None

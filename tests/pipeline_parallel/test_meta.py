@@ -181,7 +181,7 @@ def test_a_step_on_meta_is_refused() -> None:
         return str(caught.value)
 
     for found in ringcomm.run_ranks(rank_main, 2, timeout=30):
-        assert "on the meta device in a step, expected values; call ringcomm.shard(" in found
+        assert "on the meta device in a step, expected values; first call ringcomm.shard(" in found
 
 
 def test_values_that_are_missing_are_named() -> None:

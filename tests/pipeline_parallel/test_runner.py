@@ -1158,7 +1158,7 @@ class Latent(nn.Module):
 @pytest.mark.parametrize("carry", [[], ["down"]])
 def test_a_cut_before_a_module_that_takes_a_part_of_a_result(carry: list[str]) -> None:
     """Without carry the rest is missing, which is said by name."""
-    missing = pytest.raises(InvalidArgumentError, match="comes to up with what depends on a result of down that has")
+    missing = pytest.raises(InvalidArgumentError, match="reaches up with a tensor that depends on a result of down")
     with nullcontext() if carry else missing:
         check_step(make(Latent), ["norm"], 2, numbers(4, 3, 6), 2, tokens(4, 3), carry=carry, loss=cross_entropy)
 

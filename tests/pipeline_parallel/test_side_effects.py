@@ -933,9 +933,7 @@ class Derived(nn.Module):
 
 def test_a_mask_made_of_a_result_names_what_to_carry() -> None:
     error = errors(make(Derived), ["blocks.1"], torch.ones(2, DIM))
-    text = (
-        "rank 1 got no values for argument mask of blocks.1, which depends on a result of embed and is passed by name"
-    )
+    text = "rank 1 got no values for argument mask of blocks.1, which depends on a result of embed and is a keyword arg"
     assert text in str(error)
     assert "carry=['embed']" in str(error)
     check(make(Derived), ["blocks.1", "blocks.2"], 3, carry=("embed",))

@@ -94,7 +94,7 @@ class Detached(Block):
 def test_a_stage_that_cuts_the_graph_is_refused() -> None:
     model = make(lambda: Row([Block(6), Detached(6)]))
     model.blocks[1].requires_grad_(False)
-    with pytest.raises(InvalidArgumentError, match="no tensor that wants a gradient"):
+    with pytest.raises(InvalidArgumentError, match="no tensor that requires a gradient"):
         on_ranks(model, ["blocks.1"], 2, lambda pipe, rank: pipe.step(torch.randn(4, 6)), microbatches=2)
 
 
@@ -379,7 +379,7 @@ class DrawsOnce(Noised):
     ("how", "at", "schedule", "text"),
     [
         ("once", cuts(4, 4), "interleaved", r"stage 2, whose forward drew random numbers 0 times before blocks.2, exp"),
-        ("checkpoint", ["blocks.2"], "1f1b", r"begins with blocks.2 inside of a function that is checkpointed and dr"),
+        ("checkpoint", ["blocks.2"], "1f1b", r"begins with blocks.2 inside a checkpointed function that dr"),
     ],
 )
 def test_draws_that_stages_do_not_share_are_refused(how: str, at: list[str], schedule: str, text: str) -> None:
@@ -501,7 +501,7 @@ def test_backward_may_use_the_memory_of_what_was_sent(schedule: str) -> None:
 
 def test_a_result_that_needs_a_gradient_must_not_be_overwritten() -> None:
     x = torch.randn(1 << 18, 4)
-    with pytest.raises(InvalidArgumentError, match=r"shape \(65536, 4\), which its stage returned, or a g"):
+    with pytest.raises(InvalidArgumentError, match=r"shape \(65536, 4\), a result of its stage or the g"):
         on_ranks(make(Overwritten, "result"), ["second"], 2, lambda pipe, rank: pipe.step(x), microbatches=4)
 
 
