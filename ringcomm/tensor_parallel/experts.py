@@ -30,21 +30,21 @@ def shard_experts(found: nn.Module, group: TensorParallelGroup, name: str, style
     if "forward" in vars(found):  # it is bound to the unsharded module
         raise UnsupportedError(
             f"parallelize: rank {group.rank} got {name}, a {type(found).__name__} whose forward was replaced on the "
-            "object, expected the one of its class; replace it afterwards, or leave it out of the plan"
+            "object, expected its class's forward; replace forward afterwards, or leave the module out of the plan"
         )
     inner, parts, features, transposed = _layout_of(found, group, name, style)
     p = dict(found.named_parameters())
     made = copy.copy(found)
     made.__dict__ = attributes_of(found)
-    apart = getattr(found, "is_concatenated", True)  # fused outputs lie one after the other; else interleaved
-    extents = [features] * parts if apart else [features * parts]
+    concatenated = getattr(found, "is_concatenated", True)  # else the fused outputs are interleaved
+    extents = [features] * parts if concatenated else [features * parts]
     part = shard_along(extents, group, "parallelize", f"outputs of {name}.{inner}")
     outer = shard_along([features], group, "parallelize", f"inputs of {name}.{style.outer}")
     set_shard(made, inner, p[inner], part, 2 if transposed else 1)
     set_shard(made, style.outer, p[style.outer], outer, 1 if transposed else 2)
     if inner + BIAS in p:
         set_shard(made, inner + BIAS, p[inner + BIAS], part, 1)
-    if group.world_size > 1:  # no hooks, since a pipeline also runs the hooks of earlier stages' modules
+    if group.world_size > 1:  # replaces forward instead of adding hooks, which a later pipeline stage would run, too
         made.forward = partial(_forward, group, made, made.forward, style.outer + BIAS)
     return made
 
@@ -57,7 +57,7 @@ def _forward(
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Runs the forward pass of the class between `f` and `f_bar`. Every rank adds the bias of the outputs, so it is
+    """Runs the class's forward between `f` and `f_bar`. Every rank adds the bias of the outputs, which is therefore
     divided by the number of ranks."""
     renew_parts([module])
     args, kwargs = tree_map(
@@ -100,6 +100,6 @@ def _layout_of(found: nn.Module, group: TensorParallelGroup, name: str, style: E
     raise UnsupportedError(
         f"parallelize: rank {group.rank} got {name}, a {type(found).__name__} with {shapes or 'no parameters'}{norm}, "
         f"expected {inner} of (experts, {parts} x features, inputs) and {style.outer} of (experts, outputs, features), "
-        f"their last two dimensions perhaps the other way round, and their biases; leave it out of the plan, or pass "
+        f"or both with the last two dimensions transposed, and their biases; leave it out of the plan, or pass "
         "tensor_parallel.Experts with the names of its parameters"
     )

@@ -10,8 +10,8 @@ Recomputation in Large Transformer Models", 2022 (f and f_bar are the f and g of
     scatter            own part            all_gather         of a value that is the same on all ranks
 
 Sums are canonical: a balanced tree over the ranks, 16-bit floats added in float32 and rounded once. Every rank gets the
-same bits. All operators are collectives, in forward and in backward. They raise before anything is sent where a length
-is not divisible by the number of ranks.
+same bits. All operators are collectives, in forward and in backward. If a length is not divisible by the number of
+ranks, they raise before anything is sent.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TensorParallelGroup:
 
     @staticmethod
     def of(comm: Communicator) -> TensorParallelGroup:
-        """Returns the group of a communicator, which is made once."""
+        """Returns a communicator's group, the same object for every call."""
         refuse_mesh(comm, "tensor parallel", "tp")
         found = vars(comm).get("_tensor_parallel_group")
         if found is None:
@@ -62,22 +62,22 @@ class TensorParallelGroup:
         self.traffic[f"{op} elements"] += elements
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelGroup:
-        """Returns this group: the copy of a model, such as an average of its weights, has the same ranks."""
+        """Returns this group, because a copy of a model, such as an average of its weights, has the same ranks."""
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
-            f"parallelize: rank {self.rank} got layers that are cut over the ranks to pickle, expected a state_dict(): "
-            "their communicator is this process's alone; pickle the state_dict, or copy the module with copy.deepcopy"
+            f"parallelize: rank {self.rank} cannot pickle layers that are cut over the ranks, because only this "
+            "process has their communicator; pickle the state_dict(), or copy the module with copy.deepcopy"
         )
 
     def enter(self, layer: object, operator: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any) -> torch.Tensor:
         """Returns ``operator(x, comm, *args)``, computed once for all layers that take the same tensor, so that
         queries, keys and values share one message.
 
-        A layer that takes the tensor a second time gets a new result, since writes by NumPy or a communicator do not
-        change the tensor's version. In inference mode, where tensors have no versions, every layer gets a new result.
-        Under autocast the operator gets the type in which the layers multiply.
+        If the same layer takes the tensor again, it gets a new result, because writes by NumPy or a communicator do not
+        change the tensor's version. In inference mode tensors have no versions, so every layer gets a new result. Under
+        autocast the operator gets the tensor in the type in which the layers multiply.
         """
         dtype = multiplied_in(x)
         if x.is_inference():
@@ -167,8 +167,8 @@ _BATCHED = torch._C._parse_dispatch_key("Batched")
 
 
 class _Operator(torch.autograd.Function):
-    """A collective of TensorParallelGroup in forward, and its conjugate in backward, which can be differentiated
-    too. The rules of torch.func: the operators are linear, and a batch is one message."""
+    """A collective of TensorParallelGroup in forward, and its conjugate in backward, which can be differentiated again.
+    It supports torch.func: operators are linear, and vmap sends a batch as one message."""
 
     @staticmethod
     def forward(x: torch.Tensor, group: TensorParallelGroup, dim: int, forward_op: str, backward_op: str) -> Any:
@@ -189,13 +189,13 @@ class _Operator(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        if torch._C._dispatch_keys(grad).has(_BATCHED):  # of torch's vmap before torch.func
+        if torch._C._dispatch_keys(grad).has(_BATCHED):  # from torch's older vmap, which is not that of torch.func
             raise UnsupportedError(
                 f"parallelize: rank {ctx.group.rank} got a batch of gradients, as jacobian(vectorize=True) and "
                 "grad(is_grads_batched=True) send through a backward pass, expected one gradient; use torch.func, or "
                 "compute one at a time"
             )
-        ctx.group.forget_entered()  # else a leaf as input would keep the result alive
+        ctx.group.forget_entered()  # else the result would live as long as the input, which may be a leaf
         return _Operator.apply(grad, ctx.group, ctx.dim, ctx.backward_op, ctx.forward_op), None, None, None, None
 
 
@@ -230,7 +230,7 @@ def g_bar(x: torch.Tensor, comm: Communicator, dim: int = 1) -> torch.Tensor:
 
 
 def gather(x: torch.Tensor, comm: Communicator, dim: int = -1) -> torch.Tensor:
-    """Returns the concatenation of the ranks' parts, which all ranks use alike."""
+    """Returns the concatenation of the ranks' parts; every rank must use it in the same way."""
     return _operate(x, comm, dim, "all_gather", "own")
 
 

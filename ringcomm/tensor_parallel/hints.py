@@ -54,9 +54,9 @@ def warn_of_undivided_heads(module: nn.Module, layers: Mapping[str, nn.Module], 
         if counts and id(parent) not in known:
             known.add(id(parent))
             warnings.warn(
-                f"parallelize: {above or 'the module'} has {counts[0]}={getattr(parent, counts[0])}, its {name} is "
-                f"cut, and no style divides the heads; if it computes with that number, pass {{{above!r}: 'heads'}} in "
-                "the plan, else 'replicate'",
+                f"parallelize: {above or 'the module'} has {counts[0]}={getattr(parent, counts[0])} and a cut {name}, "
+                f"but no style divides its heads; if forward uses that number, pass {{{above!r}: 'heads'}} in the "
+                "plan, else 'replicate'",
                 stacklevel=4,
             )
 
@@ -92,15 +92,15 @@ def refuse_unsummed(module: nn.Module, layers: Mapping[str, nn.Module], named: C
                     else f"pass 'colwise' for it if it has a value for each head, else leave out {', '.join(inside)}"
                 )
                 raise InvalidArgumentError(
-                    f"parallelize: rank {rank} got {full} of shape {tuple(p.shape)}, which lies beside layers that are "
-                    f"cut, and no style for it, expected one; {advice}"
+                    f"parallelize: rank {rank} got no style for {full} of shape {tuple(p.shape)}, which lies beside "
+                    f"layers that are cut, expected one; {advice}"
                 )
 
 
 def check_sequence_is_split(modules: Mapping[str, nn.Module], group: TensorParallelGroup, refuse: bool) -> None:
-    """Where the caller has to split the sequence: in the first forward pass, warns (or raises) if the first module that
-    works on parts of the sequence gets the same input on all ranks. The gradients of its parameters would then be sums
-    of equal values.
+    """For plans in which the caller splits the sequence: in the first forward pass, warns (or raises) if the first
+    module that works on parts of the sequence gets the same input on all ranks. The gradients of its parameters would
+    be sums of equal values.
 
     Args:
         modules: the modules that work on parts, by name.
@@ -114,15 +114,14 @@ def check_sequence_is_split(modules: Mapping[str, nn.Module], group: TensorParal
             return
         while handles:
             handles.pop().remove()
-        varied = bool((found[0] != found[0].flatten()[0]).any())  # constant inputs may well be parts
+        varied = bool((found[0] != found[0].flatten()[0]).any())  # constant parts are equal even if correctly split
         mine = json.dumps(digest(found[0]) if varied else group.rank).encode()
         if len({*group.comm.exchange(mine)}) > 1:
             return
         name = names.get(id(module), type(module).__name__)
         said = (
-            f"parallelize: rank {group.rank} got the same input of {name} on all ranks, expected this "
-            "rank's part of the sequence; name in the plan where a 'sequence_region' begins and ends, or cut the "
-            "sequence before"
+            f"parallelize: rank {group.rank} got the same input of {name} as all other ranks, expected this rank's "
+            "part of the sequence; name a 'sequence_region' in the plan, or split the sequence before the model"
         )
         if refuse:
             raise InvalidArgumentError(said)
@@ -134,7 +133,7 @@ def check_sequence_is_split(modules: Mapping[str, nn.Module], group: TensorParal
 def explain_first_errors(module: nn.Module, layers: Mapping[str, nn.Module], group: TensorParallelGroup) -> None:
     """Makes errors in modules with sharded layers mention the sharding, until a forward pass of the module has
     succeeded: such a module may use the number of heads, or parameters, of the unsharded model."""
-    if group.world_size > 1 and layers:  # a partial object, since a copy of the module gets one with the copied module
+    if group.world_size > 1 and layers:  # a partial object, so that deepcopy binds it to the copied module
         own, forward = vars(module).get("forward"), module.forward
         module.forward = update_wrapper(partial(_explained, module, forward, own, dict(layers), group), forward)
 
@@ -179,9 +178,9 @@ def _explained(
 
 
 class _WeightGuard(TorchFunctionMode):
-    """Refuses code outside of our layers that multiplies with the rows of an embedding, since a rank has only its part
-    of them. Code whose input comes from `f` is allowed: it handles ranks itself. Warns of code that computes with the
-    weight or the bias of a linear layer, which may be right where it uses a rank's own heads.
+    """Refuses code outside of our layers that multiplies with an embedding's weight, because a rank has only its part
+    of the rows. Code whose input comes from `f` is allowed, because it handles ranks itself. Warns of code that
+    computes with the weight or bias of a linear layer, which may be right if it uses the rank's own heads.
 
     Args:
         rows: the embeddings, by name.
@@ -217,7 +216,7 @@ class _WeightGuard(TorchFunctionMode):
         self.linear.clear()  # warns only once
         warnings.warn(
             f"parallelize: rank {self.group.rank} saw {func.__name__.strip('_')} with {name} outside of the layer, "
-            f"which is cut: a rank has only a part of {name.split(' of ')[0]}, and computes only its part of the "
+            f"which is cut, so each rank has only a part of {name.split(' of ')[0]} and computes only a part of the "
             "result; add the parts up over the ranks, or leave the layer out of the plan",
             stacklevel=3,
         )
@@ -231,8 +230,8 @@ class _WeightGuard(TorchFunctionMode):
             if found and not any(map(_is_entered, given)) and not is_ours(sys._getframe(2)):
                 raise InvalidArgumentError(
                     f"parallelize: rank {self.group.rank} got {func.__name__.strip('_')} with the weight of {found[0]}"
-                    ", an embedding that is cut, expected the embedding alone to read it: a rank has its part of the "
-                    "rows; write the product as a linear layer that is tied to the embedding, and cut it as "
+                    ", an embedding that is cut, expected only the embedding to read it, because a rank has only a "
+                    "part of the rows; write the product as a linear layer tied to the embedding, and cut it as "
                     "'colwise_gather_output', or leave the embedding out of the plan"
                 )
 
@@ -266,6 +265,6 @@ def _explanation(error: Exception, inner: Mapping[int, str]) -> str | None:
     return (
         f"got {type(error).__name__} ({str(error).strip().partition(chr(10))[0]}) in the first forward pass of "
         f"{layer.rpartition('.')[0] or 'the module'}, a {kind} whose {layer} is cut, expected a module that works "
-        "with a rank's part of the outputs: it may use the number of heads, or parameters, of the whole model; divide "
+        "with a rank's part of the outputs; if it uses the number of heads, or parameters, of the whole model, divide "
         "these ('heads', Heads((...)), 'colwise'), or leave its layers out of the plan"
     )

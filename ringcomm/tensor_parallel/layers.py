@@ -35,9 +35,9 @@ def shard_along(
     Args:
         call, what: for an error: the call, and the name of the extents.
         pad: whether an extent that does not divide is padded at its end, so that shares are equal.
-        multiple: the share of an extent that is a multiple of this number must be one too; for instance the width of an
-            attention head.
-    Raises:  InvalidArgumentError: a share that is not a multiple.
+        multiple: for instance the width of an attention head: if an extent is a multiple of it, each rank's share must
+            be one, too.
+    Raises:  InvalidArgumentError: an extent that cannot be shared like this.
     """
     pieces, offset = [], 0
     for extent in extents:
@@ -70,8 +70,8 @@ def set_shard(
 
 
 def replace_data(p: nn.Parameter, made: nn.Parameter) -> nn.Parameter:
-    """Gives a parameter the memory and the attributes of another, and no gradient; the object stays the same. The
-    change of type in between makes torch forget the old shape, which it keeps for backward passes otherwise.
+    """Gives a parameter the memory and the attributes of another, and no gradient; the object stays the same. It
+    changes the type temporarily, because otherwise torch would keep the old shape for backward passes.
     """
     p.grad = None
     p.data = made.detach().new_empty(0, dtype=torch.float32 if p.dtype == torch.float64 else torch.float64)
@@ -92,8 +92,8 @@ LINEAR = {
 
 
 class _ParallelLayer(nn.Module):
-    """A layer with sharded parameters, which stay marked as shards where torch replaces parameters. It is a subclass of
-    torch's layer too, so that programs which look for linear layers or embeddings find it.
+    """A layer with sharded parameters, which stay marked as shards even if torch replaces them. It is also a subclass
+    of torch's layer, so that programs that look for linear layers or embeddings find it.
 
     Attributes:
         transposed: whether the weight has the shape (in, out), like that of transformers' Conv1D.
@@ -103,15 +103,15 @@ class _ParallelLayer(nn.Module):
     transposed: bool
     unsharded_class: type[nn.Module]
     _init_from: Callable[..., None]
-    """Takes over a module's values; the module's name is empty where the layer was constructed by itself."""
+    """Takes over a module's values; the name is empty if the layer was constructed directly, not by `of`."""
 
     def __init__(self, group: TensorParallelGroup, sequence_dim: int | None, overlap: bool = False) -> None:
         nn.Module.__init__(self)  # torch's layers would draw unsharded values
         self.group, self.sequence_dim, self.overlap = group, sequence_dim, overlap and group.world_size > 1
         if overlap and sequence_dim is None:
             raise InvalidArgumentError(
-                f"{type(self).__name__}: rank {group.rank} got overlap=True without a sequence_dim, expected one: "
-                "only the messages of sequence parallel layers can be cut; pass sequence_dim"
+                f"{type(self).__name__}: rank {group.rank} got overlap=True without a sequence_dim, expected one, "
+                "because only messages along the sequence can be divided; pass sequence_dim"
             )
 
     @classmethod
@@ -143,15 +143,15 @@ class _ParallelLayer(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        renew_parts([self])  # copied parameters have none
+        renew_parts([self])  # copied parameters have no ShardSpecs
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         renew_parts([self])
 
     def apply(self, fn: Callable[[nn.Module], None]) -> _ParallelLayer:
-        """Applies ``fn`` to the layer, whose sharded parameters are unsharded meanwhile: an initialisation sees the
-        unsharded shapes and draws what it would draw for the unsharded layer, and every rank keeps its part.
+        """Applies ``fn`` to the layer with unsharded parameters, of which every rank then keeps its part. So an
+        initialisation sees the unsharded shapes and draws the values of the unsharded layer.
 
         The elements of other ranks, also of gradients, are zeros before ``fn`` writes them. Sends no message: seed the
         ranks' generators alike. Needs memory for the unsharded parameters and gradients of one layer. Parameters that
@@ -199,7 +199,7 @@ class _ParallelLayer(nn.Module):
     @property
     def reset_parameters(self) -> Callable[[], Any]:
         """Gives every rank its part of the values that the unsharded layer draws, from the same random numbers. Sends
-        no message: seed the ranks' generators alike. Missing where the class of the unsharded layer has none."""
+        no message: seed the ranks' generators alike. Missing if the class of the unsharded layer has no such method."""
         reset: Callable[[nn.Module], None] = self.unsharded_class.reset_parameters
         return partial(self.apply, reset)
 
@@ -281,8 +281,8 @@ class ColumnParallelLinear(_ParallelLayer, nn.Linear):
             )
         if pad and len(extents) > 1:
             raise UnsupportedError(
-                f"{_call(self, name)}: rank {self.group.rank} got pad=True for the parts {extents}{_of(name)}, "
-                "expected one of the two: padding lies behind all parts; use extents that divide"
+                f"{_call(self, name)}: rank {self.group.rank} got pad=True with the parts {extents}{_of(name)}, "
+                "expected one of the two, because only a single part can be padded; use extents that divide"
             )
         part = shard_along(extents, self.group, _call(self, name), f"outputs{_of(name)}", pad, multiple)
         self.gather_output, self.gathered, self.entered = gather_output, extents, entered
@@ -432,7 +432,7 @@ class VocabParallelEmbedding(_ParallelLayer, nn.Embedding):
                         f"parallelize: rank {group.rank} got {name}, an embedding with {option}, expected one without; "
                         "leave it out of the plan"
                     )
-            for hooks in _HOOKS:  # they see the same inputs and outputs as before
+            for hooks in _HOOKS:  # valid for the replacement, which has the same inputs and outputs
                 self.__dict__[hooks] = vars(embedding)[hooks]
         self.num_embeddings, self.embedding_dim = embedding.weight.shape
         self.unsharded_class = type(embedding)
@@ -512,11 +512,11 @@ _HOOKS = (
 def refuse_changed(
     module: nn.Module, kind: type[nn.Module], group: TensorParallelGroup, name: str, hooks: bool = False
 ) -> None:
-    """Refuses a module with features that would be lost where one of our layers replaces it.
+    """Refuses a module with features that would be lost when one of our layers replaces it.
 
     Args:
         hooks: whether the replacement takes over the hooks of the forward pass.
-    Raises: UnsupportedError: another kind of module, one with a forward pass of its own, with hooks, or parametrized.
+    Raises: UnsupportedError: a module of another class, or with its own forward, with hooks, or parametrized.
     """
     said = None
     is_plain = isinstance(module, kind) and not isinstance(module, _ParallelLayer)
@@ -537,8 +537,8 @@ def refuse_changed(
 
 
 def _multiplies(linear: nn.Module) -> bool:
-    """Returns whether a linear layer with a forward pass of its own, such as Falcon's, computes the same as torch's: it
-    must have only a weight and a bias, and give the same results for a small example."""
+    """Returns whether a linear layer with its own forward, such as Falcon's, computes the same as torch's: it must have
+    only a weight and a bias, and give the same results for a small example."""
     known = vars(nn.Linear(1, 1, device="meta")).keys()
     more = any(key not in known and not key.startswith("_") for key in vars(linear))  # ignores private marks
     if not isinstance(linear, nn.Linear) or more or linear._buffers or linear._modules:

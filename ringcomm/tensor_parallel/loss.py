@@ -40,7 +40,7 @@ def vocab_parallel_cross_entropy(
         logits: this rank's columns.
         target: classes of the complete vocabulary, the same on all ranks.
         vocabulary: the number of classes. None: the number of outputs, without padding, of the layer that has as many
-            columns on a rank; where there is no such layer, W times this rank's columns.
+            columns on each rank; if there is no such layer, W times this rank's columns.
         ignore_index, reduction, label_smoothing: those of torch.
     Shapes:  logits (N, V/W) or (..., V/W), target (N,) or (...): classes come last.
     Dtypes:  floating point; computed and returned in float32 (float64 for float64).
@@ -84,8 +84,8 @@ def _classes(group: TensorParallelGroup, width: int) -> int:
     found = sorted(group.outputs.get(width, ()))
     if len(found) > 1:
         raise InvalidArgumentError(
-            f"vocab_parallel_cross_entropy: rank {group.rank} got {width} columns of logits, as many as layers of "
-            f"{' and of '.join(map(str, found))} outputs have, expected the number of classes; pass vocabulary="
+            f"vocab_parallel_cross_entropy: rank {group.rank} got {width} columns of logits, which layers of "
+            f"{' and of '.join(map(str, found))} outputs have, so the number of classes is unknown; pass vocabulary="
         )
     return found[0] if found else width * group.world_size
 

@@ -1,5 +1,5 @@
-"""Watches the first forward pass of a sharded layer, and refuses code that splits its outputs elsewhere than the shards
-do."""
+"""Watches the first forward pass of a sharded layer, and refuses code that splits the layer's outputs at other places
+than the shards do."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class OutputSharding:
         total: the number of outputs on all ranks.
         divided: the numbers of heads of the modules around the layer, as this rank computes with them.
         width: the width of a head; 1: unknown.
-        watched: with which gradient modes an output has been watched: the first one with gradients, and the first one
-            without. Emptied by an error, so that the next output is watched too.
+        watched: the gradient modes in which an output has been watched: the first output with gradients, and the first
+            one without. Emptied by an error, so that the next output is watched, too.
         has_grad: whether the output that is watched has a gradient; those of a frozen layer may have none.
         is_detached: whether the program has detached the outputs.
     """
@@ -107,7 +107,7 @@ class OutputSharding:
         """Refuses ends of slices that are not ends of the rank's parts.
 
         Args:
-            ends: those that the program names; an end that it leaves out is not among them.
+            ends: the ends that the program names, without ends that it leaves out.
             step: the distance of one output to the next. A step above 1 takes interleaved outputs, which stay together
                 only if they were sharded as one part of a multiple of the step.
             start: where a slice begins, if the program names that. A slice that begins at the end of the rank's
@@ -125,8 +125,8 @@ class OutputSharding:
         self._refuse(f"{function} splits the outputs {where}", "a layer whose outputs are not fused")
 
     def check_factors(self, function: str, asked: Sequence[int]) -> None:
-        """Refuses a view that splits the outputs in another order than the shards do: for one part the first factor
-        counts the rank's heads, for fused parts it counts the parts."""
+        """Refuses a view that splits the outputs in another order than the shards do. For one part the first factor
+        must be the number of the rank's heads, for fused parts the number of parts."""
         first, others = asked[0], asked[1:]
         if len(self.extents) > 1:
             fits = all(extent % others[-1] == 0 for extent in self.extents) and self.width in (1, others[-1])
@@ -143,7 +143,7 @@ class OutputSharding:
         raise InvalidArgumentError(
             f"parallelize: rank {self.rank} got {self.name}, whose {self.total} outputs are cut, here "
             f"{sum(self.extents)}, but {function} {does}, expected element-wise functions, or functions within a head; "
-            "cut it as 'colwise_gather_output', with 'rowwise_split_input' for the layer behind, or leave both out of "
+            "cut it as 'colwise_gather_output', with 'rowwise_split_input' for the next layer, or leave both out of "
             "the plan"
         )
 
@@ -153,8 +153,9 @@ class OutputSharding:
         raise InvalidArgumentError(
             f"parallelize: rank {self.rank} got {function} of outputs of {self.name}, which are cut, here "
             f"{sum(self.extents)} of {self.total}, and of a tensor that a layer cut along its inputs has added up, "
-            "expected its gradient to be summed over the ranks; pass that tensor through ringcomm.tensor_parallel.f "
-            "before, or cut the first as 'colwise_gather_output', with 'rowwise_split_input' for the layer behind"
+            "expected its gradient to be summed over the ranks; first pass that tensor through "
+            "ringcomm.tensor_parallel.f, or cut the layer of the outputs as 'colwise_gather_output', with "
+            "'rowwise_split_input' for the next layer"
         )
 
     def _refuse(self, saw: str, expected: str) -> None:
@@ -167,7 +168,7 @@ class OutputSharding:
         )
         raise InvalidArgumentError(
             f"parallelize: rank {self.rank} got {self.name}, whose {self.total} outputs are cut as {how}, but {saw}, "
-            f"expected {expected}; {advice} 'colwise_gather_output' with 'rowwise_split_input' for the layer behind"
+            f"expected {expected}; {advice} 'colwise_gather_output' with 'rowwise_split_input' for the next layer"
         )
 
 
@@ -220,17 +221,17 @@ class _WatchedOutput(torch.Tensor):
 
 
 def _refuse_number(sharding: OutputSharding, function: str, grad: torch.Tensor) -> None:
-    """Refuses, in backward, the gradient of a single number: programs print such numbers, but a loss from one has
-    gradients of another number on each rank."""
+    """Refuses, in backward, the gradient of a single output. Programs may print such a number, but a loss must not
+    depend on it, because it is a different output on each rank."""
     sharding.watched.clear()
     sharding.refuse_mixed(function.strip("_"), "takes a single number that the loss depends on")
 
 
 @contextmanager
 def _refusing(*given: Any) -> Iterator[None]:
-    """Lets the errors of the block about the outputs among ``given`` pass where the loss may depend on the result. It
-    warns where programs compute what they log: for outputs that were detached or have lost their gradient otherwise,
-    and for those without a gradient after forward."""
+    """Raises the block's errors about the outputs among ``given`` if the loss may depend on the result. Else it only
+    warns, because the program may log the result: for outputs that were detached or have otherwise lost their gradient,
+    and for outputs without a gradient after forward."""
     try:
         yield
     except InvalidArgumentError as error:
@@ -243,7 +244,7 @@ def _refusing(*given: Any) -> Iterator[None]:
 
 
 def _check(called: str, name: str, x: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-    """Refuses a function of torch that would compute something else with a rank's outputs than with all of them.
+    """Refuses a function of torch whose result with a rank's outputs differs from that with all outputs.
 
     Args:
         called, name: the function's name, and the same without underscores.
@@ -275,8 +276,8 @@ def _check(called: str, name: str, x: Any, args: tuple[Any, ...], given: dict[st
 
 
 def _loses_gradients(x: torch.Tensor) -> bool:
-    """Returns whether the gradient of a tensor passes an operator that takes it for that of all ranks, the backward of
-    `f_bar` or `gather`, and none before that sums it over the ranks, that of `f` or `g`."""
+    """Returns whether the gradient of a tensor reaches the backward of `f_bar` or `gather`, which expects equal
+    gradients on all ranks, without passing the backward of `f` or `g`, which sums it over the ranks."""
     nodes, seen = [x.grad_fn], set()
     while nodes:
         node = nodes.pop()
@@ -286,13 +287,13 @@ def _loses_gradients(x: torch.Tensor) -> bool:
         backward_op = getattr(node, "backward_op", None)  # set by the operators of `group`
         if backward_op in ("identity", "own"):
             return True
-        if not backward_op and not isinstance(node, BackwardCFunction):  # the program's own may sum over the ranks
+        if not backward_op and not isinstance(node, BackwardCFunction):  # a Function of the program may sum over ranks
             nodes += [each for each, _ in node.next_functions]
     return False
 
 
 def is_ours(frame: Any) -> bool:
-    """Returns whether code of ringcomm calls a function of torch, and no module of torch in between."""
+    """Returns whether code of ringcomm calls a function of torch directly, not through a module of torch."""
     while frame is not None:
         watches = frame.f_code.co_name == "__torch_function__"  # passes on a call that other code made
         if not watches and not frame.f_globals.get("__name__", "").startswith("torch."):
@@ -304,15 +305,15 @@ def is_ours(frame: Any) -> bool:
 
 
 def _in_forward(frame: Any) -> bool:
-    """Returns whether a module's forward pass calls, so that it may compute with the values that it reads."""
+    """Returns whether the caller is a module's forward, which may compute with the values that it reads."""
     while frame is not None and frame.f_code.co_name != "_call_impl":
         frame = frame.f_back
     return frame is not None
 
 
 def _moves(name: str, x: Any, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
-    """Returns whether a function pads or repeats the outputs, or makes one dimension of theirs and of those before
-    it, in which a rank's outputs of one row are followed by its outputs of the next."""
+    """Returns whether a function pads or repeats the outputs, or merges their dimension with the dimensions before it,
+    so that a rank's outputs of one row are followed by its outputs of the next."""
     if name in PADS:
         pad = list(given.get("pad", args[0] if args else ()))
         at = 2 * (-1 - x._dim)
@@ -345,8 +346,8 @@ def _sharding_of(x: Any) -> OutputSharding | None:
 
 
 def _place_in(x: torch.Tensor, made: torch.Tensor) -> int | None:
-    """Returns the dimension of the outputs in what was made of a watched tensor: the one with their number and, in
-    memory, their distance; None: there is none, or there are several."""
+    """Returns the dimension of the outputs in ``made``, a result from a watched tensor: the dimension with the outputs'
+    number and stride; None if there is none, or there are several."""
     with torch._C.DisableTorchFunctionSubclass():
         wanted = x.shape[x._dim], x.stride(x._dim)
         if wanted[0] < 2:
@@ -366,7 +367,7 @@ def unwatched(x: torch.Tensor) -> torch.Tensor:
 def _factors(
     name: str, x: torch.Tensor, made: torch.Tensor, args: Sequence[Any], given: Mapping[str, Any]
 ) -> list[int]:
-    """Returns the factors into which a view splits the last dimension; empty where it changes more than that, or is
+    """Returns the factors into which a view splits the last dimension; empty if it changes more than that, or is
     unknown."""
     length, count = x.shape[-1], 1
     while count <= made.dim() and math.prod(made.shape[-count:]) < length:
@@ -438,7 +439,7 @@ _LOSSES |= {"hinge_embedding_loss", "margin_ranking_loss"}
 
 def _mixes(name: str, x: Any, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
     """Returns whether a function reduces, or mixes elements, along the dimension of the outputs."""
-    if name == "where" and not args and not given.keys() - {"condition"}:  # the places of the values that are not 0
+    if name == "where" and not args and not given.keys() - {"condition"}:  # where(x): the indices of nonzero values
         return True
     if name in _LOSSES:
         return given.get("reduction", "mean") != "none"

@@ -2,9 +2,9 @@
 et al., "Overlap Communication with Dependent Computation via Decomposition", 2023): while one part is in flight,
 another is multiplied. Replaces `g` before a linear layer, and `g_bar` after one.
 
-Only the rank's own part of an input is kept for backward, which gathers the others again: one all_gather more than `g`,
-and 1/W of its memory. Sums travel once round the ring, for part c in the order c+1, c+2, ..., c, and each rank rounds
-them to the type that travels.
+Only the rank's own part of an input is kept for backward, which gathers the other parts again: this takes one
+all_gather more than `g`, and 1/W of its memory. Sums travel once round the ring, for part c in the order c+1, c+2, ...,
+c, and each rank rounds them to the type that is sent.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ def _around(group: TensorParallelGroup, own: torch.Tensor, use: Callable[[int, t
 
 
 def _summed(group: TensorParallelGroup, make: Callable[[int], torch.Tensor]) -> torch.Tensor:
-    """Returns this rank's part of the sum over the ranks: ``make(part)`` gives a rank's addend of a part, and is called
-    while the sum of the ranks before is in flight."""
+    """Returns this rank's part of the sum over the ranks. ``make(part)`` returns a rank's summand of a part, and is
+    called while the sum of the previous ranks is in flight."""
     comm, rank, world_size = group.comm, group.rank, group.world_size
     if world_size == 1:
         return make(0)

@@ -90,16 +90,16 @@ def parallelize(
             names no region the caller splits the sequence, and all layers take and return parts; if all ranks then get
             the same input, this warns (with ``verify`` it raises).
         overlap: sends sequence parallel messages round the ring while parts of them are multiplied.
-        verify: for finding the cause of a wrong loss. Every forward pass compares hashes of the ranks' inputs, every
-            backward pass hashes of the gradients of unsharded parameters. Without ``sequence_dim`` the first block of
-            each kind compares its first output with that of the unsharded block, in eval mode. MismatchError names the
-            difference, on all ranks.
+        verify: whether to search for the cause of a wrong loss. Every forward pass compares hashes of the ranks'
+            inputs, every backward pass hashes of the gradients of unsharded parameters. Without ``sequence_dim`` the
+            first block of each kind compares its first output with that of the unsharded block, in eval mode. A
+            MismatchError names the difference, on all ranks.
     Modules without a sharding style stay unsharded, and every rank computes the same with them: seed the ranks'
     generators alike. A module that is unsharded but applied to a rank's own heads or features is "summed". Tied
     parameters stay tied. Parameters stay the same objects, with their attributes, so that an optimizer without state
     may be made before or after; `ringcomm.shard` comes after. A module on the meta device stays there; `ringcomm.shard`
-    initialises it, one submodule at a time, in its unsharded form. A layer whose outputs the module splits elsewhere
-    than the shards do raises InvalidArgumentError in its first forward pass.
+    initialises it, one submodule at a time, in its unsharded form. If the module splits a layer's outputs at other
+    places than the shards do, the layer's first forward pass raises InvalidArgumentError.
     Cost:    for a transformer layer and a micro-batch of s b h elements, with t ranks: 4 all_reduces of s b h, two in
              forward and two in backward, 8 (t-1)/t s b h elements on the wire of each rank; with ``sequence_dim`` 4
              all_gathers and 4 reduce_scatters, the same volume, and an all_reduce for each summed parameter: norms, and
@@ -108,8 +108,8 @@ def parallelize(
              twice.
     Returns: the module, whose layers have been replaced.
     Raises:  InvalidArgumentError: names that no module has, unknown styles, heads or features that do not divide.
-             UnsupportedError: a layer that cannot be sharded. MismatchError: the ranks ask for different things, or one
-             raises. All before the module is changed.
+             UnsupportedError: a layer that cannot be sharded. MismatchError: the ranks' modules, plans or options
+             differ, or another rank raises. All errors come before the module is changed.
     """
     group = TensorParallelGroup.of(comm)
     try:
@@ -155,9 +155,9 @@ class _Target:
     """A module, or a parameter, that a plan names.
 
     Attributes:
-        names: the names of the module (several where it is used in several places), or of the parameter.
-        layer: the layer that replaces the module; None: it stays.
-        key: the name within the module of a parameter that is sharded itself.
+        names: the names of the module (several if it is used in several places), or of the parameter.
+        layer: the layer that replaces the module; None: the module stays.
+        key: if the plan names a parameter, its name in the module.
     """
 
     names: list[str]
@@ -177,7 +177,7 @@ class _Target:
         return [(key, old, p) for key, old, p in pairs if old is not None and p is not None and p is not old]
 
     def copy_values(self) -> None:
-        """Copies the module's values, which are rank 0's by now, into the replacement."""
+        """Copies the module's values, after all ranks have got rank 0's, into the replacement."""
         for key, p in self.new_params.items():
             part = part_of(p) if p is not None else None
             if p is not None and part is not None and part.dim is not None and not p.is_meta:
@@ -229,18 +229,18 @@ def _make_targets(
     """Makes all checks and replacements, and leaves the module unchanged."""
     if overlap and sequence_dim is None:
         raise InvalidArgumentError(
-            f"parallelize: rank {group.rank} got overlap=True without a sequence_dim, expected one: only the messages "
-            "of sequence parallel layers can be cut; pass sequence_dim"
+            f"parallelize: rank {group.rank} got overlap=True without a sequence_dim, expected one, because only "
+            "messages along the sequence can be divided; pass sequence_dim"
         )
     if any(part_of(p).staged for p in module.parameters()):
         raise InvalidArgumentError(
-            f"parallelize: rank {group.rank} got a pipeline's part of a model, expected the whole; call parallelize "
-            "first, and split the model then"
+            f"parallelize: rank {group.rank} got a pipeline's part of a model, expected the whole model; call "
+            "parallelize before you split the model"
         )
     if sharded_model_of(module) is not None:
         raise InvalidArgumentError(
             f"parallelize: rank {group.rank} got a module that ringcomm has wrapped, expected a plain one; call "
-            "parallelize first, and ringcomm.shard, fully_shard or DistributedDataParallel then"
+            "parallelize before ringcomm.shard, fully_shard or DistributedDataParallel"
         )
     chosen = resolve(module, _own_plan(module, group.rank) if plan is None else plan, group.rank)
     _check_sequence(module, chosen, sequence_dim, group.rank)
@@ -255,8 +255,8 @@ def _make_targets(
         target.names.append(name)
         if target.style != style:
             raise InvalidArgumentError(
-                f"parallelize: rank {group.rank} got {name_of(style)} for {name}, which is {target.names[0]} too, "
-                f"there with {name_of(target.style)}, expected one style for one module; change the plan"
+                f"parallelize: rank {group.rank} got {name_of(style)} for {name} and {name_of(target.style)} for "
+                f"{target.names[0]}, the same module, expected one style for it; change the plan"
             )
     for target in targets.values():
         _refuse_own_arithmetic(module, target, group.rank)
@@ -290,15 +290,15 @@ def _agree(comm: Communicator, asked: int) -> None:
     """Raises if the ranks ask for different things.
 
     Args:
-        asked: a checksum of what this rank asks for; negative: this rank raises an error of its own.
+        asked: a checksum of this rank's module, plan and options; negative: this rank raises an error of its own.
     """
     everyone = comm.all_gather_object(asked)
     other = next((rank for rank, theirs in enumerate(everyone) if theirs != asked), None)
     if asked >= 0 and other is not None:
         theirs = "refused its plan" if everyone[other] < 0 else "got another module, plan or options"
         raise MismatchError(
-            f"parallelize: rank {comm.rank} got a plan that it can follow where rank {other} {theirs}, expected the "
-            "same on every rank; look at that rank's error, and at the shapes of the parameters"
+            f"parallelize: rank {comm.rank} got a valid plan, but rank {other} {theirs}, expected the same on every "
+            "rank; look at that rank's error, and at the shapes of the parameters"
         )
 
 
@@ -406,8 +406,8 @@ def _check_sequence(module: nn.Module, chosen: Mapping[str, Style], sequence_dim
         inside = any(each in regions for each in ancestors_of(name))
         if style in ON_SEQUENCE and regions and name not in regions and not inside:
             raise InvalidArgumentError(
-                f"{got} outside of {', '.join(regions)}, expected it in a sequence region: elsewhere ranks have the "
-                "whole sequence; make the pattern narrower"
+                f"{got} outside of {', '.join(regions)}, expected it in a sequence region, because elsewhere ranks "
+                "have the whole sequence; make the pattern narrower"
             )
         if isinstance(style, Vocab) and regions:
             raise InvalidArgumentError(
@@ -419,8 +419,8 @@ def _check_sequence(module: nn.Module, chosen: Mapping[str, Style], sequence_dim
 
 
 def _refuse_unstyled(module: nn.Module, chosen: Mapping[str, Style], rank: int) -> None:
-    """Refuses modules of a sequence region that have no style: parameters would be trained on the rank's part only, and
-    dropout would drop the same elements of every part."""
+    """Refuses modules of a sequence region that have no style: parameters would be trained only on the rank's part of
+    the sequence, and dropout would drop the same elements of every part."""
     for name, found in module.named_modules(remove_duplicate=False):
         around = [*ancestors_of(name), name]
         region = next((each for each in around if chosen.get(each) is ModuleStyle.SEQUENCE_REGION), None)
@@ -450,7 +450,7 @@ def _check_region(found: nn.Module, got: str, inside: bool) -> None:
     lists = isinstance(found, (nn.Sequential, nn.ModuleList))
     if inside:
         raise InvalidArgumentError(
-            f"{got} inside of another region, expected one around all; leave one out of the plan"
+            f"{got} inside another region, expected regions that do not overlap; leave one out of the plan"
         )
     if (lists and len(found) == 0) or isinstance(found, nn.ModuleDict):
         raise InvalidArgumentError(
@@ -459,8 +459,8 @@ def _check_region(found: nn.Module, got: str, inside: bool) -> None:
         )
     if lists and len({*found}) < len(found):
         raise InvalidArgumentError(
-            f"{got}, a {type(found).__name__} that has a module twice, expected each once: the first one cuts the "
-            "sequence, and the last one brings it together; name the module around it"
+            f"{got}, a {type(found).__name__} that has a module twice, expected each module once, because the first "
+            "one splits the sequence and the last one gathers it; name the module around it"
         )
 
 
@@ -524,13 +524,13 @@ def _part_of_vector(p: Any, group: TensorParallelGroup, name: str) -> ShardSpec:
         where = " on meta and of the module itself" if p.is_meta else ""
         raise UnsupportedError(
             f"parallelize: rank {group.rank} got the parameter {name} of shape {tuple(p.shape)}{where}, expected one "
-            "dimension, and on meta a parameter of a submodule; leave it out of the plan, with the layers beside it"
+            "dimension, and on meta a parameter of a submodule; leave it and the layers beside it out of the plan"
         )
     return shard_along([p.shape[0]], group, "parallelize", f"values of {name}")
 
 
 def _meta_owners(targets: Sequence[_Target]) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Returns the modules on meta with parameters that are sharded themselves, and their attributes before."""
+    """Returns the modules on meta whose own parameters the plan shards, and their attributes before that."""
     keys: dict[nn.Module, list[str]] = {}
     for target in targets:
         if target.key and target.module._parameters[target.key].is_meta:
@@ -567,8 +567,9 @@ def _last_outputs(module: nn.Module, target: _Target, rank: int) -> int:
         if type(each) is int and each > 0 and isinstance(target.module, nn.Linear):
             return each
     raise InvalidArgumentError(
-        f"parallelize: rank {rank} got {name} as latent, a {type(target.module).__name__} of which no qk_rope_head_dim "
-        "is known, expected a linear layer, and how many of its outputs go to a rank's own heads; pass Latent(last=...)"
+        f"parallelize: rank {rank} got {name} as latent, a {type(target.module).__name__} without a known "
+        "qk_rope_head_dim, expected a linear layer, and the number of its outputs that go to a rank's own heads; pass "
+        "Latent(last=...)"
     )
 
 
@@ -607,7 +608,7 @@ def _parent(module: nn.Module, name: str) -> nn.Module:
 
 
 def _in_region(above: list[str], chosen: Mapping[str, Style]) -> bool:
-    """Returns whether a module lies in a sequence region; True for all where the plan names no region."""
+    """Returns whether a module lies in a sequence region; True for all modules if the plan names no region."""
     regions = [name for name, style in chosen.items() if style is ModuleStyle.SEQUENCE_REGION]
     return not regions or any(name in regions for name in above)
 
@@ -620,9 +621,9 @@ def _refuse_own_arithmetic(module: nn.Module, target: _Target, rank: int) -> Non
         for owner in (target.module, _parent(module, name)):
             if isinstance(owner, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
                 raise UnsupportedError(
-                    f"parallelize: rank {rank} got {name}, of a {type(owner).__name__} of torch, which multiplies with "
-                    "the weights of its layers itself, expected layers that are called; leave it out of the plan, or "
-                    "write the module with nn.Linear"
+                    f"parallelize: rank {rank} got {name}, of torch's {type(owner).__name__}, which multiplies with "
+                    "the weights of its layers without calling them, expected layers that are called; leave it out of "
+                    "the plan, or write the module with nn.Linear"
                 )
 
 
@@ -635,8 +636,8 @@ def _share_tied_shards(module: nn.Module, targets: list[_Target], rank: int) -> 
             first, shared = new.setdefault(id(old), (name, p))
             if part_of(shared) != part_of(p) or shared.shape != p.shape:
                 raise InvalidArgumentError(
-                    f"parallelize: rank {rank} got {name}, which is tied to {first} and cut in another way, expected "
-                    "the same cut; pass pad=True where one is padded, or untie them"
+                    f"parallelize: rank {rank} got {name}, which is tied to {first} but cut differently, expected the "
+                    "same cut; pass pad=True if the other one is padded, or untie them"
                 )
             target.new_params[key] = shared
     replaced = {name for target in targets if target.layer is not None for name in target.names}
@@ -657,9 +658,9 @@ def _refuse_tensor_hooks(targets: Iterable[_Target], rank: int) -> None:
             if p is not None and (p._backward_hooks or p._post_accumulate_grad_hooks):
                 name = target.names[0] if target.key else f"{target.names[0]}.{key}"
                 raise UnsupportedError(
-                    f"parallelize: rank {rank} got {name}, a parameter with hooks that is to be cut, expected one "
-                    "without: they would see a part of its gradient; register them afterwards, for the rank's part, "
-                    "or leave its layer out of the plan"
+                    f"parallelize: rank {rank} got {name}, a parameter with hooks, which would see only a part of its "
+                    "gradient, expected one without hooks; register them afterwards, for the rank's part, or leave its "
+                    "layer out of the plan"
                 )
 
 

@@ -18,8 +18,8 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 def sum_gradients(module: nn.Module, group: TensorParallelGroup) -> None:
     """Adds up the gradients of a module's parameters over the ranks, because each rank applies the module to its own
-    part of a tensor. Each call of the module looks for new parameters, since load_state_dict(assign=True) and
-    to_empty() make them."""
+    part of a tensor. Each call of the module looks for new parameters, as load_state_dict(assign=True) and to_empty()
+    make them."""
     sum_gradients_of(module, group)
     module.register_forward_pre_hook(lambda module, _: sum_gradients_of(module, group))
 
@@ -37,14 +37,14 @@ def _sum_gradient(p: nn.Parameter, group: TensorParallelGroup) -> None:
     p.requires_grad_(True)
     others = [*(p._backward_hooks or {})]
     p.register_hook(group.all_reduce)
-    for key in others:  # run the others later, so that they see the sum
+    for key in others:  # moves the other hooks to the end, so that they see the sum
         p._backward_hooks[key] = p._backward_hooks.pop(key)
     p.requires_grad_(not frozen)
 
 
 def sum_last_outputs(layer: nn.Module, group: TensorParallelGroup, count: int) -> None:
     """Adds up the gradients of the layer's last outputs, which ranks use on their own heads. It replaces ``forward``
-    instead of adding a hook, since a pipeline also runs the hooks of earlier stages' modules."""
+    instead of adding a hook, because later pipeline stages also run the hooks of this module."""
     if group.world_size > 1:
         layer.forward = partial(_with_last_summed, layer.forward, group, count)
 

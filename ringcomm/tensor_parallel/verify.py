@@ -1,5 +1,5 @@
-"""`parallelize(verify=True)`: checks that equal values are equal on all ranks, and that sharded blocks compute what the
-unsharded ones do."""
+"""`parallelize(verify=True)`: checks that values that must be equal on all ranks are, and that sharded blocks compute
+the same as unsharded ones."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Verifier:
         for path, y in tree_leaves_with_path(output):
             if torch.is_tensor(y) and _is_plain(y) and y.requires_grad:
                 name, made = f"output {keystr(path)}".rstrip(), digest(y)
-                if self.same_input and not y.dim():  # no rank has just a part of a loss
+                if self.same_input and not y.dim():  # a loss, of which no rank has only a part
                     y.register_hook(lambda gradient, name=name, made=made: self._record(name, made))
                 y.register_hook(lambda gradient, name=name, made=made: self._note(name, gradient, made))
 
@@ -122,7 +122,7 @@ class Verifier:
         self._record(f"gradient of {name}", None if gradient is None else [*digest(gradient), *more])
 
     def _record(self, what: str, found: Digest | None) -> None:
-        if self.end() is None:  # also where the pass before raised and autograd dropped its callback
+        if self.end() is None:  # a new pass; its predecessor may have raised, so that autograd dropped its callback
             self.found = {}
             end = partial(type(self)._after_backward, self)
             self.end = weakref.ref(end)
@@ -147,7 +147,7 @@ class Verifier:
                 if a is None or b is None or len(a) != len(b) or any(map(_differ, a, b)):
                     raise MismatchError(
                         f"parallelize: rank {self.group.rank} found by verify=True that rank {rank} has another {what} "
-                        f"than rank 0, {_described(b)} and {_described(a)}, expected the same on all; {advice}"
+                        f"than rank 0, {_described(b)} and {_described(a)}, expected equal ones; {advice}"
                     )
 
     # ---- blocks --------------------------------------------------------------------------------------------------
@@ -198,8 +198,8 @@ class Verifier:
         return next((each for each in found if each is not None), None if len(mine) == len(expected) else "a tensor")
 
     def _with_whole_sequence(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the arguments with the whole sequence in place of this rank's part: of the first tensor, and of those
-        tensors of as many tokens that differ between the ranks."""
+        """Returns the arguments with the whole sequence in place of this rank's part, for the first tensor and for
+        tensors with as many tokens whose values differ between the ranks."""
         firsts = [modules_of_region(region)[0] for region in self.regions]
         first = first_tensor(args, kwargs)
         if first is None or block in firsts or not self._is_in_region(block):
@@ -216,8 +216,8 @@ class Verifier:
         return tree_map(whole, (args, kwargs))
 
     def _comparable(self, block: nn.Module, mine: torch.Tensor, expected: torch.Tensor) -> torch.Tensor | None:
-        """Returns what an output is compared with: in a sequence region this rank's part of the expected output; None
-        if its tokens are not along ``sequence_dim``."""
+        """Returns the tensor with which an output is compared: in a sequence region this rank's part of the expected
+        output; None if its tokens are not along ``sequence_dim``."""
         if mine.shape == expected.shape or not self._is_in_region(block):
             return expected
         dim = cast(int, self.sequence_dim)
@@ -229,12 +229,12 @@ class Verifier:
 
     def _refuse_difference(self, name: str, styles: Sequence[str], difference: str | None, in_region: bool) -> None:
         """Raises on all ranks where one found a difference; a collective."""
-        tokens = ", and code that mixes or counts tokens needs all of them, outside of the sequence region"
+        tokens = ", and code that mixes or counts tokens must lie outside of the sequence region"
         for rank, found in enumerate(self.group.comm.all_gather_object(difference)):
             if found is not None:
                 raise MismatchError(
                     f"parallelize: rank {self.group.rank} found by verify=True that {name or 'the module'} gives rank "
-                    f"{rank} {found} before it was cut, expected rounding alone; look at the styles of "
+                    f"{rank} {found} before it was cut, expected only rounding errors; look at the styles of "
                     f"{', '.join(styles)}: fused outputs need parts, numbers of heads 'heads'"
                     f"{tokens if in_region else ''}"
                 )
@@ -273,8 +273,8 @@ def _described(values: list[Any] | None) -> str:
 
 
 def _first_of_each_kind(module: nn.Module, sharded: Sequence[str]) -> Iterator[tuple[str, nn.Module, list[str]]]:
-    """Yields the first block of each kind that contains a sharded layer, with a copy on meta. Where the blocks are the
-    sharded layers themselves, it yields the module instead, since a rank has only a part of their inputs or outputs."""
+    """Yields the first block of each kind that contains a sharded layer, with a copy on meta. If the blocks are the
+    sharded layers themselves, yields the module instead, because a rank has only a part of their inputs or outputs."""
     kinds = set()
     around = [
         (name, block) for name, block in blocks_of(module) if any(each.startswith(f"{name}.") for each in sharded)
@@ -311,7 +311,7 @@ def _difference(mine: torch.Tensor, expected: torch.Tensor) -> str | None:
 
 
 def _copied(value: Any) -> Any:
-    """Returns a copy of arguments, so that nothing enters the graph or caches that are passed."""
+    """Returns a copy of arguments, so that the comparison changes neither the graph nor caches among them."""
     tensors: dict[int, Any] = {}
     seen: dict[int, Any] = {}
 

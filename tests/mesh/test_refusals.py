@@ -111,7 +111,7 @@ def test_a_mesh_is_no_communicator() -> None:
 def test_layers_are_cut_before_a_model_is() -> None:
     def body(model: Net, mesh: Any) -> None:
         pipe = cases.Pipeline(cases.split(model, ["blocks.2"]), mesh["pp"], microbatches=2, loss=cases.loss_of)
-        with pytest.raises(InvalidArgumentError, match="call parallelize first"):
+        with pytest.raises(InvalidArgumentError, match="call parallelize before"):
             cases.parallelize(pipe, cases.PLAN, mesh["tp"])
 
     cases.run({"pp": 2, "tp": 1}, body)
@@ -133,5 +133,5 @@ def test_heads_that_look_forgotten() -> None:
     def body(model: Net, mesh: Any) -> None:
         cases.parallelize(model, plan, mesh["tp"])
 
-    with pytest.warns(UserWarning, match="no style divides the heads"):
+    with pytest.warns(UserWarning, match="no style divides its heads"):
         cases.run({"tp": 2}, body)

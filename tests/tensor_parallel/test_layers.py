@@ -197,11 +197,11 @@ def test_refusals() -> None:
         lambda comm: ColumnParallelLinear(4, 9, comm=comm, parts=[4, 4]): "ColumnParallelLinear: rank 1 got "
         "parts=[4, 4] for the 9 outputs, expected parts that add up to them; pass the extents of the fused outputs",
         lambda comm: ColumnParallelLinear(4, 9, comm=comm, overlap=True): "ColumnParallelLinear: rank 1 got "
-        "overlap=True without a sequence_dim, expected one: only the messages of sequence parallel layers can be cut; "
+        "overlap=True without a sequence_dim, expected one, because only messages along the sequence can be divided; "
         "pass sequence_dim",
         lambda comm: ColumnParallelLinear(4, 8, comm=comm, parts=[4, 4], pad=True): "ColumnParallelLinear: rank 1 got "
-        "pad=True for the parts [4, 4], expected one of the two: padding lies behind all parts; use extents that "
-        "divide",
+        "pad=True with the parts [4, 4], expected one of the two, because only a single part can be padded; use "
+        "extents that divide",
         lambda comm: ColumnParallelLinear(4, 9): "ColumnParallelLinear: got no communicator, expected the ranks over "
         "which it is cut; pass comm=, such as mesh['tp']",
     }.items():
@@ -211,8 +211,8 @@ def test_refusals() -> None:
 def test_a_pickled_layer_is_refused() -> None:
     for kind in (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding):
         sentence = (
-            "parallelize: rank 1 got layers that are cut over the ranks to pickle, expected a state_dict(): their "
-            "communicator is this process's alone; pickle the state_dict, or copy the module with copy.deepcopy"
+            "parallelize: rank 1 cannot pickle layers that are cut over the ranks, because only this process has their "
+            "communicator; pickle the state_dict(), or copy the module with copy.deepcopy"
         )
         assert refusal(lambda comm, kind=kind: pickle.dumps(kind(6, 6, comm=comm))) == sentence
 

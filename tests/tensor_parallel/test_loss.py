@@ -100,7 +100,7 @@ def test_cross_entropy_of_a_padded_layer(options: Any) -> None:
         if comm.rank == 0:
             del other  # on one rank: what is found must not depend on whether a layer still lives
         if "vocabulary" not in options:
-            with pytest.raises(InvalidArgumentError, match="9 columns of logits, as many as layers of 25 and of 27 ou"):
+            with pytest.raises(InvalidArgumentError, match="9 columns of logits, which layers of 25 and of 27 outputs"):
                 vocab_parallel_cross_entropy(model(x), target, comm, **options)
         given = {"vocabulary": 25, **options}
         assert close(vocab_parallel_cross_entropy(model(x), target, comm, **given), expected)

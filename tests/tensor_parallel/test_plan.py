@@ -225,7 +225,7 @@ def test_norms_that_share_a_weight_sum_its_gradient_once() -> None:
 def test_a_sequence_that_nobody_cuts_is_noticed(verify: bool) -> None:
     model = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 12), nn.Linear(12, 6))
     plan, x = {"0": "sequence", "1": "colwise", "2": "rowwise"}, torch.arange(24.0).view(4, 6)
-    said = "got the same input of 0 on all ranks, expected this rank's part of the sequence; name in the plan"
+    said = "got the same input of 0 as all other ranks, expected this rank's part of the sequence; name a"
     with pytest.raises(InvalidArgumentError, match=said) if verify else pytest.warns(UserWarning, match=said):
         on_parts(model, plan, lambda cut, comm: cut(x), sequence_dim=0, verify=verify)
 

@@ -234,7 +234,7 @@ def test_a_block_that_computes_something_else(
     monkeypatch.setattr(OutputSharding, "watch", lambda self, y: y)
     for said in refused(MODELS[kind](), plan, lambda cut, _: run(cut), 2):
         assert f"that {block} gives rank 0 a difference of " in said
-        assert "expected rounding alone; look at the styles of " in said
+        assert "expected only rounding errors; look at the styles of " in said
 
 
 def test_a_block_is_compared_without_dropout_and_left_as_it_was() -> None:
