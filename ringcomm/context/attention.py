@@ -41,7 +41,7 @@ def num_calls() -> int:
 
 
 _Visit = tuple[int, torch.Tensor, torch.Tensor, list[Block]]
-"""A rank, its keys, its values, and the blocks of these that this rank's queries attend to."""
+"""A rank, its keys, its values, and the blocks of those keys to which this rank's queries attend."""
 
 
 @expects(
@@ -147,8 +147,8 @@ def cached_attention(
     q, k, v = _autocast(q, k, v)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise UnsupportedError(
-            f"{CALL}: rank {comm.rank} got queries behind a cache with gradients, expected none: other ranks' keys are "
-            "not kept for backward; decode inside of torch.no_grad()"
+            f"{CALL}: rank {comm.rank} got queries that follow a cache with gradients on, expected them off, because "
+            "other ranks' keys are not kept for backward; decode inside torch.no_grad()"
         )
     count = k.shape[2] if comm.rank == 0 else part
     k, v = k[:, :, :count], v[:, :, :count]
@@ -292,7 +292,7 @@ class _AttentionCall:
         assert out is not None  # every chunk of queries attends to its own keys
         assert lse is not None
         if self.seen is not None:
-            lse = lse.masked_fill(lse == -math.inf, math.inf)  # no visible key: zero weight in backward
+            lse = lse.masked_fill(lse == -math.inf, math.inf)  # makes the weights of queries without keys 0 in backward
         return out, lse
 
     def backward(
@@ -308,7 +308,7 @@ class _AttentionCall:
         wide = wide_type(q.dtype)
         of_q = torch.zeros(q.shape, dtype=wide, device=q.device)
         own_keys, own_values = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
-        sums = None  # gradients of the current keys and values over the ranks that these have visited
+        sums = None  # the gradients of the current keys and values, summed over the ranks that they have visited
         for source, keys, values, blocks in self.blocks("backward", q, k, v):
             found = []
             for block in blocks:  # computed while the sums are travelling

@@ -1,8 +1,8 @@
 """Finds out which keys the queries of Hugging Face transformers' models see.
 
-A rank's model makes its masks from the length of the rank's part, so a mask says nothing about the complete sequence: a
-window that is longer than the part leaves no trace in it. Inside of a context, transformers therefore uses the
-functions of this module to make masks and to compute attention; outside, and in other threads, it uses its own.
+A rank's model makes its masks from the length of the rank's part, so a mask says nothing about the complete sequence:
+it does not show a window that is longer than the part. Inside a context, transformers therefore uses the functions of
+this module to make masks and to compute attention; outside, and in other threads, it uses its own functions.
 """
 
 from __future__ import annotations
@@ -78,20 +78,20 @@ def _check_layers(config: Any, context: ContextParallelMode) -> None:
     if mixing and not context.local:
         raise UnsupportedError(
             f"{CALL}: rank {context.comm.rank} got a {type(config).__name__} with layers {', '.join(sorted(mixing))}, "
-            "expected layers of attention alone: the others stay within a rank's part of the sequence; cut this model "
-            "in other ways, or pass local=True where that is meant"
+            "expected only attention layers, because others would stay within a rank's part of the sequence; split "
+            "this model in another way, or pass local=True if that is meant"
         )
 
 
 def _check_positions(where: torch.Tensor, past: int, padded: bool, context: ContextParallelMode) -> None:
-    """Raises where the positions are visibly not those of this rank's part."""
+    """Raises if the positions are certainly not those of this rank's part."""
     comm, length = context.comm, where.shape[1]
     if past:
         begin = past - (context.part or 0) + (context.part or 0) * comm.world_size
         expected = torch.arange(begin, begin + length, device=where.device)
         wrong = bool((where[:, 0] == past).all()) if padded else not torch.equal(where - where[:, :1] + begin, where)
         wrong = wrong or bool((where[:, 0] == past).all())
-        advice = f"position_ids from {begin} on, behind the whole sequence"
+        advice = f"position_ids from {begin} on, after the whole sequence"
     else:
         expected = positions(length * comm.world_size, comm, context.layout, where.device)
         local = torch.arange(length, device=where.device)
@@ -118,7 +118,7 @@ def _mask(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor | None:
-    """Returns a mask; inside of a context, a placeholder that carries a rule."""
+    """Returns a mask; inside a context, a placeholder that carries a rule."""
     masking, context = _masking(), current()
     function = mask_function or masking.causal_mask_function
     if context is None:
@@ -178,8 +178,8 @@ def _read_mask_function(
     if not known or (not causal and any(kind == "behind" for kind, _ in found)):
         raise UnsupportedError(
             f"{CALL}: rank {context.comm.rank} got a mask by {function.__qualname__.partition('.')[0]}, expected "
-            "causal attention or all keys, with padding or a sliding window: others are not made from parts of a "
-            "sequence; call the model outside"
+            "causal attention or all keys, with padding or a sliding window, because other masks cannot be made from "
+            "parts of a sequence; call the model outside"
         )
     return causal, min(windows, default=None)
 
@@ -226,8 +226,8 @@ def _attention(
     whether attention without a mask may be causal, as in transformers' sdpa function."""
     if position_bias is not None:
         raise UnsupportedError(
-            f"{CALL}: rank {context.comm.rank} got a position_bias in {type(module).__name__}, expected none: it is "
-            "made of the positions in a rank's part; cut this model in other ways"
+            f"{CALL}: rank {context.comm.rank} got a position_bias in {type(module).__name__}, expected none, because "
+            "it is made from the positions in a rank's part; split this model in another way"
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and may_be_causal and attention_mask is None

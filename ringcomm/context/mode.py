@@ -28,12 +28,12 @@ _LAYERS = {F.linear, torch.addmm}
 _SOFTMAX = {F.softmax, torch.softmax, torch.Tensor.softmax}
 _PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
 _PICKS = {torch.index_select: 2, torch.Tensor.index_select: 2, torch.Tensor.__getitem__: 1}
-"""Functions that take rows of a table, and the place of the row numbers among their arguments."""
+"""Functions that take rows of a table, and the index of the argument with the row numbers."""
 _ANGLES = {
     **dict.fromkeys((torch.cos, torch.sin, torch.Tensor.cos, torch.Tensor.sin), 0),
     torch.polar: 1,
 }
-"""Functions that take angles, and the angles' place among their arguments."""
+"""Functions that take angles, and the index of the argument with the angles."""
 _MOVES = {
     **dict.fromkeys(("cumsum", "logcumsumexp"), "running sums"),
     "cumprod": "running products",
@@ -61,7 +61,7 @@ _POOLS = {
 _TAKES = {"select", "narrow", "index_select", "gather", "take_along_dim", "unbind", "split"}
 """Functions that may take single tokens, if they work along the sequence."""
 _WINDOWS = {"avg_pool1d": 1, "max_pool1d": 1, "max_pool1d_with_indices": 1, "lp_pool1d": 2}
-"""Functions of windows of the last dimension, and the place of the window's length among their arguments."""
+"""Functions of windows of the last dimension, and the index of the argument with the window's length."""
 _DIMS: dict[str, tuple[int, Any]] = {
     **dict.fromkeys(("roll", "norm", "linalg_norm", "linalg_vector_norm", "quantile", "nanquantile"), (2, ())),
     **dict.fromkeys(("kthvalue", "diff", "topk"), (2, -1)),
@@ -73,8 +73,7 @@ _DIMS: dict[str, tuple[int, Any]] = {
     "split": (2, 0),
     "unbind": (1, 0),
 }
-"""The place of the dimension among a function's arguments, and the dimension where none is given, if not 1 and
-none."""
+"""The index of a function's argument with the dimension, and its default, if they are not 1 and None."""
 _NORMS = {
     F.group_norm: "a group norm",
     F.instance_norm: "an instance norm",
@@ -205,8 +204,8 @@ def _transformers_locals() -> dict[str, Any]:
 
 
 def _at(x: torch.Tensor, at: Any, dim: int) -> Any:
-    """Returns what an index of (B, S, D), in any order, takes of the tokens in dimension ``dim``, if it takes all of
-    the batch, and features by a slice or a number; else None."""
+    """Returns the part of an index of (B, S, D), in any order, that selects tokens, in dimension ``dim``, if the index
+    takes the whole batch, and features by a slice or a number; else None."""
     index = [each for each in (at if isinstance(at, tuple) else (at,)) if each is not None]
     where = next((i for i, each in enumerate(index) if each is Ellipsis), len(index))
     index[where : where + 1] = [slice(None)] * (x.dim() - len(index) + (where < len(index)))
@@ -218,7 +217,7 @@ def _at(x: torch.Tensor, at: Any, dim: int) -> Any:
 
 
 def _picks_token(x: torch.Tensor, at: Any, dim: int) -> bool:
-    """Returns whether an index takes one token of every sequence, by its place or its number."""
+    """Returns whether an index takes one token of every sequence: the same place in all, or a place for each."""
     place = _at(x, at, dim)
     if isinstance(place, (int, list)):
         return isinstance(place, int) or len(place) == 1
@@ -242,7 +241,7 @@ def _drops_token(x: torch.Tensor, at: Any, dim: int) -> bool:
 
 
 def _reaches(roots: Any) -> str | None:
-    """Returns what is noted of a node of autograd, if a backward pass from the roots reaches one that has a note."""
+    """Returns the note of a node of autograd (`_note_pick`) that a backward pass from the roots reaches; else None."""
     roots = [roots] if isinstance(roots, (torch.Tensor, GradientEdge)) else roots
     edges = [get_gradient_edge(x) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in roots]
     ahead = [edge.node for edge in edges if isinstance(edge, GradientEdge)]
@@ -352,7 +351,7 @@ class ContextParallelMode(TorchFunctionMode):
         self.parts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._calls = num_calls()
         self._met: torch.Size | None = None  # batch and part length in the last attention
-        self._has_picks = False  # whether something was noted (`_note_pick`) since the last backward pass
+        self._has_picks = False  # whether `_note_pick` has recorded something since the last backward pass
         self._ramps: dict[int, str] = {}  # by length: where angles of positions 0, 1, ... were computed
         self._layer: str | None = None  # the module of the first layer that ran
         self._weights = WeakIdKeyDictionary()  # results of softmax, and tensors made from them
@@ -378,8 +377,8 @@ class ContextParallelMode(TorchFunctionMode):
                 return _backward(*args, *(() if given is None else (given,)), **options)
         if func is F.multi_head_attention_forward:
             raise UnsupportedError(
-                f"{CALL}: rank {self.comm.rank} got nn.MultiheadAttention, expected scaled_dot_product_attention: it "
-                "attends within a rank's part; project the inputs yourself and call ring_attention"
+                f"{CALL}: rank {self.comm.rank} got nn.MultiheadAttention, which attends within a rank's part, "
+                "expected scaled_dot_product_attention; project the inputs yourself and call ring_attention"
             )
         if self.local:
             return func(*args, **options)
@@ -419,7 +418,7 @@ class ContextParallelMode(TorchFunctionMode):
     )
 
     def check_attended(self) -> None:
-        """Raises where layers but no attention have been computed since the context began."""
+        """Raises if layers, but no attention, have been computed since the context began."""
         if self._layer is not None and self._calls == num_calls():
             raise UnsupportedError(
                 f"{CALL}: rank {self.comm.rank} got no attention to intercept since the context began, from the first "
@@ -486,9 +485,9 @@ class ContextParallelMode(TorchFunctionMode):
             self._note_pick(result, f"{how} of a part in {_module()} ({name})")
 
     def _note_pick(self, picked: Any, what: str, anywhere: bool = True) -> None:
-        """Records, in the autograd graph, what a module, or code anywhere, made of a sequence's tokens: backward shows
-        whether the loss depends on it. The context's next backward pass looks for the note before it begins
-        (`_reaches`); any other pass is refused when it reaches the node."""
+        """Records in the autograd graph what a module, or with ``anywhere`` any code, made of a sequence's tokens, to
+        find out in backward whether the loss depends on it. The context's next backward pass looks for the note before
+        it begins (`_reaches`); any other pass is refused when it reaches the node."""
         modules, picked = _modules(), picked[0] if isinstance(picked, tuple) else picked
         if any(type(each).__name__.endswith(_OF_SEQUENCES) for each in modules):
             self._refuse_pick(what)
@@ -505,17 +504,17 @@ class ContextParallelMode(TorchFunctionMode):
 
     def _refuse_pick(self, what: str, *_: Any) -> None:
         raise UnsupportedError(
-            f"{CALL}: rank {self.comm.rank} got a loss from {what}, expected none: the tokens are those of the rank's "
-            "part, other ones on every rank; call the layers before it in the context, and the rest on what "
-            "ringcomm.context.gather_sequence gives, or pass local=True where that is meant"
+            f"{CALL}: rank {self.comm.rank} got a loss from {what}, expected none, because every rank has the tokens "
+            "of another part; call the layers before it in the context, and the rest on the result of "
+            "ringcomm.context.gather_sequence, or pass local=True if that is meant"
         )
 
     def _is_weights(self, x: Any) -> bool:
         return isinstance(x, torch.Tensor) and x in self._weights
 
     def _weighs_tokens(self, x: Any) -> bool:
-        """Returns whether a tensor has weights of tokens, as many rows as columns. After the first attention, every
-        token may have weights of its own, as of heads."""
+        """Returns whether a tensor has weights of tokens, with as many rows as columns. After the first attention, each
+        token may have its own weights, such as weights of heads."""
         if not self._is_weights(x) or x.shape[-1] != x.shape[-2]:
             return False
         batch, length = self._met or (0, 0)
@@ -573,7 +572,7 @@ class ContextParallelMode(TorchFunctionMode):
         return bool(size > 1) and (size > (step or size) or bool(pad) or piece % (step or size) != 0)
 
     def _refuse_places(self, numbers: torch.Tensor) -> None:
-        """Raises where an embedding gets consecutive numbers that are positions, but not those of this part."""
+        """Raises if an embedding gets consecutive numbers that are positions, but not the positions of this part."""
         length = numbers.shape[-1] if numbers.dim() else 0
         if length < 2 or self.part not in (None, length):  # with a cache, any positions
             return
@@ -583,7 +582,7 @@ class ContextParallelMode(TorchFunctionMode):
         self._refuse_row(int(first[0]), length, "an embedding", _module())
 
     def _refuse_row(self, first: int, length: int, what: str, where: str) -> None:
-        """Raises where consecutive positions are not those of this part."""
+        """Raises if consecutive positions are not the positions of this part."""
         expected = [begin for _, begin in places(self.comm.rank, self.comm.world_size, length, self.layout)]
         apart = len(expected) > 1 and expected[1] != expected[0] + length // 2
         if apart or first < expected[0]:
@@ -635,8 +634,8 @@ class ContextParallelMode(TorchFunctionMode):
         """Returns which keys the queries see."""
         if has_transformers() and not makes_rules():
             raise UnsupportedError(
-                f"{CALL}: rank {self.comm.rank} got attention where transformers was imported inside of the context, "
-                "expected it imported before: a model's window would not be seen; import it before the context"
+                f"{CALL}: rank {self.comm.rank} got attention after transformers was imported inside the context, "
+                "where a model's window would go unnoticed; import transformers before the context"
             )
         if mask is None:
             return MaskRule(is_causal)
@@ -656,8 +655,8 @@ class ContextParallelMode(TorchFunctionMode):
     def _refuse_dropout(self, dropout_p: float) -> None:
         if dropout_p != 0.0:
             raise UnsupportedError(
-                f"{CALL}: rank {self.comm.rank} got dropout_p={dropout_p}, expected 0.0: blocks of one row would drop "
-                "with different random numbers on every rank; set the attention's dropout to 0, or call eval()"
+                f"{CALL}: rank {self.comm.rank} got dropout_p={dropout_p}, expected 0.0, because the ranks would draw "
+                "different random numbers for one row; set the attention's dropout to 0, or call eval()"
             )
 
 

@@ -136,4 +136,4 @@ def _finish(works: list[Work]) -> None:
 
 
 def _nothing() -> None:
-    """Does nothing: the check if no facts were sent."""
+    """Does nothing; takes the place of the check if no facts were sent."""

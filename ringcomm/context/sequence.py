@@ -157,7 +157,7 @@ def gather_sequence(x: torch.Tensor, comm: Communicator, dim: int = 1, layout: s
     if layout == "zigzag" and comm.world_size > 1 and x.shape[dim] % 2:
         raise ShapeError(
             f"gather_sequence: rank {comm.rank} got a part of {x.shape[dim]} in dim {dim}, expected an even number in "
-            "zigzag; pass what shard_sequence gave"
+            "zigzag; pass the result of shard_sequence"
         )
     return _Gather.apply(x, comm, dim, layout)
 

@@ -744,10 +744,10 @@ def test_packed_sequences_are_refused_where_one_process_would_part_them() -> Non
 
 
 DECODING: dict[str, tuple[dict[str, Any], dict[str, Any], type[RingcommError], str]] = {
-    "positions behind the part": ({}, {"at": LENGTH // 2}, InvalidArgumentError, "behind the whole sequence"),
+    "positions behind the part": ({}, {"at": LENGTH // 2}, InvalidArgumentError, "after the whole sequence"),
     "a window": ({"sliding_window": 5}, {}, UnsupportedError, "decode with a DynamicCache"),
     "gradients": ({}, {"grad": True}, UnsupportedError, "no_grad"),
-    "another context": ({}, {"again": True}, RingcommError, "in the context that filled it|behind the whole"),
+    "another context": ({}, {"again": True}, RingcommError, "in the context that filled it|after the whole"),
 }
 
 
