@@ -14,7 +14,7 @@ if one process had saved them. A checkpoint does not record the split, and can b
     NAME                          parameters, as the optimizer has them (master weights), and buffers
     optimizer.state.NAME.KEY      the optimizer's state
     optimizer.param_groups        hyperparameters, and the names of each group's parameters
-    optimizer.about, ringcomm.*   what was saved beside, and what differed between the ranks
+    optimizer.about, ringcomm.*   extra values, and values that differed between the ranks
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _save(flat: Any, optimizer: Any, extra: dict[str, Any], world: World, path: 
 
 
 def _folders(path: Path) -> tuple[Path, Path]:
-    """Returns the folder to replace, and the one to write into until then; if ``path`` is a link, it stays."""
+    """Returns the folder to replace, and the temporary folder to write into; if ``path`` is a link, the link stays."""
     path = Path(os.path.realpath(path)) if path.is_symlink() else path
     return path, make_saving_folder(path)
 
@@ -143,7 +143,7 @@ def export(path: str | os.PathLike[str], file: str | os.PathLike[str], dtype: to
         from safetensors.torch import save_file
     except ImportError as error:
         raise UnsupportedError(
-            "export: rank 0 got no package safetensors, expected one that writes the file; run pip install safetensors"
+            "export: rank 0 found no package safetensors, which writes the file; run pip install safetensors"
         ) from error
     source = Source(Path(path), "export", 0)
     tensors: dict[str, torch.Tensor] = {}

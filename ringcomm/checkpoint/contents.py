@@ -1,4 +1,4 @@
-"""Lists the tensors of a model and its optimizer by name: those in buckets, and those that every rank has."""
+"""Lists the tensors of a model and its optimizer by name: tensors in buckets, and tensors that every rank has."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def flat_of(model: nn.Module, call: str) -> ShardedModel:
     if {*map(id, model.parameters())} != {*map(id, flat.module.parameters())}:
         raise InvalidArgumentError(
             f"{call}: rank {flat.ranks.rank} got a {type(model).__name__} with other parameters than those of the "
-            f"{type(flat.module).__name__} that was wrapped, expected the wrapped module; pass what ringcomm.shard "
-            "returned"
+            f"{type(flat.module).__name__} that was wrapped, expected the wrapped module; pass the module that "
+            "ringcomm.shard returned"
         )
     if flat.ranks.mesh is None:
         refuse_parts(model.parameters(), call, "a checkpoint")
@@ -85,7 +85,7 @@ def _next_row(bucket: Bucket, element: int) -> int:
 
 
 def is_writer(bucket: Bucket, i: int) -> bool:
-    """Returns whether this rank writes those of a parameter's values that are written once."""
+    """Returns whether this rank writes the values of a parameter that only one rank writes."""
     ranks = bucket.ranks
     first = ranks.rank == 0 and (ranks.replicas is None or ranks.replicas.rank == 0)
     return first and bucket.is_primary_copy(i) and (ranks.mesh is None or ranks.mesh.counts)
@@ -174,7 +174,7 @@ class OptimizerParams:
         if sharded is not None and len(sharded.flats) > 1:
             raise UnsupportedError(
                 f"{call}: rank {flat.ranks.rank} got an optimizer over {len(sharded.flats)} sharded modules, expected "
-                "one over this one; save its state_dict(), or make an optimizer for each"
+                "an optimizer of only this module; save its state_dict(), or make an optimizer for each module"
             )
         if sharded is not None and sharded.optimizer in flat.optimizers:  # `optimizer` may be a wrapper around it
             sharded.refresh()
@@ -211,5 +211,5 @@ def _refuse_foreign(params: list[torch.Tensor], flat: ShardedModel, call: str) -
     if params:
         raise InvalidArgumentError(
             f"{call}: rank {flat.ranks.rank} got an optimizer with a parameter of shape {tuple(params[0].shape)} that "
-            "is not the module's, expected the module's own; give the others an optimizer of their own"
+            "is not the module's, expected only the module's parameters; make another optimizer for the others"
         )

@@ -48,7 +48,7 @@ from ringcomm.modules.shard_spec import PLAIN, ShardSpec
 CHECKSUMS, METADATA = "checksums.json", ".metadata"
 MOST_BOX_BYTES = 128 << 20  # so that a reader that needs a part of a tensor does not read all of it
 
-# What NumPy's pickles name, without arrays of objects. NumPy 1 has numpy.core in place of numpy._core.
+# The names in NumPy's pickles, except arrays of objects. NumPy 1 has numpy.core in place of numpy._core.
 _NUMPY: list[Any] = [np.ndarray, np.dtype]
 _NUMPY += [type(np.dtype(kind)) for kind in ("?", *np.typecodes["AllInteger"], *np.typecodes["AllFloat"], "S", "U")]
 _NUMPY += [
@@ -56,7 +56,7 @@ _NUMPY += [
     for made, name in ((np.zeros(0), "_reconstruct"), (np.float64(0), "scalar"))
     for core in ("core", "_core")
 ]
-_safe_types_lock = threading.Lock()  # torch's list of them is one for all threads
+_safe_types_lock = threading.Lock()  # all threads share torch's list of safe types
 
 Names = tuple[str, ...]
 """The path of a value in nested dicts; joined by dots it is the name in the checkpoint."""
@@ -220,7 +220,7 @@ def pack_value(rank: int, what: str, value: Any) -> bytes:
 def unpack_value(raw: bytes) -> Any:
     """Returns a value that `pack_value` has packed, without running code."""
     with _safe_types_lock:
-        known = torch.serialization.get_safe_globals()  # those of the program stay
+        known = torch.serialization.get_safe_globals()  # types that the program has added stay in the list
         with torch.serialization.safe_globals([each for each in _NUMPY if each not in known]):
             return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
 
@@ -342,7 +342,7 @@ def _refuse_other_files(path: Path) -> None:
 def put_in_place(folder: Path, path: Path) -> None:
     """Renames a finished folder to its final name atomically. An older folder of that name is moved to ``folder``."""
     if path.exists():
-        _refuse_other_files(path)  # again: files may have come while this was written
+        _refuse_other_files(path)  # checked again, because files may have been added during the save
         _swap(folder, path)
     else:
         folder.rename(path)
@@ -482,7 +482,7 @@ class Source:
         return unsharded
 
     def _read_stored(self, name: str, index: MetadataIndex, load: Callable[[_FilePart], tuple[Any, int]]) -> Any:
-        """Returns a stored box or value; ``load`` returns it with the checksum of the bytes that it was made of."""
+        """Returns a stored box or value; ``load`` returns it together with the checksum of its bytes."""
         try:
             info = self.metadata.storage_data[index]
             expected = self.checksums.get(info.relative_path, {}).get(str(info.offset))
@@ -549,7 +549,7 @@ def _load_value(part: _FilePart) -> tuple[Any, int]:
 
 def _load_box(target: torch.Tensor, part: _FilePart) -> tuple[torch.Tensor, int]:
     """Returns a box as torch has written it: ``target`` if the box has its shape, type and layout."""
-    box = torch.load(io.BufferedReader(part), map_location="meta", weights_only=True)  # type and layout alone
+    box = torch.load(io.BufferedReader(part), map_location="meta", weights_only=True)  # only its type and layout
     storage = box.untyped_storage()
     is_alike = box.dtype == target.dtype and box.shape == target.shape and storage.nbytes() == target.nbytes
     if is_alike and box.is_contiguous() and target.is_contiguous():

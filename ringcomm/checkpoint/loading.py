@@ -61,7 +61,7 @@ class Loader:
         )
 
     def facts(self) -> tuple[set[str], list[list[str]]]:
-        """Returns the names that this rank has of the model, and those in each of the optimizer's groups."""
+        """Returns the names of this rank's tensors of the model, and the names in each of the optimizer's groups."""
         of_tensors = [*names_of_params(self.flat).values(), *(names for names, _ in replicated_of(self.flat))]
         names = {name for names in of_tensors for name in names} | dict(with_extra_state(self.flat)).keys()
         return names, OptimizerParams.of(self.flat, self.optimizer, "load").names
@@ -81,7 +81,7 @@ class Loader:
             self._read_replicated(each, own.get("module", {}))
         for name, module in with_extra_state(self.flat):
             if name not in self.source.paths:
-                raise self._wrong(f"a checkpoint without {name}", "what get_extra_state had given")
+                raise self._wrong(f"a checkpoint without {name}", "the result of get_extra_state")
             self.extra_states.append((module, own.get("module", {}).get(name, self.source.value((name,)))))
         if self.optimizer is not None:
             self._read_optimizer(self.optimizer, own.get("optimizer", {}), [groups for _, groups in everyone])
@@ -115,7 +115,7 @@ class Loader:
     def _read_masters(self) -> None:
         names = names_of_params(self.flat)
         for bucket in self.flat.buckets:
-            master = torch.zeros(bucket.end - bucket.start, dtype=bucket.types.master)  # no checkpoint has padding
+            master = torch.zeros(bucket.end - bucket.start, dtype=bucket.types.master)  # zeros for the padding
             for i, p in enumerate(bucket.params):
                 self._check(names[id(p)], unsharded_shape(bucket, i), bucket.types.master)
             for i, first, last in spans_of(bucket, bucket.start, bucket.end):
@@ -153,7 +153,7 @@ class Loader:
         if len({len(names) for names in everyone}) > 1:
             counts = [len(names) for names in everyone]
             raise self._wrong(f"optimizers of {', '.join(map(str, counts))} parameter groups", "as many on every rank")
-        frozen = {*about.get("frozen", ())}  # if they are trained now, they begin without state
+        frozen = {*about.get("frozen", ())}  # these parameters have no state; if trained now, they begin without it
         self._check_groups([group["params"] for group in groups], held.names, merge_group_names(everyone), frozen)
         self.hyperparameters = [settings_of(each) for each in groups]
         keys: dict[str, list[str]] = {}
@@ -244,7 +244,7 @@ class Loader:
         return param.dtype if follows else saved
 
     def _read_own(self, path: Names, own: dict[str, Any]) -> Any:
-        """Returns this rank's value if the ranks' values differed, else that of all."""
+        """Returns this rank's value if the ranks' values differed, else the common value."""
         place = ".".join(path)
         if place in own:
             return own[place]

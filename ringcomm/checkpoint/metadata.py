@@ -1,5 +1,5 @@
-"""Reads a checkpoint's index safely: nothing in it runs code, and no entry refers to a place outside the folder or
-outside a tensor."""
+"""Reads a checkpoint's index safely: loading it runs no code, and entries that refer to a place outside of the folder
+or of a tensor are refused."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class _Facts:
     Attributes:
         digests: digests of the values that may differ, by kind and name.
         alike, other: kinds of optimizer state: with one value per element, and all others.
-        primary: parameters of which this rank writes the values that are written once.
+        primary: parameters whose values only this rank writes.
         groups: names of the parameters in each of the optimizer's groups, and a digest of the hyperparameters.
         frozen: names of the parameters that are not trained.
     """
@@ -160,8 +160,8 @@ class Saver:
             for name in facts.primary:
                 if first.setdefault(name, rank) != rank:
                     raise InvalidArgumentError(
-                        f"save: rank {self.rank} got {name} from rank {first[name]} and from rank {rank}, which "
-                        "differ along an axis of the mesh that splits models, expected it from one of them; use a "
+                        f"save: rank {self.rank} got {name} both from rank {first[name]} and from rank {rank}, which "
+                        "differ along a mesh axis that splits models, expected it from only one of them; use a "
                         "Pipeline over that axis, or a mesh without it"
                     )
 
@@ -257,8 +257,8 @@ class Saver:
 
 
 def _unshared_copy(value: Any) -> Any:
-    """Returns an equal value in which no object occurs twice: pickle writes an object once, so that the bytes of equal
-    values would differ."""
+    """Returns an equal value in which no object occurs twice. Pickle writes a repeated object only once, so equal
+    values could have different bytes."""
     kind = type(value)
     if kind is dict:
         return {_unshared_copy(key): _unshared_copy(each) for key, each in value.items()}

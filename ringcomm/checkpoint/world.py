@@ -46,7 +46,7 @@ class World:
             result = step()
         except OSError as refused:
             error = EngineError(
-                f"{self.call}: rank {self.rank} got {type(refused).__name__} ({refused}), expected to reach the "
+                f"{self.call}: rank {self.rank} got {type(refused).__name__} ({refused}), expected access to the "
                 "checkpoint's folder; look at its disk"
             )
             error.__cause__ = refused
@@ -64,7 +64,7 @@ class World:
         return [result for _, result in replies]
 
     def refuse_another(self, what: str, path: Path, each: Sequence[Any]) -> None:
-        """Raises on every rank if a rank has another path or checkpoint than the first one; ``each``: of every rank."""
+        """Raises on every rank if the ranks have different paths or checkpoints; ``each``: the facts of each rank."""
         for rank, its in enumerate(each):
             if its != each[0]:
                 raise InvalidArgumentError(
