@@ -85,7 +85,7 @@ def _connections() -> Fact:
 
 
 def _blocking() -> list[Fact]:
-    """Returns a warning where the host waits for each kernel, and a kernel for the other ranks."""
+    """Returns a warning if CUDA_LAUNCH_BLOCKING makes the host wait for each kernel, which may wait for other ranks."""
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "") in ("", "0"):
         return []
     waits = "irecv before isend on both ranks, or one thread for several devices, waits until the time limit"

@@ -1,5 +1,5 @@
-"""`ringcomm doctor`: this machine and installation; with `--pid` or files the ranks of a job side by side, even while
-it hangs."""
+"""`ringcomm doctor`: shows this machine and installation; with `--pid` or files the ranks of a job side by side, even
+while the job hangs."""
 
 from __future__ import annotations
 

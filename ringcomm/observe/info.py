@@ -1,5 +1,4 @@
-"""`ringcomm doctor`: shows the features that were built, those usable on this machine, and the reason for each that
-is not."""
+"""`ringcomm doctor`: shows the features that were built, whether each is usable on this machine, and if not, why."""
 
 from __future__ import annotations
 

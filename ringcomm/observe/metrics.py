@@ -26,9 +26,9 @@ VARIABLE = "RINGCOMM_METRICS"
 INTERVAL_S = 5.0
 """How often the file is written; at first more often, for runs that are short."""
 _SOON_S = 0.1
-"""How often a process looks whether it has a communicator, and then whether there is something to write."""
+"""How often a process checks whether it has a communicator, and then whether there are metrics to write."""
 
-_HELP = {  # name: what it is
+_HELP = {  # the descriptions of metrics, by name
     "ringcomm_calls_total": "Calls that were begun.",
     "ringcomm_chosen_calls_total": "Collectives with a choice of algorithm, by requested and used algorithm.",
     "ringcomm_failed_calls_total": "Calls that ended with an error.",
@@ -45,17 +45,17 @@ def metrics(pid: int | None = None) -> dict[str, Any]:
     ringcomm repeats no call, so there is no counter of retries: a call that fails is counted once in ``failed``.
 
     Args:
-        pid: a process of this user on this machine; one without communicators, such as torchrun, stands for those that
-            it started. None: this process.
+        pid: a process of this user on this machine; a process without communicators, such as torchrun, stands for the
+            processes that it started. None: this process.
     Returns: ``calls``, ``failed``, ``bytes`` and ``seconds`` of all calls, and ``communicators``: a dict for each rank
              of each communicator, with ``group``, ``engine``, ``rank`` and ``world_size``; ``ops``, which has the same
-             counters for each op and ``algorithm`` that was asked for, and in ``chosen`` the number of calls for which
-             the engine chose each algorithm, such as ``{"oneshot": 9, "direct": 1}``; and ``waited``, the seconds that
-             collectives waited for each peer, with waits that go on now. ``seconds`` is missing where no end of a call
-             is known, as on a device, and ``waited`` where the engine does not know for whom it waits (every engine but
-             the cpu's inside a host). ``chosen`` has no calls that failed before the choice, and none for which there
-             is nothing to choose: sends, receives, calls of a single rank on the cpu, and between hosts the ops that
-             have no schedule.
+             counters for each op and requested ``algorithm``, and in ``chosen`` the number of calls for which the
+             engine chose each algorithm, such as ``{"oneshot": 9, "direct": 1}``; and ``waited``, the seconds that
+             collectives waited for each peer, including current waits. ``seconds`` is missing if no end of a call is
+             known, as on a device, and ``waited`` if the engine does not know for which peer it waits (every engine
+             except the cpu's inside a host). ``chosen`` omits calls that failed before the choice, and calls without a
+             choice: sends, receives, calls of a single rank on the cpu, and between hosts the ops that have no
+             schedule.
     Raises:  InvalidArgumentError: the process does not exist, belongs to another user, or runs another version.
     """
     taken = record.totals(os.getpid() if pid is None else pid)
@@ -146,7 +146,7 @@ def serve_process(wish: str) -> None:
 def _guarded(work: Callable[[], object]) -> None:
     try:
         work()
-    except Exception as error:  # the job must not end because its metrics cannot be had
+    except Exception as error:  # the job must not end because its metrics fail
         write_stderr(f"ringcomm metrics: {type(error).__name__}: {error}; this process reports none\n")
 
 
@@ -157,13 +157,13 @@ def _rank() -> int | None:
 
 
 class _File:
-    """The file with the metrics of this process, which a thread writes again and again; the end of a communicator, and
-    the exit, write it once more."""
+    """The file with the metrics of this process. A thread writes it regularly; it is also written at the end of each
+    communicator and at the exit."""
 
     def __init__(self, where: str) -> None:
         self._pid, self._where = os.getpid(), where
-        self._path: Path | None = None  # until this process has a communicator: the rank may be a part of it
-        self._lock = threading.RLock()  # the garbage collector may end a communicator, and write, within a write
+        self._path: Path | None = None  # None until this process has a communicator, whose rank may be in the name
+        self._lock = threading.RLock()  # reentrant: during a write the garbage collector may end a communicator
         self._begun = self._written = 0  # numbers of the last write that began, and of the last that replaced the file
         self._told: tuple[type, int | None] | None = None
 
@@ -184,9 +184,9 @@ class _File:
             beside = self._path.with_name(f".{self._path.name}.{self._pid}.{number}")
             try:
                 found = text()
-                if found:  # else every communicator has ended: its last figures stay
+                if found:  # else every communicator has ended: the file keeps their last values
                     beside.write_text(found, encoding="utf-8")
-                    if number > self._written:  # else a write that began later has ended within this one
+                    if number > self._written:  # else a nested write, which began later, has newer values
                         beside.replace(self._path)
                         self._written = number
                 return bool(found)
@@ -206,7 +206,7 @@ class _File:
             self.write()
 
     def keep_written(self) -> None:
-        """Writes the file again and again."""
+        """Writes the file regularly, for ever; the body of a thread."""
         pause, seconds = threading.Event(), _SOON_S
         while True:
             seconds = min(2 * seconds, INTERVAL_S) if self.write() else _SOON_S
@@ -223,7 +223,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing: the output is the program's."""
+        """Logs nothing, because the output belongs to the program."""
 
 
 def _serve(port: int) -> None:

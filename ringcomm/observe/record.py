@@ -52,7 +52,7 @@ class Call:
     op: str
     dtype: str
     reduce_op: str
-    algorithm: str  # that was asked for; `ringcomm.metrics()` counts the chosen ones
+    algorithm: str  # the requested one; `ringcomm.metrics()` counts the chosen ones
     count: int  # elements, equal on all ranks; negative: parts of different sizes
     root: int  # or the peer of a send, a receive or a probe; negative: any
     tag: int
@@ -132,7 +132,7 @@ class Record:
 
     @cached_property
     def front(self) -> tuple[int, bool] | None:
-        """The rank's progress, for comparisons: its current or next collective, and whether it is in it; None: that
+        """The rank's progress, for comparisons: (its current or next collective, whether that has begun); None if that
         collective is older than the record."""
         if self.current is not None and self.current.collective >= 0:
             return self.current.collective, True
@@ -175,7 +175,7 @@ def _records(pid: int, wanted: set[int] | None) -> list[Record]:
         return []
     taken, process, own = _taken(pid, wanted)
     found = [_read(each, process) for each in taken]
-    # Others were inherited from its parent by a fork.
+    # Without records that the process inherited from its parent by a fork.
     return [each for each in found if each is not None and each.pid == own]
 
 
@@ -196,7 +196,7 @@ def _may_have_some(pid: int, wanted: set[int]) -> bool:
     """Whether a process has a record of a group in ``wanted``; most have none, and are not read further."""
     with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         return next(_memory_files(pid, wanted), None) is not None
-    return True  # _taken says why not
+    return True  # then `_taken` raises, and says why the process cannot be read
 
 
 def _taken(pid: int, wanted: set[int] | None) -> tuple[list[bytes], str, int]:

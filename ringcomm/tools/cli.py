@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from ringcomm.errors import InvalidArgumentError, UnsupportedError
 from ringcomm.terminal import columns
 
-COMMANDS = {  # name: (module, what it does)
+COMMANDS = {  # name: (module, description)
     "bench": ("ringcomm.tools.bench.cli", "bandwidth and latency of the collectives, as nccl-tests measures them"),
     "doctor": (
         "ringcomm.observe.doctor",
