@@ -1,5 +1,5 @@
-// The collectives of one rank, counted by op, algorithm asked for, and algorithm used, in memory that other processes
-// may read.
+// Counts the collectives of one rank by op, requested algorithm and algorithm used, in memory that other processes may
+// read.
 #pragma once
 
 #include <cstddef>

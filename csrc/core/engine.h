@@ -46,7 +46,7 @@ inline constexpr int kAnySource = -1;
 // order, of `count` elements each in gather and scatter, else possibly uneven. The base pointer and count of that side
 // are then ignored, except that the one-part side of an uneven all_gather or reduce_scatter still has the number of its
 // own elements in `count`. Every rank passes the same counts, except in all_to_all, where entry p of the input parts of
-// rank r has the count of entry r of the output parts of rank p.
+// rank r has the same count as entry r of the output parts of rank p.
 // Input and output may be the same memory (for reduce_scatter: output = this rank's part of input, for all_gather:
 // input = this rank's part of output); otherwise they must not overlap.
 struct Call {
@@ -86,7 +86,8 @@ class Request {
   virtual void on_done(std::function<void(std::exception_ptr)> callback) = 0;
   // Source rank of a finished recv.
   virtual int source() const = 0;
-  // Tells the engine that somebody waits for the call without `wait`: it begins now if it can. Does not block.
+  // Tells the engine that a caller waits for the call without `wait`, so that the call begins now if it can. Does not
+  // block.
   virtual void start_now() {}
   // Device engines: work enqueued on `stream` from now on runs after the call; blocks the host only until the call
   // itself has been enqueued. On other engines the same as wait().
@@ -182,10 +183,10 @@ class Engine {
   virtual std::string why_aborted() const { return {}; }
   virtual ErrorCode aborted_as() const { return ErrorCode::kAborted; }
 
-  // (payload, members, limit_ms) After an abort: the surviving ranks agree who goes on, and exchange a payload each.
-  // `members`: the ranks that must take part; empty: those that call within `limit_ms`, on which all of them agree.
-  // Returns the payloads by rank, empty for the others. Every rank must call it the same number of times. Throws
-  // kRankLost where this rank, or one of the members, does not take part.
+  // (payload, members, limit_ms) After an abort: the surviving ranks agree which ranks continue, and exchange a payload
+  // each. `members`: the ranks that must take part; empty: the ranks that call within `limit_ms`, on which all of them
+  // agree. Returns the payloads by rank, empty for the others. Every rank must call it the same number of times. Throws
+  // kRankLost if this rank, or one of the members, does not take part.
   virtual std::vector<std::string> agree_on_shrink(const std::string&, const std::vector<int>&,
                                                    std::int64_t /*limit_ms*/) {
     fail(ErrorCode::kUnsupported, "shrink: rank ", rank(), " expected an engine of one host's memory, got ", kind(),
@@ -200,12 +201,12 @@ class Engine {
   virtual bool runs_this_thread() const = 0;
   // Facts for diagnostics: (name, value) pairs such as ("isa", "avx512").
   virtual std::vector<std::pair<std::string, std::string>> describe() const = 0;
-  // From now on adds the nanoseconds that collectives wait for each peer to `waited`, which has world_size entries; a
-  // wait counts from the moment at which it stops spinning. Before connect. Returns false if the engine does not know
-  // for whom it waits.
+  // From now on adds the nanoseconds that collectives wait for each peer to `waited`, which has world_size entries; the
+  // time that a wait spins first is not counted. Call it before connect. Returns false if the engine does not know for
+  // which peer it waits.
   virtual bool count_waits([[maybe_unused]] std::shared_ptr<Flag> waited) { return false; }
-  // From now on counts collectives by the algorithm that the engine chooses, see core/algorithm_counts.h. Before
-  // connect.
+  // From now on counts collectives by the algorithm that the engine chooses; see core/algorithm_counts.h. Call it
+  // before connect.
   virtual void count_algorithms([[maybe_unused]] std::shared_ptr<Flag> counts) {}
   // Device engines: blocks the host until all work enqueued on `stream` is done; throws at once if an error has ended
   // the communicator.

@@ -22,7 +22,7 @@ enum class ErrorCode {
 class __attribute__((visibility("default"))) Error : public std::runtime_error {
  public:
   Error(ErrorCode code, const std::string& message) : std::runtime_error(message), code_(code) {}
-  // A copy that names the communicator that the error ends.
+  // A copy with the number of the communicator that the error ends.
   Error(const Error& error, std::uint64_t group) : std::runtime_error(error), code_(error.code_), group_(group) {}
   ErrorCode code() const { return code_; }
   std::uint64_t group() const { return group_; }  // the communicator's group_number; 0: of none, or unknown

@@ -1,4 +1,4 @@
-// The collectives and the algorithms by name: what kernels know of a call without the headers of the host.
+// The collectives and the algorithms, in a header that kernels can include without the headers of the host.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ enum class Algorithm : std::uint8_t {
   kDirect,
   kOneshot,
   kCopyEngine,
-  // Chosen by an engine, but not to be asked for; loops over those that can be end at kCopyEngine.
+  // Only an engine chooses these, a caller cannot; loops over the algorithms for callers end at kCopyEngine.
   kStaged,     // cpu: through the boards' slots, in two phases where the op reduces
   kButterfly,  // between hosts, see core/inter_host_schedule.h
 };

@@ -1,10 +1,10 @@
-// Pools let a framework's allocator hand out memory of a communicator. Such an allocator calls two C functions, which
-// it finds by name, and passes them no object. So this library exports a pair of functions for each pool:
+// Pools let a framework's allocator hand out memory of a communicator. Such an allocator finds two C functions by name,
+// and can pass no object to them. So this library exports a pair of functions for each pool:
 //
 //   void* ringcomm_pool_allocate_N(std::size_t nbytes, int device, void* stream)   null: no room
 //   void ringcomm_pool_free_N(void* data, std::size_t nbytes, int device, void* stream)
 //
-// They are local. Any thread may call them, even while the framework holds its own locks.
+// Both functions are local. Any thread may call them, even while the framework holds its own locks.
 #pragma once
 
 #include <cstddef>

@@ -79,7 +79,7 @@ RINGCOMM_HD bool ring_broadcast(int root, int rank, int world_size, std::size_t 
     if (position == 0) {
       if (!ring_start(window, 0, window, ex)) return false;
       ex.keep(0, window);
-      ex.release(window);  // no ticket arrives here, but the others' credit counts this rank too
+      ex.release(window);  // no ticket arrives here, but the writers' credit also waits for this rank
     } else if (!ring_hop(window, 0, window, false, true, {position + 1 < world_size, window}, ex)) {
       return false;
     }

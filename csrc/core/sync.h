@@ -39,9 +39,9 @@ RINGCOMM_HD void store_release(Flag* flag, std::uint64_t value) {
 }
 
 #if !defined(__CUDA_ARCH__)
-// A store that later loads cannot overtake: for "post, then check whether a peer sleeps". An exchange would do as well,
-// but the processor requests its cache line only after all stores before it; the line of a plain store it requests
-// earlier. ThreadSanitizer does not know fences.
+// A store that later loads cannot overtake: for "post, then check whether a peer sleeps". An exchange would also work,
+// but the processor requests an exchange's cache line only after all earlier stores, and a plain store's line sooner.
+// ThreadSanitizer does not know fences.
 inline void store_then_look(Flag* flag, std::uint64_t value) {
 #if defined(__SANITIZE_THREAD__)
   __atomic_exchange_n(flag, value, __ATOMIC_SEQ_CST);

@@ -1,6 +1,5 @@
 // The format of bytes that one rank hands to another outside of shared memory: a word that names the content and the
-// version that wrote it, a checksum, and the text. Truncated or changed bytes, and those of another version, are
-// refused.
+// version of the writer, a checksum, and the text. Truncated bytes, changed bytes and other versions are refused.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What tells machines and processes apart.
+// Identifies machines and processes.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// Lets signal handlers of the user's language run (such as for Ctrl-C) while a call waits, and knows its threads.
+// Lets signal handlers of the user's language run, such as for Ctrl-C, while a call waits; and knows whether other
+// threads of that language can make calls.
 #pragma once
 
 #include <atomic>
@@ -32,11 +33,11 @@ class SignalHandling {
   std::atomic<bool> running_{false};
 };
 
-// Returns whether no thread of the user's language other than the `known` ones (by pthread_self) can make a call. May
-// return false where it does not know.
+// Returns whether the `known` threads (by pthread_self) are the only threads of the user's language that can make a
+// call; false if unknown.
 using ThreadSource = bool (*)(const std::vector<std::uint64_t>& known);
 void set_thread_source(ThreadSource source);
-// Returns true where no source is set.
+// Returns true if no source is set.
 bool has_only_threads(const std::vector<std::uint64_t>& known);
 
 }  // namespace ringcomm

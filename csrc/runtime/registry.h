@@ -1,4 +1,4 @@
-// The objects of one kind that ranks of this process find by a key, as long as somebody holds them.
+// The objects of one kind that ranks of this process find by a key, as long as an object is referenced.
 #pragma once
 
 #include <map>

@@ -1,6 +1,6 @@
 // Shared memory without a name. A segment is an anonymous memory file (memfd) that peers open through
-// /proc/<pid>/fd/<fd>. So no exit can leave anything in /dev/shm, the size limit of /dev/shm does not apply, and only
-// processes of the same user can open it.
+// /proc/<pid>/fd/<fd>. So a process that ends leaves nothing in /dev/shm, the size limit of /dev/shm does not apply,
+// and only processes of the same user can open a segment.
 #pragma once
 
 #include <cstddef>
@@ -40,8 +40,8 @@ class SharedMemory {
   int fd_ = -1;
 };
 
-// Maps a range of shared memory at once where Linux can (5.14). Otherwise, or where memory is short, each of its pages
-// costs a fault in every process, at the first access to it.
+// Maps a range of shared memory at once, if Linux can (5.14 or newer). Otherwise, or if memory is short, each page
+// costs a fault at the first access in every process.
 void map_pages(const void* begin, std::size_t nbytes, bool for_writing);
 
 }  // namespace ringcomm

@@ -1,4 +1,4 @@
-// The checks of a call before any of it is sent, the same for every engine.
+// Checks a call before anything is sent; the same for every engine.
 #pragma once
 
 #include <cstdint>
@@ -15,10 +15,10 @@ namespace ringcomm {
 
 // Each throws unless its argument is valid on this rank.
 void check_call(const Call& call, int rank, int world_size);
-// For engines without GPUs of one host.
+// For engines that are not one host's GPUs, which alone have the algorithm copy_engine.
 void check_no_copy_engine(const Call& call, int rank);
 void check_packing(const PackCall& packing, int rank);
-// Whether `pack` converts between this type and the others for which this holds, and can multiply it by a factor.
+// Whether `pack` can multiply this type by a factor, and convert it from and to all other types that return true.
 constexpr bool can_cast(DType dtype) {
   return dtype == DType::kFloat32 || dtype == DType::kFloat64 || dtype == DType::kFloat16 || dtype == DType::kBFloat16;
 }

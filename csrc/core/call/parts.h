@@ -63,8 +63,8 @@ inline bool marked(Op op) { return op == Op::kAllGather || op == Op::kAllToAll |
 inline int agreed_root(const Call& call) { return rooted(call.op) || marked(call.op) ? call.root : 0; }
 inline bool point_to_point(Op op) { return op == Op::kSend || op == Op::kRecv || op == Op::kProbe; }
 
-// Whether the ranks have to tell each other the sizes that they send. An empty call does not show whether the others'
-// calls are even.
+// Whether the ranks have to tell each other the sizes that they send. This includes an empty call, because the calls of
+// the other ranks may still be uneven.
 inline bool uneven_all_to_all(const Call& call) {
   return !call.input_parts.empty() || !call.output_parts.empty() || call.count == 0;
 }

@@ -12,7 +12,7 @@ namespace ringcomm {
 
 // Ends every error that ends a communicator.
 inline constexpr const char* kAdvice = "; the communicator is aborted, create a new one";
-// Replaces it where the surviving ranks can go on.
+// Replaces kAdvice if the surviving ranks can continue.
 inline constexpr const char* kAdviceToShrink =
     "; the communicator is aborted, go on with shrink(), or create a new one";
 inline constexpr const char* kSameCalls = "; every rank must make the same calls in the same order";

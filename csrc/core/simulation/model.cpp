@@ -11,7 +11,7 @@ namespace ringcomm::simulation {
 namespace {
 
 constexpr double kMostMessages = 2e10;
-constexpr double kMostInRound = 2e8;   // the same limit for one round, whose messages are stored
+constexpr double kMostInRound = 2e8;   // a lower limit for one round, because its messages are stored
 constexpr double kFullMessages = 4e6;  // up to this many are simulated one by one, in a tenth of a second
 constexpr std::size_t kAlignBytes = 64;
 
@@ -222,7 +222,7 @@ class Simulation {
            : e.among == GroupKind::kRail ? member * rails_ + group
                                          : member;
   }
-  // The rank that represents another one where hosts are folded.
+  // The rank that represents another one when hosts are folded.
   int stand_in(int id) const { return folded_ ? id - id / rails_ * rails_ : id; }
 
   std::size_t elements(const Exchange& e, int group, const Hop& hop, std::size_t window) const {

@@ -62,8 +62,8 @@ struct CollectiveCall {
   std::size_t partial_bytes = 4;  // size of an element that is reduced inside a host, if there are several hosts
   std::size_t sum_bytes = 4;      // size of such an element on the wire between hosts
   std::size_t result_bytes = 4;   // size of a gathered element on the wire between hosts
-  // Where all hosts are equal, one may represent all of them, and the longest chunk of a window all chunks: if chunks
-  // are equally long, or there are too many messages to simulate.
+  // Allows one host to represent all if all are equal, and the longest chunk of a window to represent all chunks. This
+  // is done if chunks are equally long, or if there are too many messages to simulate.
   bool fold = true;
 };
 
@@ -79,7 +79,7 @@ struct Prediction {
 
 // Throws kInvalid for combinations that the schedules do not have, and for numbers out of range.
 void check(const Cluster& cluster, const CollectiveCall& call);
-// Checks too, and throws for more than 2e10 messages.
+// Calls `check` first; also throws for more than 2e10 messages.
 Prediction simulate(const Cluster& cluster, const CollectiveCall& call);
 
 }  // namespace ringcomm::simulation

@@ -147,7 +147,7 @@ void FlightRecorder::end(const BegunCall& call, CallState state) {
   const std::int64_t end_ns = state == CallState::kEnqueued ? 0 : now_ns();
   if (end_ns != 0 && !refused) fetch_add(&t.ns, static_cast<std::uint64_t>(end_ns - call.begin_ns));
   CallRecord& e = entry(call.number);
-  if (load_acquire(&e.number) != call.number) return;  // overwritten by a newer call
+  if (load_acquire(&e.number) != call.number) return;  // a newer call has taken the entry
   e.end_ns = end_ns;
   e.state = static_cast<std::uint8_t>(state);
 }

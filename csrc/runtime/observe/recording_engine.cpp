@@ -12,8 +12,8 @@ namespace ringcomm {
 
 namespace {
 
-// The state of a call that ended with an error. Where the caller's arguments were wrong, the call is refused: the other
-// ranks do not know of it.
+// The state of a call that ended with an error. A call with wrong arguments was refused: the other ranks do not know of
+// it.
 CallState state_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -59,7 +59,7 @@ class RecordingRequest final : public Request {
  private:
   template <typename Act>
   void annotated(const Act& act) const {
-    const std::shared_ptr<Engine> kept = engine_.lock();  // also if a signal's handler drops the engine
+    const std::shared_ptr<Engine> kept = engine_.lock();  // a signal handler may drop the engine during the wait
     try {
       act();
     } catch (...) {

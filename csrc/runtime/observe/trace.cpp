@@ -35,7 +35,7 @@ struct Recorder {
 
 Recorder*& recorder();
 
-// In a forked child: the parent may have held a lock when it was copied, so the parent's recorder is not touched.
+// For a forked child: makes a new recorder, because a thread of the parent may have held a lock of the old one.
 void begin_anew() {
   session.store(0);
   recorder() = new Recorder;

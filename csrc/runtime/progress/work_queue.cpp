@@ -99,8 +99,8 @@ void WorkQueue::let_go() {
   changed_.notify_all();
 }
 
-// A signal handler runs inside the call that waits. A call from the handler might make that one wait for ever, or the
-// order of calls would depend on when the signal came.
+// A signal handler runs inside the waiting call. A call from the handler might make the waiting call wait for ever, or
+// the order of calls would depend on the time of the signal.
 void WorkQueue::refuse_from_inside(const Call& call) const {
   if (!executes_in_this_thread() && !signals_.runs_this()) return;
   fail(ErrorCode::kInvalid, name(call.op),
@@ -161,8 +161,8 @@ std::shared_ptr<WorkQueue::Item> WorkQueue::enqueue(Call call) {
 
 std::shared_ptr<Request> WorkQueue::submit(Call call) { return enqueue(std::move(call)); }
 
-// Executes the oldest item. The lock is held before and after, but not meanwhile. Callbacks run after other threads may
-// execute again.
+// Executes the oldest item. The lock is held before and after, but not during the execution. Callbacks run only once
+// other threads may execute again.
 void WorkQueue::run_queued(std::unique_lock<std::mutex>& lock) {
   const std::shared_ptr<Item> item = std::move(items_.front());
   items_.pop_front();

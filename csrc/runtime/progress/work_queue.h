@@ -49,9 +49,9 @@ using Watch = std::function<void(const std::function<bool()>& has_come)>;
 class WorkQueue {
  public:
   // `stop` makes the executing call end soon, because a signal handler wants a waiting caller to go on.
-  // `polls_signals`: executions poll for signals themselves; where they do not, a thread that handles signals leaves
-  // them to another one. `small_bytes`: up to this size of one rank's part a call is small. `watch`: makes a Watch for
-  // each wait without a time limit of its own; may be null.
+  // `polls_signals`: executions poll for signals themselves; if not, a thread that handles signals leaves executions to
+  // another thread. `small_bytes`: up to this size of one rank's part a call is small. `watch`: makes a Watch for each
+  // wait without a time limit of its own; may be null.
   WorkQueue(std::function<void(const Call&)> execute, std::function<void(const char*)> stop, bool polls_signals,
             std::size_t small_bytes = 0, std::function<Watch()> watch = nullptr)
       : execute_(std::move(execute)),
@@ -63,7 +63,7 @@ class WorkQueue {
 
   void run(const Call& call);
   std::shared_ptr<Request> submit(Call call);
-  // Executes what is queued now, a small call too: somebody waits who cannot execute it.
+  // Executes queued calls now, even small ones, because a caller waits that cannot execute them.
   void start_now();
   bool idle() const { return waiting_.load() == 0 && !busy_.load(); }
   // Call queued() before executes(): an item that leaves the queue is executing by then.
@@ -86,7 +86,7 @@ class WorkQueue {
   bool executes_in_this_thread() const;
   // Whether this thread may execute.
   bool may_execute() const;
-  // With `helps` this thread may execute queued calls meanwhile, however long they take.
+  // With `helps` this thread may execute queued calls during the wait, however long they take.
   WaitResult await(const Item& item, Clock::time_point end, bool helps);
   void wait(Item& item, std::int64_t timeout_ms);
   void progress();
@@ -110,7 +110,7 @@ class WorkQueue {
   std::condition_variable changed_;    // for threads that wait for an item
   std::condition_variable queued_up_;  // for the progress thread
   bool on_timer_ = false;              // the progress thread looks at the queue soon without being woken
-  Clock::time_point start_at_{};       // before that time the progress thread leaves queued items to those that wait
+  Clock::time_point start_at_{};       // before that time the progress thread leaves queued items to waiting callers
   std::deque<std::shared_ptr<Item>> items_;
   std::thread thread_;
   bool stopping_ = false;
