@@ -26,7 +26,7 @@ namespace ringcomm {
 namespace cpu {
 namespace {
 
-// The watch of a thread that waits for a call of its own rank, while another thread executes the call and waits for the
+// Watches a thread that waits for a call of its own rank, while another thread executes the call and waits for the
 // peer.
 Watch watch_item(const Group& group) {
   const auto wait = std::make_shared<LongWait>(group, WaitKind::kItem, group.rank(),

@@ -16,7 +16,7 @@ namespace ringcomm::hierarchy {
 
 inline constexpr int kSlots = kSlicing.slots;  // plans of a rail that are in flight at once
 
-// Rounds a size up, such that what follows begins at a cache line.
+// Rounds a size up, so that the next data begins at a cache line.
 inline std::size_t aligned(std::size_t nbytes) { return ceil_div(nbytes, 64) * 64; }
 
 // The local computations of this rank, in order.

@@ -37,7 +37,7 @@ struct __attribute__((visibility("default"))) TransportFailure {
   int peer;          // rank that did not answer; -1: no particular rank
   bool late;         // the limit has passed
   std::string what;  // the library's message
-  // Where signatures differ: those of this rank and of the peer, as exchanged.
+  // If the signatures differ: this rank's and the peer's, as exchanged.
   std::string mine = {}, theirs = {};
 };
 

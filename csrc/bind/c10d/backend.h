@@ -1,5 +1,5 @@
 // torch.distributed's backend over any engine, which it uses through the Engine interface only. Tensors on the cpu use
-// an engine that every group has, those on a device an engine that is made at the first call there (device.h).
+// an engine that every group has; tensors on a device use an engine that is made at the first call there (device.h).
 #pragma once
 
 #include <atomic>
@@ -42,8 +42,8 @@ class Backend final : public c10d::Backend {
   intrusive_ptr<c10d::Backend> split(const intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                      const intrusive_ptr<c10d::Backend::Options>& opts) override;
 
-  // The members of a group are fixed: those of a new one come through the store again. supportsShrinking and
-  // supportsReconfigure (torch 2.14) stay false, and each call says what to do.
+  // The members of a group are fixed; a new group's members meet through the store again. So supportsShrinking and
+  // supportsReconfigure (torch 2.14) stay false, and the errors of these calls say what to do.
   intrusive_ptr<c10d::Backend> shrink(const std::vector<std::int64_t>& excluded, int flags,
                                       const intrusive_ptr<c10d::Backend::Options>& opts) override;
 #ifdef C10D_BACKEND_HAS_RECONFIGURE

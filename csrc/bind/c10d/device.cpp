@@ -30,7 +30,7 @@ std::size_t side_stream_of(OpType type, const Task& task) {
 }
 
 std::size_t num_side_streams(int world_size) { return 2 * static_cast<std::size_t>(world_size) + 3; }
-// Those of the most ranks on one host; streams of further peers are made at their first message.
+// The number of streams for the largest expected number of ranks on one host; further ones are made when first used.
 constexpr std::size_t kMostPreparedStreams = 67;
 
 // Returns the source of a single receive, else -1 or a meaningless number.

@@ -78,7 +78,7 @@ PYBIND11_MODULE(RINGCOMM_C10D, m) {
                                                     ringcomm::factory_of(std::move(device_factory)), host_memory);
               }),
               py::arg("engine"), py::arg("options"), py::arg("device_factory"), py::arg("host_memory") = false);
-  // torch calls this, since supports_splitting is true, on ranks that are not in a new group: NCCL needs those ranks.
+  // Because supports_splitting is true, torch calls this on ranks that are not in a new group, as NCCL needs them, too.
   backend.def("perform_nocolor_split", [](Backend&, const py::object&) {}, py::arg("device"));
   backend.def_property_readonly("options", &Backend::getBackendOptions);
   backend.def("get_error", &Backend::getError);

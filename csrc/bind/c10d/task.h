@@ -58,7 +58,7 @@ void write_back(const WriteBack& pairs);
 // Begins a profiler's span like torch's own backends: an asynchronous event with the shapes of its inputs.
 void open_span(at::RecordFunction& span, const char* title, at::TensorList inputs);
 
-// One call in preparation, on the cpu or on the device of its first tensor, where the group then prepares for calls.
+// One call in preparation, on the cpu or on the device of its first tensor, for whose calls the group then prepares.
 // Tensors that are not contiguous, or conjugated or negated views, get a contiguous stand-in. On a device all this is
 // enqueued on the current stream; only a premul_sum factor that is a tensor there makes the host wait for its value.
 class Task {

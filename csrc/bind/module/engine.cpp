@@ -349,7 +349,7 @@ PyObject* answer_of(Act act) {
 }
 
 // Makes a call from the arguments of a method of `_C.Engine`, if they need no preparation: `act` gets the call, without
-// the GIL, and `answer` what it returns. Otherwise returns None. `outlives`: the call goes on after the method.
+// the GIL, and `answer` the result of `act`. Otherwise returns None. `outlives`: the call may end after the method.
 template <typename Act, typename Answer>
 PyObject* call_plain(const char* method, PyObject* self, PyObject* const* args, Py_ssize_t num_args, bool outlives,
                      Act act, Answer answer) {

@@ -205,8 +205,8 @@ bool is_quiet(const std::vector<Frame>& frames, const std::string& timer, const 
   });
 }
 
-// Returns the frames of all threads, by thread. CPython up to 3.11 holds the lock of its list of threads meanwhile: a
-// garbage collection in between may let another thread run, which then waits for that lock while it holds the GIL, for
+// Returns the frames of all threads, by thread. CPython up to 3.11 holds the lock of its list of threads during the
+// call. If a garbage collection lets another thread run, that thread may wait for this lock while it holds the GIL, for
 // ever (python/cpython issue 106883).
 py::dict frames_by_thread(const py::module_& sys) {
   const bool was_enabled = PyGC_Disable() != 0;

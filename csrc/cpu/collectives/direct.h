@@ -13,7 +13,7 @@ void publish_buffers(SlotStream& slots, const Heap& heap);
 // Whether every rank can access the buffers that the call needs, with the same answer on every rank. A rank whose own
 // buffer is private returns false without waiting.
 bool buffers_are_visible(SlotStream& slots);
-// Runs the call in place, with tickets 0 and 1, where it can be direct.
+// Runs the call in place, with tickets 0 and 1, if the direct algorithm can serve it.
 void direct_collective(SlotStream& slots);
 
 }  // namespace ringcomm::cpu

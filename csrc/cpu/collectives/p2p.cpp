@@ -397,7 +397,7 @@ std::string PointToPoint::end_of(int rank) const {
   return cause == rank ? own : concat(own, ", and of ", group_.named(cause), ' ', group_.why_gone(cause));
 }
 
-// The beginning of an error: what was expected of the peer, and what has arrived.
+// The beginning of an error: the expected message, and what has arrived from the peer.
 std::string PointToPoint::expectation(const Message& message) const {
   const Call& call = message.call;
   const std::string peer = call.root == kAnySource ? "any rank" : group_.named(call.root);

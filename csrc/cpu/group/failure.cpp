@@ -138,8 +138,8 @@ void Group::interrupt(const char* call) const {
 
 bool Group::holds_up(int peer) const { return peer != rank_ && load_acquire(&control(peer).ended.value) <= sequence_; }
 
-// Blames the ranks that have not begun this call; if there are none, those that a signal has stopped; else the rank
-// that is waited for.
+// Blames the ranks that have not begun this call; if there are none, the ranks that a signal has stopped; else the peer
+// for which this rank waits.
 void Group::report_timeout(int peer, const Deadline& deadline) const {
   std::vector<int> late;
   const auto gather = [&](const auto& is_late) {
@@ -298,8 +298,8 @@ void Group::set_abort_flags() const {
   }
 }
 
-// Writes the reason where every rank finds it: on rank 0's segment, or, if that is not attached yet, on each attached
-// rank's.
+// Writes the reason for all ranks to read: on rank 0's segment or, if rank 0's is not attached yet, on every attached
+// segment.
 void Group::write_reason(const std::string& reason, ErrorCode code) const {
   const std::string text = reason.substr(0, reason.rfind("; the communicator is aborted"));  // raise_end adds it
   const auto write = [&](AbortState& v) {

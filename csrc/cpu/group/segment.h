@@ -41,7 +41,7 @@ struct alignas(kLineBytes) AbortState {
 };
 inline constexpr std::uint64_t kWritten = 1, kWriters = 2;
 
-// A rank's entries when the surviving ranks agree who goes on, see Group::agree_on_shrink. Rounds are numbered from 1.
+// A rank's entries for the agreement on the ranks that continue; see Group::agree_on_shrink. Rounds count from 1.
 // Odd and even rounds use different memory, so the data of round n is valid until its rank enters round n + 2, which
 // readers check.
 struct alignas(kLineBytes) ShrinkBoard {

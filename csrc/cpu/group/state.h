@@ -131,8 +131,8 @@ class Group {
   int cause_of(int gone, bool in_call) const;
   // Publishes the rank that this rank waits for; below 0: none.
   void wait_for(int peer) const { store_release(&control().waiting.value, static_cast<std::uint64_t>(peer + 1)); }
-  // Returns what holds up a peer, such as ", which waits for rank 2 (process 43 on node7), which is stopped by a
-  // signal"; may be empty.
+  // Returns why a peer does not continue, such as ", which waits for rank 2 (process 43 on node7), which is stopped by
+  // a signal"; may be empty.
   std::string held_up_by(int peer) const;
   // Whether a peer waits for a message of this rank, directly or through other ranks that do.
   bool waits_in_circle(int peer) const;

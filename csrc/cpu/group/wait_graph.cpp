@@ -394,7 +394,7 @@ std::vector<int> distances_to(const std::vector<WaitGraph::PartyState>& seen, st
 
 // Returns for instance "all_gather #7: rank 0 (train.py:77) expected rank 1 (process 43 on node7) in this call, but it
 // waits in barrier #3 (train.py:91) of another communicator for rank 0; call ...". It starts with wait k of
-// `seen[from]`, and ends where that party or one that was named before comes up.
+// `seen[from]`, and ends at the first party that is `seen[from]` or was named before.
 std::string sentence_of(const std::vector<WaitGraph::PartyState>& seen, std::size_t from, std::size_t k) {
   const std::vector<int> hops = distances_to(seen, from);
   const WaitFacts& wait = seen[from].waits[k];

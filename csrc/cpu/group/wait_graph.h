@@ -5,16 +5,16 @@
 // page of shared memory with a record for each of its parties, which any process of the job can map. A record is filled
 // in only once *every* thread of the party has waited for kLongWaitMs, and only as long as all of them wait:
 //
-//   stamp            0: some thread of the party may go on; else a number that no other state of a record has
-//   waits            the parties that the threads of this one wait for, and the calls in which they wait
+//   stamp            0: some thread of the party may continue; else a number that no other state of a record has
+//   waits            the parties for which the threads of this party wait, and the calls in which they wait
 //   asked, answered  questions "do you still wait?", and the last one that every waiting thread has answered with yes
 //   told             the stamp of the waits that were found to be a deadlock, and the sentences to report
 //
-// A rank that waits examines all records that it can reach from its own. If one of them is empty, that party may go on,
-// and there is no deadlock. If none is empty, it asks all of them a question, and examines them again. If every stamp
-// is unchanged and every question is answered, no thread in the cycle has made progress since before the questions, and
-// none has found its wait to be over: so none of these waits will ever end. All these parties are told, and each aborts
-// the communicators in which it waits or is waited for, before it goes on.
+// A rank that waits examines all records that it can reach from its own. If one of them is empty, its party may
+// continue, and there is no deadlock. If none is empty, the rank asks all these parties a question, and examines the
+// records again. If every stamp is unchanged and every question is answered, no thread in the cycle has made progress
+// since before the questions, and none has found its wait to be over: so none of these waits will ever end. The rank
+// tells all these parties, and each aborts the communicators in which it waits or is waited for, before it continues.
 //
 // False alarms are worse than late ones. So a party's record stays empty while one of its threads computes, waits for
 // anything else, or waits with a time limit of its own; while asynchronous messages are in flight that no thread waits

@@ -1,5 +1,5 @@
-// The transport between GPUs: rounds of ncclSend and ncclRecv on a stream of its own. That stream waits for the
-// caller's stream where a round begins, and the caller's stream waits for it where the round ends. So the transfers of
+// The transport between GPUs: rounds of ncclSend and ncclRecv on a separate stream. This stream waits for the caller's
+// stream at the beginning of a round, and the caller's stream waits for it at the end of the round. So the transfers of
 // one exchange overlap with the arithmetic of another.
 #pragma once
 

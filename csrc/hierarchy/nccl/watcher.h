@@ -34,7 +34,7 @@ class Watcher : public std::enable_shared_from_this<Watcher> {
   // Whether all watched work has ended.
   bool idle() const;
   // Ends the thread, after a last call of the callbacks; work that is still watched is forgotten. Afterwards `tick`
-  // does not run any more, unless it is what calls this.
+  // does not run any more, unless `tick` itself calls this.
   void stop();
   bool runs_this_thread() const { return id_.load() == std::this_thread::get_id(); }
 
