@@ -197,7 +197,7 @@ bool is_quiet(const std::vector<Frame>& frames, const std::string& timer, const 
   const Frame& inner = frames.front();
   const Frame& outer = frames.back();
   if (inner.module == "ringcomm.comm.launch" && inner.function == "_run_threads") return true;  // waits for ranks
-  if (outer.module == "ringcomm.comm.launch" && outer.function == "_obey") return true;
+  if (outer.module == "ringcomm.comm.launch" && outer.function == "_watch_parent") return true;
   if (outer.module == "concurrent.futures.thread" && frames.size() == 1) return true;  // an idle worker
   if (!is(kQuiet, outer.package()) && !is(kQuietModules, outer.module)) return false;
   return std::all_of(frames.begin(), frames.end(), [&](const Frame& each) {
