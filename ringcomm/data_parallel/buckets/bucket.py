@@ -185,9 +185,10 @@ class ParamMemory:
 
     @property
     def is_seen(self) -> bool:
-        """Whether other tensors share the memory, such as views that the user's program has kept or tensors that
-        autograd has saved without our hooks."""
-        return uses(self.buffer) > self.own_uses + len(self.cached_views)
+        """Whether others share the memory, such as views that the user's program has kept, tensors that autograd has
+        saved without our hooks, or NumPy arrays, after which torch refuses to resize it."""
+        shared = uses(self.buffer) > self.own_uses + len(self.cached_views)
+        return shared or not self.buffer.untyped_storage().resizable()
 
     @cached_property
     def placeholders(self) -> list[torch.Tensor]:

@@ -466,6 +466,39 @@ def test_what_is_kept_of_whole_stays() -> None:
     ringcomm.run_ranks(run, 2, ranks="threads", timeout=20)
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_array_of_a_gathered_parameter(keep: bool) -> None:
+    """A forward hook that logs a weight through NumPy: torch never again resizes memory that an array has shared."""
+
+    def run(comm: ringcomm.Communicator, stage: int) -> list[torch.Tensor]:
+        model, kept, found = copy.deepcopy(plain), [], []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ringcomm.shard(model, optimizer, stage=stage, comm=comm)
+
+        def log(module: Any, *args: Any) -> None:
+            array = module.weight.detach().cpu().numpy()
+            found.append(torch.tensor(array))
+            if keep:
+                kept.append((array, array.copy()))
+
+        model[0].register_forward_hook(log)
+        for _ in range(3):
+            model(torch.eye(6)[comm.rank :]).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with ringcomm.whole(model):
+            log(model[2])
+            found += [p.detach().clone() for p in model.parameters()]
+        if stage == 3:
+            assert all((array == copied).all() for array, copied in kept)
+        return found
+
+    plain = _model()
+    expected = ringcomm.run_ranks(run, 2, 0, ranks="threads", timeout=20)[0]
+    for found in ringcomm.run_ranks(run, 2, 3, ranks="threads", timeout=20):
+        assert all(map(torch.equal, expected, found))
+
+
 def test_values_that_torch_reads_without_torch_function_are_right() -> None:
     """A view has a copy of its values, for functions that read memory themselves."""
 
