@@ -151,11 +151,28 @@ def shard(
     if flat is None or optimizer is None:
         flat = _wrap(module, optimizer, _ranks(comm, mesh, module), config, init_fn)
     else:
+        _refuse_partly_wrapped(module, flat.ranks.rank)
         init = init_fn if callable(init_fn) else None
         _refuse_other(flat, config, stage=stage, comm=comm, mesh=mesh, mixed_precision=mixed_precision, init_fn=init)
     if optimizer is not None:
         attach(optimizer, flat, "shard")
     return module, optimizer
+
+
+def _refuse_partly_wrapped(module: nn.Module, rank: int) -> None:
+    """Raises for a module with wrapped parameters and others, such as an actor whose encoder was wrapped as a part of
+    the critic: the gradients of the others would not be averaged. Parameters that a wrapped model ignores stay as they
+    are."""
+    known = {id(p) for flat in models_of(module.parameters()) for p in flat.module.parameters()}
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    others = [name for name, p in named if id(p) not in known]
+    if others:
+        wrapped = next(name for name, p in named if id(p) in known)
+        raise InvalidArgumentError(
+            f"shard: rank {rank} got a {type(module).__name__} with {wrapped}, which is wrapped already, and "
+            f"{others[0]}, which is not, expected a module that is wrapped as a whole or a plain one; wrap one module "
+            "that holds all of these parameters, or take the other out with ringcomm.unshard first"
+        )
 
 
 def _refuse_other(flat: ShardedModel, config: Config, **others: Any) -> None:

@@ -198,6 +198,23 @@ def test_wrapping_twice_is_refused(stage: int) -> None:
     alone(rank, 2)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_module_of_which_a_part_is_wrapped_is_refused(stage: int) -> None:
+    """An actor and a critic that share an encoder: the actor's own gradients would not be averaged."""
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        encoder = nn.Linear(6, 6)
+        critic, actor = nn.Sequential(encoder, nn.Linear(6, 1)), nn.Sequential(encoder, nn.Linear(6, 2))
+        ringcomm.shard(critic, sgd(critic), stage, comm)
+        for mine in (actor, actor[1]):
+            with pytest.raises(InvalidArgumentError, match=r"0.weight, which is wrapped already, and 1.weight, which"):
+                ringcomm.shard(actor, sgd(mine))
+        actor[1].requires_grad_(False)
+        ringcomm.shard(actor, sgd(encoder))
+
+    alone(rank, 2)
+
+
 def wider(model: Tower) -> None:
     model.blocks[1].linear = nn.Linear(6, 7)
 
