@@ -190,6 +190,28 @@ def test_require_backward_grad_sync_is_no_sync() -> None:
     on_ranks(rank)
 
 
+def test_a_step_that_would_ignore_a_pass_inside_no_sync_is_refused() -> None:
+    """Gradient accumulation that averages the first pass in place of the last: `p.grad` is the mean of the first."""
+    models = [make() for _ in range(WORLD)]
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = DistributedDataParallel(models[comm.rank], comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_of(model, comm.rank, 0).backward()
+        with model.no_sync():
+            loss_of(model, comm.rank, 1).backward()
+        with pytest.raises(InvalidArgumentError, match="inside no_sync was not reduced"):
+            optimizer.step()
+        loss_of(model, comm.rank, 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with model.no_sync():
+            loss_of(model, comm.rank, 3).backward()
+        optimizer.step()  # as in torch: without a mean, p.grad is this rank's own gradient
+
+    on_ranks(rank)
+
+
 def test_the_forward_pass_decides_whether_gradients_are_averaged() -> None:
     """As in torch: what is called inside of `no_sync` is the forward pass."""
     models = [[make(), make()] for _ in range(WORLD)]

@@ -320,6 +320,7 @@ class UnattachedOptions(Options):
         flats = [flat for flat in (ref() for ref in self._flats) if flat is not None]
         for flat in flats:
             _refuse_in_backward(flat)
+            self._refuse_partly_reduced(flat)
         if not self._warned and any(flat.optimizers.options_differ for flat in flats):
             self._warned = True
             for flat in flats:
@@ -331,6 +332,23 @@ class UnattachedOptions(Options):
             )
         for flat in flats:
             flat.optimizers.stepped.add(self)
+
+    def _refuse_partly_reduced(self, flat: ShardedModel) -> None:
+        """Raises if a backward pass inside `no_sync` followed the last one that reduced: ``p.grad`` is the mean of the
+        earlier passes, and the step would ignore the later ones. Without a mean, ``p.grad`` has all of them."""
+        if flat.ranks.joining is not None and flat.ranks.joining.shadowing:
+            return
+        for bucket in flat.buckets:
+            if not bucket.trainable or not (bucket.gradient.has_reduced and bucket.gradient.has_local):
+                continue
+            mine = {id(p) for group in self._groups() for p in group["params"]}
+            put = [i for i in bucket.gradient.with_mean if id(bucket.params[i]) in mine]
+            if put and any(bucket.params[i].grad is not None for i in put):
+                raise InvalidArgumentError(
+                    f"step: rank {flat.ranks.rank} got a gradient of {bucket.names[min(put)]} of which the part from "
+                    "inside no_sync was not reduced, expected the mean over all ranks; call the last backward() before "
+                    "a step outside of no_sync"
+                )
 
 
 # What an optimizer looked like when its step was checked last, and its options if it is not attached.
