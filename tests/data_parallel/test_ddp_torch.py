@@ -212,6 +212,37 @@ def test_a_step_that_would_ignore_a_pass_inside_no_sync_is_refused() -> None:
     on_ranks(rank)
 
 
+@pytest.mark.parametrize("where", ["optimizer", "model", "gradient"])
+def test_zeroing_a_gradient_discards_the_passes_inside_no_sync(where: str) -> None:
+    models = [seeded(nn.Linear(2, 1, bias=False)) for _ in range(WORLD)]
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = DistributedDataParallel(models[comm.rank], comm)
+        weight = model.module.weight
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.full((1, 2), 1.0 + comm.rank)).sum().backward()
+            with model.no_sync():
+                model(torch.full((1, 2), 10.0)).sum().backward()
+            assert weight.grad is not None
+            if where == "gradient":
+                weight.grad.zero_()
+            else:
+                (model if where == "model" else optimizer).zero_grad(set_to_none=False)
+            optimizer.step()  # nothing was ignored, so this is not refused
+            model(torch.full((1, 2), 100.0 * (1 + comm.rank))).sum().backward()
+            assert weight.grad.tolist() == [[200.0, 200.0]]
+            weight.grad.mul_(0)  # what the user may do to a gradient of zero discards nothing
+            with model.no_sync():
+                model(torch.full((1, 2), 10.0)).sum().backward()
+            weight.grad.mul_(2)
+            model(torch.full((1, 2), 1.0 + comm.rank)).sum().backward()
+            assert weight.grad.tolist() == [[12.0, 12.0]]
+            optimizer.zero_grad(set_to_none=False)
+
+    on_ranks(rank)
+
+
 def test_the_forward_pass_decides_whether_gradients_are_averaged() -> None:
     """As in torch: what is called inside of `no_sync` is the forward pass."""
     models = [[make(), make()] for _ in range(WORLD)]

@@ -577,7 +577,7 @@ REFUSED = {
     "twice": (lambda c, m: fully_shard(by_blocks(c, m), comm=c), "Net, which is sharded already"),
     "inside": (lambda c, m: (alone(c, m), fully_shard(m.blocks[0], comm=c)), "is wrapped already"),
     "sharded": (lambda c, m: (shard(m, None, 3, c), fully_shard(m, comm=c)), "is wrapped already"),
-    "tied": (lambda c, m: (fully_shard(m.embed, comm=c), fully_shard(m, comm=c)), "head.weight, which is weight of"),
+    "tied": (lambda c, m: (fully_shard(m.embed, comm=c), fully_shard(m, comm=c)), "head.weight, which shares weight"),
     "int": (lambda c, m: fully_shard(m, comm=c, reshard_after_forward=2), "reshard_after_forward=2"),
     "placement": (lambda c, m: fully_shard(m, comm=c, shard_placement_fn=len), "shard_placement_fn="),
     "dims": (lambda c, m: fully_shard(m, comm=c, dp_mesh_dims=1), "dp_mesh_dims=1"),

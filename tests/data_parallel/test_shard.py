@@ -270,6 +270,24 @@ def zero_grad_to_zeros(wrap: Wrap, rank: int) -> list[torch.Tensor]:
     return state_of(model)
 
 
+def zeros_after_no_sync(wrap: Wrap, rank: int) -> list[torch.Tensor]:
+    """zero_grad(set_to_none=False) also discards a pass inside no_sync that followed one that was reduced."""
+    model, opt = made(wrap)
+    for step in range(3):
+        loss_of(model, rank, step).backward()
+        with ringcomm.no_sync(model) if ringcomm_has(model) else contextlib.nullcontext():
+            loss_of(model, rank, step + 5).backward()
+        if step < 2:
+            (opt if step else model).zero_grad(set_to_none=False)
+        else:
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.zero_()
+        loss_of(model, rank, step + 9).backward()
+        opt.step()
+    return state_of(model)
+
+
 def no_zero_grad(wrap: Wrap, rank: int) -> list[torch.Tensor]:
     model, opt = made(wrap)
     for step in range(3):
@@ -454,6 +472,7 @@ LOOPS = [
     evaluation_between_forward_and_backward,
     zero_grad_of_the_model,
     zero_grad_to_zeros,
+    zeros_after_no_sync,
     no_zero_grad,
     gradients_of_some_forgotten,
     scheduler_before,
@@ -471,9 +490,9 @@ LOOPS = [
 # The loops that `make test` runs on three ranks at every stage, and those that it runs on one rank.
 TELLING = [two_forwards_then_two_backwards, a_block_twice, a_block_skipped_and_moved, a_block_on_raw_input_and_again]
 TELLING += [evaluation_between_forward_and_backward, zero_grad_to_zeros, gradients_of_some_forgotten, scheduler_after]
-TELLING += [step_with_a_closure_that_skips, graphs_of_gradients, several_losses, dataclass_outputs]
+TELLING += [zeros_after_no_sync, step_with_a_closure_that_skips, graphs_of_gradients, several_losses, dataclass_outputs]
 TELLING_ON_ONE_RANK = [two_forwards_one_backward, backward_twice, a_block_skipped, no_zero_grad, scheduler_before]
-TELLING_ON_ONE_RANK += [step_with_a_closure, gradient_of_the_input, dict_outputs]
+TELLING_ON_ONE_RANK += [zeros_after_no_sync, step_with_a_closure, gradient_of_the_input, dict_outputs]
 
 
 PLACES = [(stage, mb) for mb in (0.0003, 25) for stage in STAGES]  # a group for each block or two, and one for all

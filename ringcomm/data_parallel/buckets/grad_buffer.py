@@ -228,6 +228,8 @@ class GradBuffer:
         sharded_grads: the `ShardedGradient` of every parameter.
         exposed: what `expose_grads` put into `p.grad`.
         means: the tensors for `p.grad` and their addresses, unless `p.grad` is a `ShardedGradient`.
+        versions: of the means in `p.grad` that are not zero, although their parameters also have local sums: the count
+            of in-place changes.
         pending: the reduction in flight.
     """
 
@@ -251,6 +253,7 @@ class GradBuffer:
         self.with_mean: set[int] = set()
         self.exposed: list[torch.Tensor | None] = [None] * len(params)
         self.means: tuple[list[torch.Tensor], list[int]] = [], []
+        self.versions: dict[int, int] = {}
         self.pending: PendingReduction | None = None
 
     def _use_buffer(self, buffer: torch.Tensor) -> None:
@@ -415,6 +418,17 @@ class GradBuffer:
             self.exposed = [self._grad_to_expose(i) for i in range(len(self.exposed))]
         if not self.is_empty:
             self._put(self.exposed)
+        both = self.with_mean & self.local.contributed if self.has_reduced and not self.exposes_sharded else ()
+        self.versions = {i: self.means[0][i]._version for i in both if self.means[0][i].any()}
+
+    def _zero_sums_of_zeroed_means(self) -> None:
+        """Zeroes the local sums of parameters whose means were zeroed in place, as by zero_grad(set_to_none=False): in
+        torch, both are one tensor."""
+        for i, version in [*self.versions.items()]:
+            if self.means[0][i]._version != version and not self.means[0][i].any():
+                del self.versions[i]
+                self.local.contributed.discard(i)
+                self._zero(i)
 
     def _put(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Assigns the tensors to `p.grad`."""
@@ -455,6 +469,7 @@ class GradBuffer:
         self.has_reduced = False
         self.local.contributed.clear()
         self.with_mean.clear()
+        self.versions.clear()
         self._replace_kept_buffer()
         self.changed()
 
@@ -482,6 +497,7 @@ class GradBuffer:
         """Discards the gradients that the user has set to None."""
         if self.is_empty:
             return
+        self._zero_sums_of_zeroed_means()
         held = self.with_mean | self.local.contributed
         with torch._C.DisableTorchFunctionSubclass():
             gone = [i for i in held if self.params[i].grad is None]
@@ -504,6 +520,7 @@ class GradBuffer:
             own: if there is neither a mean nor a sum yet, treat the tensors as this rank's own sums, to which backward
                 adds.
         """
+        self._zero_sums_of_zeroed_means()
         with torch._C.DisableTorchFunctionSubclass():
             grads = [*map(_grad_of, self.params)]
             if self._unchanged(grads):

@@ -341,9 +341,11 @@ class UnattachedOptions(Options):
         for bucket in flat.buckets:
             if not bucket.trainable or not (bucket.gradient.has_reduced and bucket.gradient.has_local):
                 continue
+            bucket.gradient.reconcile()
             mine = {id(p) for group in self._groups() for p in group["params"]}
-            put = [i for i in bucket.gradient.with_mean if id(bucket.params[i]) in mine]
-            if put and any(bucket.params[i].grad is not None for i in put):
+            both = bucket.gradient.with_mean & bucket.gradient.local.contributed
+            put = [i for i in both if id(bucket.params[i]) in mine]
+            if put:
                 raise InvalidArgumentError(
                     f"step: rank {flat.ranks.rank} got a gradient of {bucket.names[min(put)]} of which the part from "
                     "inside no_sync was not reduced, expected the mean over all ranks; call the last backward() before "
