@@ -174,6 +174,23 @@ def test_parameters_without_memory_are_refused_by_name() -> None:
     alone(rank)
 
 
+@pytest.mark.parametrize("lazy", [lambda: nn.LazyLinear(2), lambda: nn.LazyBatchNorm1d(affine=False)])
+def test_a_lazy_module_is_refused_before_its_first_call(lazy: Callable[[], nn.Module]) -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        model = tower()
+        model.outlet = lazy()
+        for wrap in (
+            lambda: ringcomm.DistributedDataParallel(model, comm),
+            lambda: ringcomm.shard(model, None, 3, comm),
+        ):
+            with pytest.raises(UnsupportedError, match=r"rank 0 got outlet\.\w+ of a lazy module"):
+                wrap()
+        model.outlet(torch.ones(2, 6))
+        ringcomm.shard(model, None, 3, comm)
+
+    alone(rank)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_wrapping_twice_is_refused(stage: int) -> None:
     def rank(comm: ringcomm.Communicator) -> None:

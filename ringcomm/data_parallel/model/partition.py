@@ -6,11 +6,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
 from ringcomm.data_parallel.buckets.bucket import Bucket
 from ringcomm.data_parallel.buckets.group import DataParallelGroup
@@ -126,6 +127,12 @@ def named_parameters(
             raise InvalidArgumentError(
                 f"{call}: rank {rank} got a module with torch's DistributedDataParallel ({name or 'itself'}), expected "
                 "a plain one: gradients would be averaged twice; pass the module inside it"
+            )
+    for name, each in chain(module.named_parameters(), module.named_buffers()):
+        if is_lazy(each):
+            raise UnsupportedError(
+                f"{call}: rank {rank} got {name} of a lazy module, which has no shape before its first call, expected "
+                "a tensor with values; call the module on an example on every rank first"
             )
     renew_parts(module.modules())
     out = {id(p) for p in ignored}
