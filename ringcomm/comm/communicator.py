@@ -212,8 +212,8 @@ class Communicator:
         """Starts the calls made inside the block in their order, and waits for all of them at its end.
 
         Inside the block every method that has an ``async_op``, and every send and receive, only starts its call, and
-        returns a Work. The other methods, such as `probe`, `scan` and `exchange`, wait as usual. No other thread may
-        use the communicator during the block.
+        returns a Work (`all_reduce_coalesced`: a Group). The other methods, such as `probe`, `scan` and `exchange`,
+        wait as usual. No other thread may use the communicator during the block.
 
         Returns: the Group of calls; its ``wait()`` returns the results, even after the block.
         """
@@ -868,7 +868,7 @@ class Communicator:
 
         Consecutive arrays of one type are processed together: on a device one launch serves many of them.
 
-        Returns: ``list(xs)``; with ``async_op=True`` the Group of calls.
+        Returns: ``list(xs)``; with ``async_op=True``, and inside `coalesce`, the Group of calls.
         """
         calls = []
         together = self._begin("all_reduce_coalesced")
@@ -883,11 +883,8 @@ class Communicator:
             for _, alike in groupby(calls, key=lambda call: (call.wire, call.stream)):
                 self._open.run_list(list(alike))
             return [call.finish(-1, x) for call, x in zip(calls, xs, strict=True)]
-        works = [self._launch(call, x, async_op) for call, x in zip(calls, xs, strict=True)]
-        if not async_op:
-            return works
         group = Group()
-        group.works.extend(works)
+        group.works.extend(self._launch(call, x, async_op) for call, x in zip(calls, xs, strict=True))
         return group
 
     def all_gather_list(

@@ -95,7 +95,7 @@ def named_reduction(op: Any, factor: Any) -> tuple[Any, Any]:
     return _OTHER_NAMES.get(name, name), factor
 
 
-def _meant(word: str, known: Collection[str]) -> str | None:
+def _suggestion(word: str, known: Collection[str]) -> str | None:
     """Returns the known name closest to a wrong one, or the one for a synonym; None if there is none."""
     word = word[:_LONGEST_NAME].lower()
     close = [_OTHER_NAMES.get(word), *difflib.get_close_matches(word, known, 1, 0.75)]
@@ -163,7 +163,7 @@ class CollectiveArgs:
     def one_of(self, what: str, value: _Key, known: dict[str, int]) -> _Key:
         """Returns ``value`` after checking that it is one of the names in ``known``."""
         if not isinstance(value, str) or value not in known:
-            meant = _meant(value, known) if isinstance(value, str) else None
+            meant = _suggestion(value, known) if isinstance(value, str) else None
             raise InvalidArgumentError(
                 f"{self.op}: rank {self.rank} got {what} {shown(value)}, expected one of {', '.join(known)}; "
                 + (f"did you mean {meant!r}?" if meant else "pass one of these")

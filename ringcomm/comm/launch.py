@@ -390,9 +390,9 @@ class _Processes:
         for pipe, until in [*self.ending.items()]:
             rank = self.pipes[pipe]
             if self.processes[rank].exitcode is not None or time.monotonic() >= until:
-                self.fail(pipe, rank, self.death(rank), died=True)
+                self.fail(pipe, rank, self.describe_end(rank), died=True)
 
-    def death(self, rank: int) -> RankFailedError:
+    def describe_end(self, rank: int) -> RankFailedError:
         """Returns the error for a rank whose process has closed its pipe, usually because it has ended."""
         code = self.processes[rank].exitcode
         if code is None:  # a process that fails to start closes its pipe first, and may take long to end

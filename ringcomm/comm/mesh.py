@@ -132,7 +132,7 @@ def refuse_mesh(comm: Any, call: str, axis: str) -> None:
         )
 
 
-def refuse_no_mesh(mesh: Any, call: str) -> None:
+def check_is_mesh(mesh: Any, call: str) -> None:
     """Raises for an object that is neither our mesh nor torch's."""
     if not isinstance(mesh, Mesh) and not hasattr(mesh, "mesh_dim_names"):
         raise InvalidArgumentError(

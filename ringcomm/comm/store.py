@@ -20,7 +20,7 @@ from ringcomm.errors import (
 )
 from ringcomm.terminal import Progress
 
-_LOOK_S = 2.0  # how often rank 0 checks which ranks are missing
+_CHECK_INTERVAL_S = 2.0  # how often rank 0 checks which ranks are missing
 _WORD = b"ringcomm/1"
 _HEAD = struct.Struct(f"<{len(_WORD)}sII")  # the word, a checksum of the payload, the rank's world size
 
@@ -122,7 +122,7 @@ def _look_for(store: Any, keys: list[str], wanted: str, deadline: float, waiting
             return False
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
-        if time.monotonic() - noted > _LOOK_S:
+        if time.monotonic() - noted > _CHECK_INTERVAL_S:
             missing = [peer for peer, each in enumerate(keys) if not store.check([each])]
             if missing:
                 waiting.note(f"{call}: waiting for {rank_list(missing)}")

@@ -25,7 +25,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 from torch.utils._pytree import tree_map
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.mesh import refuse_no_mesh
+from ringcomm.comm.mesh import check_is_mesh
 from ringcomm.comm.rendezvous import communicator_of
 from ringcomm.data_parallel.buckets.bucket import Bucket
 from ringcomm.data_parallel.buckets.group import DataParallelGroup, ranks_of_mesh, refuse_several
@@ -389,7 +389,7 @@ def _ranks(
     refuse_several(CALL, comm=comm, process_group=group, device_mesh=mesh)
     device = real_device(module)
     if mesh is not None:
-        refuse_no_mesh(mesh, CALL)
+        check_is_mesh(mesh, CALL)
         if mesh.ndim != 1:
             raise InvalidArgumentError(f"{CALL}: got a mesh of {mesh.ndim} axes, expected one; pass mesh[name]")
         return ranks_of_mesh(mesh, CALL, device)

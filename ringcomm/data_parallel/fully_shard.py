@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.mesh import Mesh, refuse_no_mesh
+from ringcomm.comm.mesh import Mesh, check_is_mesh
 from ringcomm.comm.rendezvous import shared_communicator
 from ringcomm.data_parallel.buckets.group import DataParallelGroup, ranks_of_mesh, refuse_several
 from ringcomm.data_parallel.buckets.layout import Atom
@@ -403,7 +403,7 @@ def _ranks_for(
 
     refuse_several("fully_shard", comm=comm, mesh=mesh)
     if mesh is not None:
-        refuse_no_mesh(mesh, "fully_shard")
+        check_is_mesh(mesh, "fully_shard")
     source: tuple[Any, ...] = ()
     if comm is not None:
         source = comm if isinstance(comm, tuple) else (comm,)

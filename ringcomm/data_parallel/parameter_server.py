@@ -36,7 +36,7 @@ STEP, PULL, STATE, LEAVE = range(4)
 _OK, _ERROR = 0, 1
 _HEAD, _BODY = 0, 1  # tags
 _FOREVER_S = 1e8  # time limit of a server for the next request of a worker that is alive
-_LOOK_S = 0.5  # between two checks for silent workers, while a rank only serves
+_CHECK_INTERVAL_S = 0.5  # between two checks for silent workers, while a rank only serves
 GroupOptions = list[dict[str, Any]]
 """The options of an optimizer's groups, such as the learning rate, without the parameters."""
 
@@ -490,7 +490,7 @@ class ParameterServer:
         began = time.monotonic()
         for thread in self._threads.values():
             while thread.is_alive():
-                thread.join(_LOOK_S)
+                thread.join(_CHECK_INTERVAL_S)
                 silent = self._silent(began)
                 if silent:
                     raise CollectiveTimeoutError(

@@ -99,7 +99,9 @@ def test_coalesced_calls_are_done_at_the_end_of_the_block() -> None:
             for x in xs:
                 comm.all_reduce(x)
             gathered = comm.all_gather(torch.tensor([comm.rank]))
-        assert len(group) == 11
+            several = comm.all_reduce_coalesced([torch.ones(2), torch.ones(3)])
+        assert len(group) == 13
+        assert [x.tolist() for x in several.wait()] == [[4.0] * 2, [4.0] * 3]
         assert group.done
         assert all(bool((x == 4).all()) for x in xs)
         assert gathered.wait().tolist() == [0, 1, 2, 3]

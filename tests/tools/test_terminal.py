@@ -113,7 +113,7 @@ def _exchange(store: Any, rank: int, world_size: int, limit_s: float) -> list[by
 
 @pytest.mark.parametrize("screen", [False], indirect=True)
 def test_rank_0_names_the_ranks_that_it_waits_for(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "_LOOK_S", 0.01)
+    monkeypatch.setattr(stores, "_CHECK_INTERVAL_S", 0.01)
     handles = _exchange(LateStore(40), 0, 4, 60.0)
     assert handles == [b"handle"] * 4
     assert screen.getvalue() == "init: waiting for ranks 1-3 (0 s of 60)\n"
@@ -164,7 +164,7 @@ def test_ranks_without_a_store_yet_name_what_they_wait_for(
 @pytest.mark.parametrize("screen", [False], indirect=True)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_time_limit_still_ends_the_wait(rank: int, screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "_LOOK_S", 0.01)
+    monkeypatch.setattr(stores, "_CHECK_INTERVAL_S", 0.01)
     with pytest.raises(CollectiveTimeoutError, match="got none of rank"):
         _exchange(LateStore(10**9), rank, 2, 0.1)
     assert ("waiting for rank 1" in screen.getvalue()) is (rank == 0)

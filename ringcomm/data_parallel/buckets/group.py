@@ -18,7 +18,7 @@ from torch import nn
 
 from ringcomm.arrays.devices import EMULATED
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.mesh import Mesh, refuse_no_mesh
+from ringcomm.comm.mesh import Mesh, check_is_mesh
 from ringcomm.comm.rendezvous import communicator_of, shared_communicator
 from ringcomm.errors import DeviceError, InvalidArgumentError, MismatchError, RankLostError, RingcommError
 
@@ -505,7 +505,7 @@ def ranks_of_mesh(mesh: Any, call: str, device: torch.device, shared: bool = Fal
 
     Raises:  InvalidArgumentError: ranks have, or may have, different parts of a model along one of the axes.
     """
-    refuse_no_mesh(mesh, call)
+    check_is_mesh(mesh, call)
     if isinstance(mesh, Mesh):
         unknown = [name for name in mesh.model_axes if name not in ("tp", "pp")]
         if unknown:
