@@ -273,7 +273,7 @@ def packed(comm: Communicator) -> None:
     assert strided.tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
     with pytest.raises(errors.ShapeError, match="8 elements together and a bucket of 7"):
         comm.pack([torch.ones(8)], torch.ones(7))
-    with pytest.raises(errors.DtypeError, match="int64 to float32"):
+    with pytest.raises(errors.DtypeError, match="int64 to convert to float32"):
         comm.pack([torch.arange(2)], torch.ones(2))
     with pytest.raises(errors.DtypeError, match="float32 and float64"):
         comm.pack([torch.ones(2), torch.ones(2, dtype=torch.float64)], torch.ones(4))
