@@ -239,7 +239,7 @@ def pipeline(family: Family, at: str) -> str:
         try:
             return _pipeline(family, at, options)
         except Refused as refused:
-            named = re.search(r"depends on a result of (\S+) and is a keyword argument", str(refused))
+            named = re.search(r"depends on a result of (\S+) and (?:was not sent|is a keyword argument)", str(refused))
             if named is not None and named[1] not in options.get("carry", ()):
                 options["carry"] = [*options.get("carry", ()), named[1]]
             elif "order=[...]" in str(refused) and "order" not in options and order_of(family, at):
