@@ -271,9 +271,18 @@ def zero_grad_to_zeros(wrap: Wrap, rank: int) -> list[torch.Tensor]:
 
 
 def zeros_after_no_sync(wrap: Wrap, rank: int) -> list[torch.Tensor]:
-    """zero_grad(set_to_none=False) also discards a pass inside no_sync that followed one that was reduced."""
+    """A gradient that is set to zero loses a pass inside no_sync, too, that followed one that was reduced."""
     model, opt = made(wrap)
-    for step in range(3):
+    ways: list[Callable[[nn.Parameter, torch.Tensor], Any]] = [
+        lambda p, grad: grad.zero_(),
+        lambda p, grad: grad.data.zero_(),
+        lambda p, grad: grad.fill_(0),
+        lambda p, grad: grad.mul_(torch.zeros(())),
+        lambda p, grad: grad.__setitem__(..., 0),
+        lambda p, grad: torch._foreach_mul_([grad], [0.0]),
+        lambda p, grad: setattr(p, "grad", torch.zeros_like(p)),
+    ]
+    for step in range(2 + len(ways)):
         loss_of(model, rank, step).backward()
         with ringcomm.no_sync(model) if ringcomm_has(model) else contextlib.nullcontext():
             loss_of(model, rank, step + 5).backward()
@@ -282,9 +291,10 @@ def zeros_after_no_sync(wrap: Wrap, rank: int) -> list[torch.Tensor]:
         else:
             for p in model.parameters():
                 if p.grad is not None:
-                    p.grad.zero_()
+                    ways[step - 2](p, p.grad)
         loss_of(model, rank, step + 9).backward()
         opt.step()
+        opt.zero_grad()
     return state_of(model)
 
 

@@ -228,8 +228,7 @@ class GradBuffer:
         sharded_grads: the `ShardedGradient` of every parameter.
         exposed: what `expose_grads` put into `p.grad`.
         means: the tensors for `p.grad` and their addresses, unless `p.grad` is a `ShardedGradient`.
-        versions: of the means in `p.grad` that are not zero, although their parameters also have local sums: the count
-            of in-place changes.
+        nonzero: the parameters with local sums whose mean in `p.grad` was not zero; see `_zero_sums_of_zeroed_means`.
         pending: the reduction in flight.
     """
 
@@ -253,7 +252,7 @@ class GradBuffer:
         self.with_mean: set[int] = set()
         self.exposed: list[torch.Tensor | None] = [None] * len(params)
         self.means: tuple[list[torch.Tensor], list[int]] = [], []
-        self.versions: dict[int, int] = {}
+        self.nonzero: set[int] = set()
         self.pending: PendingReduction | None = None
 
     def _use_buffer(self, buffer: torch.Tensor) -> None:
@@ -419,16 +418,13 @@ class GradBuffer:
         if not self.is_empty:
             self._put(self.exposed)
         both = self.with_mean & self.local.contributed if self.has_reduced and not self.exposes_sharded else ()
-        self.versions = {i: self.means[0][i]._version for i in both if self.means[0][i].any()}
+        self.nonzero = {i for i in both if self.means[0][i].any()}
 
     def _zero_sums_of_zeroed_means(self) -> None:
-        """Zeroes the local sums of parameters whose means were zeroed in place, as by zero_grad(set_to_none=False): in
-        torch, both are one tensor."""
-        for i, version in [*self.versions.items()]:
-            if self.means[0][i]._version != version and not self.means[0][i].any():
-                del self.versions[i]
-                self.local.contributed.discard(i)
-                self._zero(i)
+        """Zeroes the local sums of parameters whose means were zeroed in place, as by zero_grad(set_to_none=False) or
+        `p.grad.data.zero_()`: in torch, both are one tensor."""
+        for i in {i for i in self.nonzero if not self.means[0][i].any()}:
+            self._zero_sums(i)
 
     def _put(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Assigns the tensors to `p.grad`."""
@@ -469,7 +465,7 @@ class GradBuffer:
         self.has_reduced = False
         self.local.contributed.clear()
         self.with_mean.clear()
-        self.versions.clear()
+        self.nonzero.clear()
         self._replace_kept_buffer()
         self.changed()
 
@@ -659,8 +655,19 @@ class GradBuffer:
     def _zero(self, i: int) -> None:
         if self.has_reduced:
             self._own_piece(i)[0].zero_()
+        self._zero_sums(i)
+
+    def _zero_sums(self, i: int) -> None:
+        self.nonzero.discard(i)
+        if i in self.with_mean:
+            self.local.contributed.discard(i)
         for part in self.local.parts_of(i):
             part.zero_()
+
+    def zero_sums_if_zero(self, i: int, values: torch.Tensor | float) -> None:
+        """Zeroes a parameter's local sums if its mean was set to, or multiplied by, values that are all zero."""
+        if i in self.with_mean and i in self.local.contributed and not torch.as_tensor(values).any():
+            self._zero_sums(i)
 
     def write(self, i: int, values: torch.Tensor) -> None:
         """Writes this rank's part of new values for a parameter's gradient."""
@@ -671,6 +678,7 @@ class GradBuffer:
             )
         piece, start = self.piece(i)
         piece.copy_(self.layout.segments[i].flatten(values)[start : start + piece.numel()])
+        self.zero_sums_if_zero(i, values)
         self.changed()
 
     def _is_local(self, i: int) -> bool:

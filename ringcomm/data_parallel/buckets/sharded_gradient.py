@@ -27,6 +27,7 @@ _ELEMENTWISE = {
     *("mul_", "div_", "add_", "sub_", "pow_", "abs_", "neg_", "sign_", "sqrt_", "clamp_", "clamp_min_", "clamp_max_"),
     *("nan_to_num_", "copy_", "zero_", "fill_", "lerp_", "addcmul_", "addcdiv_", "masked_fill_"),
 }
+_MAY_SET_TO_ZERO = {"fill_", "copy_", "mul_", "_foreach_copy_", "_foreach_mul_"}  # if their second argument is zero
 # Operations of torch.distributed whose results are the same on all ranks.
 _SAME_ON_RANKS = {"allreduce_", "allreduce_coalesced_", "broadcast_", "allgather_", "_allgather_base_"}
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # of torch.amp.GradScaler
@@ -45,6 +46,7 @@ class GradOwner(Protocol):
     def unsharded(self, i: int) -> torch.Tensor: ...
     def write(self, i: int, values: torch.Tensor) -> None: ...
     def zero(self, i: int) -> None: ...
+    def zero_sums_if_zero(self, i: int, values: torch.Tensor | float) -> None: ...
     def changed(self) -> None: ...
 
 
@@ -182,8 +184,15 @@ class ShardedGradient(torch.Tensor):
         piece, start = gradient.piece(self._index)
         cut = partial(self._cut, piece, start)
         func(piece, *tree_map(cut, args), **tree_map(cut, kwargs))
+        self._follow(func, args)
         gradient.changed()
         return self
+
+    def _follow(self, func: Any, args: Sequence[Any]) -> None:
+        """Does to the local sums what the operation, with these further arguments, did to the mean, if it set it to
+        zero."""
+        if func._schema.name.split("::")[1] in _MAY_SET_TO_ZERO and args and not isinstance(args[0], ShardedGradient):
+            self._home.zero_sums_if_zero(self._index, args[0])
 
     def _cut(self, piece: torch.Tensor, start: int, x: Any) -> Any:
         """Returns this rank's part of an argument."""
@@ -370,6 +379,9 @@ def _on_rows(func: Any, args: Any, kwargs: Any) -> Any:
         return [x if not isinstance(to, ShardedGradient) else to._cut(*piece, x) for x, to, piece in rows]
 
     func(*_read([*map(cut, args)]), **_read({name: cut(x) for name, x in kwargs.items()}))
+    for k, x in enumerate(targets):
+        if isinstance(x, ShardedGradient):
+            x._follow(func, [values[k] if isinstance(values, (list, tuple)) else values for values in args[1:2]])
     for home in dict.fromkeys(x._home for x in written):
         home.changed()
     return None
