@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.choice import choose, slow
+from tests.support.mesh.faults import FAULTS as MESH_FAULTS
 from tests.support.training.faults import FAULTS, Fault
 from tests.support.training.programs import FEATURES, KINDS, Program, generate
 from tests.support.training.runner import STAGES, Failure, Runner, places_of
@@ -75,6 +76,11 @@ def test_every_feature_and_kind_is_drawn() -> None:
         name for name in FEATURES if name.startswith("optimizer.")
     } == set(FEATURES)
     assert {place for program in programs for place in places_of(program)} >= {"plain", "torch", "ddp", *STAGES}
+
+
+def test_every_fault_takes_the_arguments_of_what_it_replaces() -> None:
+    for fault in [*FAULTS, *MESH_FAULTS]:
+        fault.plant(lambda home, attribute, wrong: None)
 
 
 @pytest.mark.timeout(300)

@@ -41,7 +41,9 @@ class Fault:
         right one's arguments: every call would raise, and any program would find that."""
         right = getattr(self.home, self.attribute)
         wrong = self.wrong(right)
-        inspect.signature(wrong).bind(*inspect.signature(right).parameters)
+        parameters = inspect.signature(right).parameters.values()
+        named = {each.name: None for each in parameters if each.kind == each.KEYWORD_ONLY}
+        inspect.signature(wrong).bind(*(each for each in parameters if each.name not in named), **named)
         patch(self.home, self.attribute, wrong)
 
 
