@@ -276,7 +276,11 @@ def _tell_result(pipe: Connection, rank: int, result: Any) -> None:
 
 
 def _watch_parent(pipe: Connection, engine: NativeEngine, leaving: threading.Lock) -> None:
-    """Aborts when the parent says so. If the parent ends, ends this process, too, within ``_GRACE_S``."""
+    """Aborts when the parent says so. If the parent ends, ends this process, too, within ``_GRACE_S``.
+
+    The search for deadlocks recognises this thread, which makes no calls, by the function's name, in
+    csrc/bind/module/site.cpp.
+    """
     try:
         reason, died = pipe.recv()
         with leaving:
@@ -390,9 +394,9 @@ class _Processes:
         for pipe, until in [*self.ending.items()]:
             rank = self.pipes[pipe]
             if self.processes[rank].exitcode is not None or time.monotonic() >= until:
-                self.fail(pipe, rank, self.describe_end(rank), died=True)
+                self.fail(pipe, rank, self.end_error(rank), died=True)
 
-    def describe_end(self, rank: int) -> RankFailedError:
+    def end_error(self, rank: int) -> RankFailedError:
         """Returns the error for a rank whose process has closed its pipe, usually because it has ended."""
         code = self.processes[rank].exitcode
         if code is None:  # a process that fails to start closes its pipe first, and may take long to end

@@ -485,7 +485,7 @@ class GradBuffer:
                 kept = copy.copy(self)
                 kept.buffer = kept.reduced = self.reduced.clone()
                 kept.local, kept.pending = LocalSums(self.layout, self.ranks, False, []), None
-                kept.with_mean, kept.means, kept.exposed = set(self.with_mean), ([], []), []
+                kept.with_mean, kept.means, kept.exposed, kept.nonzero = set(self.with_mean), ([], []), [], set()
             self.sharded_grads[i]._owner = partial(_same, kept if i in self.with_mean else None)
             self.sharded_grads[i] = ShardedGradient.of(self, i)
 

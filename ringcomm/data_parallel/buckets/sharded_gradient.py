@@ -27,7 +27,8 @@ _ELEMENTWISE = {
     *("mul_", "div_", "add_", "sub_", "pow_", "abs_", "neg_", "sign_", "sqrt_", "clamp_", "clamp_min_", "clamp_max_"),
     *("nan_to_num_", "copy_", "zero_", "fill_", "lerp_", "addcmul_", "addcdiv_", "masked_fill_"),
 }
-_MAY_SET_TO_ZERO = {"fill_", "copy_", "mul_", "_foreach_copy_", "_foreach_mul_"}  # if their second argument is zero
+# Operations that set a gradient to zero if their operand is zero.
+_MAY_SET_TO_ZERO = {"fill_", "copy_", "mul_", "_foreach_copy_", "_foreach_mul_"}
 # Operations of torch.distributed whose results are the same on all ranks.
 _SAME_ON_RANKS = {"allreduce_", "allreduce_coalesced_", "broadcast_", "allgather_", "_allgather_base_"}
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # of torch.amp.GradScaler
@@ -116,7 +117,7 @@ class ShardedGradient(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = func._schema.name.split("::")[1], kwargs or {}
+        name, kwargs = _name_of(func), kwargs or {}
         first = args[0] if args else None
         if func.is_view and isinstance(first, ShardedGradient):
             return first._viewed(func, name, args[1:], kwargs)
@@ -184,15 +185,16 @@ class ShardedGradient(torch.Tensor):
         piece, start = gradient.piece(self._index)
         cut = partial(self._cut, piece, start)
         func(piece, *tree_map(cut, args), **tree_map(cut, kwargs))
-        self._follow(func, args)
+        if _name_of(func) in _MAY_SET_TO_ZERO:
+            self._zero_sums_if_zero(args[0])
         gradient.changed()
         return self
 
-    def _follow(self, func: Any, args: Sequence[Any]) -> None:
-        """Does to the local sums what the operation, with these further arguments, did to the mean, if it set it to
-        zero."""
-        if func._schema.name.split("::")[1] in _MAY_SET_TO_ZERO and args and not isinstance(args[0], ShardedGradient):
-            self._home.zero_sums_if_zero(self._index, args[0])
+    def _zero_sums_if_zero(self, operand: Any) -> None:
+        """Zeroes the local sums if the operand is zero. Another gradient is not read for this, because reading is a
+        collective, and other ranks may have no local sums."""
+        if not isinstance(operand, ShardedGradient):
+            self._home.zero_sums_if_zero(self._index, operand)
 
     def _cut(self, piece: torch.Tensor, start: int, x: Any) -> Any:
         """Returns this rank's part of an argument."""
@@ -266,6 +268,12 @@ class ShardedGradient(torch.Tensor):
 _foreach_supported_types.append(ShardedGradient)
 
 
+def _name_of(func: Any) -> str:
+    """Returns an operation's name without its namespace."""
+    name: str = func._schema.name.split("::")[1]
+    return name
+
+
 def _read_only(array: Any) -> Any:
     """Makes the array read-only, because writes into a copy would be lost."""
     array.flags.writeable = False
@@ -296,7 +304,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any
 def _change(func: Any, args: Any, kwargs: Any) -> Any:
     """Runs an operation that writes on the gathered gradients; each rank then keeps its part of the results."""
     bases: dict[tuple[GradOwner, int], torch.Tensor] = {}
-    name = func._schema.name.split("::")[1]
+    name = _name_of(func)
     if func.namespace == "c10d" and name not in _SAME_ON_RANKS:
         raise InvalidArgumentError(
             f"{name}: got a sharded gradient, expected an ordinary tensor, because the result differs between the "
@@ -379,9 +387,11 @@ def _on_rows(func: Any, args: Any, kwargs: Any) -> Any:
         return [x if not isinstance(to, ShardedGradient) else to._cut(*piece, x) for x, to, piece in rows]
 
     func(*_read([*map(cut, args)]), **_read({name: cut(x) for name, x in kwargs.items()}))
-    for k, x in enumerate(targets):
-        if isinstance(x, ShardedGradient):
-            x._follow(func, [values[k] if isinstance(values, (list, tuple)) else values for values in args[1:2]])
+    if _name_of(func) in _MAY_SET_TO_ZERO:
+        operands = args[1] if isinstance(args[1], (list, tuple)) else [args[1]] * len(targets)
+        for x, operand in zip(targets, operands, strict=True):
+            if isinstance(x, ShardedGradient):
+                x._zero_sums_if_zero(operand)
     for home in dict.fromkeys(x._home for x in written):
         home.changed()
     return None

@@ -339,12 +339,12 @@ class UnattachedOptions(Options):
         if flat.ranks.joining is not None and flat.ranks.joining.shadowing:
             return
         for bucket in flat.buckets:
-            if not bucket.trainable or not (bucket.gradient.has_reduced and bucket.gradient.has_local):
+            gradient = bucket.gradient
+            if not (bucket.trainable and gradient.has_reduced and gradient.has_local):
                 continue
-            bucket.gradient.reconcile()
+            gradient.reconcile()  # the user may have set some to None or zero
             mine = {id(p) for group in self._groups() for p in group["params"]}
-            both = bucket.gradient.with_mean & bucket.gradient.local.contributed
-            put = [i for i in both if id(bucket.params[i]) in mine]
+            put = [i for i in gradient.with_mean & gradient.local.contributed if id(bucket.params[i]) in mine]
             if put:
                 raise InvalidArgumentError(
                     f"step: rank {flat.ranks.rank} got a gradient of {bucket.names[min(put)]} of which the part from "
