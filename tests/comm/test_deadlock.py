@@ -115,6 +115,12 @@ def test_a_circle_inside_one_communicator(ranks: str) -> None:
     assert not any("another communicator" in text for _, text, _ in outcomes)
 
 
+def test_a_communicator_of_the_main_thread_hides_no_deadlock() -> None:
+    with ringcomm.init(rank=0, world_size=1) as own:
+        own.barrier()  # by this thread, which waits in run_ranks below
+        check_told(run_ranks(own_messages, 2, ranks="threads", timeout=60))
+
+
 SENDERS = "a long send waits for its receive: use sendrecv, or isend, or make the calls inside coalesce()"
 
 
@@ -199,6 +205,31 @@ def slow(comm: Communicator, how: str) -> Any:
 @pytest.mark.parametrize("how", ["computes", "thread", "first call of a thread"])
 def test_a_rank_that_goes_on_is_left_alone(how: str, ranks: str) -> None:
     assert run_ranks(slow, 3, how, ranks=ranks, timeout=60) == [[3.0] * 4] * 3
+
+
+def waits_for_a_call_of_another_thread(comm: Communicator, others: list[Any], x: torch.Tensor) -> None:
+    """Rank 0 leaves a call in its second communicator to a thread that is no rank."""
+    other = comm.split(0, comm.rank)
+    assert other is not None
+    others[comm.rank] = other
+    if comm.rank == 1:
+        other.all_reduce(x)
+    comm.barrier()
+
+
+def test_a_thread_with_its_own_communicator_may_make_the_call() -> None:
+    others: list[Any] = [None, None]
+    x = torch.ones(3)
+    ranks = threading.Thread(
+        target=lambda: run_ranks(waits_for_a_call_of_another_thread, 2, others, x, ranks="threads", timeout=60)
+    )
+    with ringcomm.init(rank=0, world_size=1) as own:
+        own.barrier()
+        ranks.start()
+        time.sleep(3)
+        others[0].all_reduce(torch.ones(3))
+        ranks.join()
+    assert x.tolist() == [2.0] * 3
 
 
 def short_limits(comm: Communicator, both_told: threading.Barrier) -> Any:

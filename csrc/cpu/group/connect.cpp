@@ -142,7 +142,10 @@ void Group::connect(const std::vector<std::string>& handles) {
   mine_->close_fd();  // all ranks have mapped it; from now on no process can open it
   origin_ = {group_number(handles), rank_, world_size_, -1};
   connected_ = true;
-  graph_->add(member_, origin_.group);
+  bool ranks_are_threads = false;
+  for (int peer = 0; peer < world_size_; ++peer)
+    ranks_are_threads = ranks_are_threads || (peer != rank_ && !peers_[peer].process);
+  graph_->add(member_, origin_.group, ranks_are_threads);
 }
 
 // A handle that cannot be used aborts the ranks that are reachable, so that they do not wait for this one.

@@ -142,22 +142,20 @@ void WaitGraph::drop_party(int index) {
   store_release(&page_.records[index].party, 0);
 }
 
-int WaitGraph::party_for(const Member& member) {
+int WaitGraph::party_for_caller(bool ranks_are_threads) {
   const auto known = threads_.find(this_caller);
   if (known != threads_.end()) return known->second.index;
+  if (ranks_are_threads) return new_party();
   std::set<int> parties;
-  for (const Member* other : members_) {
-    if (other->group == member.group) return new_party();  // ranks are threads
-    parties.insert(other->index);
-  }
+  for (const Member* other : members_) parties.insert(other->index);
   return parties.size() == 1 ? *parties.begin() : new_party();
 }
 
-void WaitGraph::add(Member& member, std::uint64_t group) {
+void WaitGraph::add(Member& member, std::uint64_t group, bool ranks_are_threads) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     member.group = group;
-    join(member, party_for(member));
+    join(member, party_for_caller(ranks_are_threads));
     members_.push_back(&member);
   }
   note_new_caller(member);
@@ -286,13 +284,21 @@ void WaitGraph::end(Entry* entry) {
   entries_.remove_if([&](const Entry& each) { return &each == entry; });
 }
 
+// Whether the process has only threads that make no more calls for this party, apart from its own, which all wait.
 // Calls the user's language, so the lock is not held.
-bool WaitGraph::nobody_else() const {
+bool WaitGraph::nobody_else(int index) const {
   std::vector<std::uint64_t> idents;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (threads_.find(this_caller) == threads_.end()) return false;  // a thread of an engine
-    for (const auto& [id, thread] : threads_) idents.push_back(thread.ident);
+    std::set<std::uint64_t> groups;
+    for (const Member* member : members_)
+      if (member->index == index) groups.insert(member->group);
+    std::set<int> peers;  // parties that are other ranks of the same communicators make no calls for this one
+    for (const Member* member : members_)
+      if (groups.count(member->group)) peers.insert(member->index);
+    for (const auto& [id, thread] : threads_)
+      if (peers.count(thread.index)) idents.push_back(thread.ident);
   }
   return has_only_threads(idents);
 }
@@ -453,17 +459,19 @@ void WaitGraph::look(Entry* entry, const PartyPlace& target, const std::function
                      std::vector<PartyState>& seen) {
   PartyPlace start = place();
   std::uint64_t question = 0, answered = 0;
+  int index = -1;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (entry->member->index < 0) return;
-    const Record& record = page_.records[entry->member->index];
+    index = entry->member->index;
+    if (index < 0) return;
+    const Record& record = page_.records[index];
     start.party = load_relaxed(&record.party);
     question = load_acquire(&record.asked);
     answered = entry->alone;
   }
-  const bool alone = question > answered && nobody_else();
+  const bool alone = question > answered && nobody_else(index);
   const std::lock_guard<std::mutex> lock(mutex_);
-  const int index = entry->member->index;
+  index = entry->member->index;
   if (index < 0 || load_relaxed(&page_.records[index].party) != start.party || has_come()) return;
   entry->confirmed = question;
   if (alone) entry->alone = question;

@@ -124,7 +124,7 @@ class WaitGraph {
   // Adds a communicator that the calling thread connects: from now on thread and communicator belong to one party.
   // Other threads of a process with one rank may take over its calls, so they join the same party; where ranks are
   // threads, each is a party of its own.
-  void add(Member& member, std::uint64_t group);
+  void add(Member& member, std::uint64_t group, bool ranks_are_threads);
   void remove(Member& member);
   // Called before every call: notes which threads use a communicator.
   void note_caller(Member& member) {
@@ -151,7 +151,7 @@ class WaitGraph {
 
   void note_new_caller(Member& member);
   int new_party();
-  int party_for(const Member& member);
+  int party_for_caller(bool ranks_are_threads);
   void join(Member& member, int index);
   void merge(int kept, int dropped);
   void drop_party(int index);
@@ -159,7 +159,7 @@ class WaitGraph {
   void hide(int index);
   void publish(int index);
   void answer(int index);
-  bool nobody_else() const;
+  bool nobody_else(int index) const;
   void obey(int index);
   Record* find(const PartyPlace& place);
   bool read(const PartyPlace& place, PartyState& seen);
