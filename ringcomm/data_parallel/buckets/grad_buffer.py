@@ -65,6 +65,7 @@ class LocalSums:
             sum if bit k of the number is set, and zeros otherwise.
         base: the count at the beginning of a pipeline step.
         contributed: parameters with a gradient in the sums.
+        nonzero_means: those of them whose mean in `p.grad` is not zero; see `GradBuffer._zero_sums_of_zeroed_means`.
         views: without ``tree``, every parameter's part of the only level, once some of them were put into `p.grad`.
     """
 
@@ -74,6 +75,7 @@ class LocalSums:
         self.counts = [0] * len(layout.segments)
         self.base = 0
         self.contributed: set[int] = set()
+        self.nonzero_means: set[int] = set()
         self.views: list[torch.Tensor] | None = None
 
     @property
@@ -117,6 +119,7 @@ class LocalSums:
     def clear(self) -> None:
         """Forgets the levels, whose buffers were given back."""
         self.levels, self.counts, self.base = [], [0] * len(self.counts), 0
+        self.nonzero_means.clear()
 
     def _hold(self, level: int, sums: torch.Tensor) -> None:
         self.levels.extend([None] * (level + 1 - len(self.levels)))
@@ -228,7 +231,6 @@ class GradBuffer:
         sharded_grads: the `ShardedGradient` of every parameter.
         exposed: what `expose_grads` put into `p.grad`.
         means: the tensors for `p.grad` and their addresses, unless `p.grad` is a `ShardedGradient`.
-        nonzero: the parameters with local sums whose mean in `p.grad` was not zero; see `_zero_sums_of_zeroed_means`.
         pending: the reduction in flight.
     """
 
@@ -252,7 +254,6 @@ class GradBuffer:
         self.with_mean: set[int] = set()
         self.exposed: list[torch.Tensor | None] = [None] * len(params)
         self.means: tuple[list[torch.Tensor], list[int]] = [], []
-        self.nonzero: set[int] = set()
         self.pending: PendingReduction | None = None
 
     def _use_buffer(self, buffer: torch.Tensor) -> None:
@@ -418,12 +419,12 @@ class GradBuffer:
         if not self.is_empty:
             self._put(self.exposed)
         both = self.with_mean & self.local.contributed if self.has_reduced and not self.exposes_sharded else ()
-        self.nonzero = {i for i in both if self.means[0][i].any()}
+        self.local.nonzero_means = {i for i in both if self.means[0][i].any()}
 
     def _zero_sums_of_zeroed_means(self) -> None:
         """Zeroes the local sums of parameters whose means were zeroed in place, as by zero_grad(set_to_none=False) or
         `p.grad.data.zero_()`: in torch, both are one tensor."""
-        for i in {i for i in self.nonzero if not self.means[0][i].any()}:
+        for i in {i for i in self.local.nonzero_means if not self.means[0][i].any()}:
             self._zero_sums(i)
 
     def _put(self, grads: Sequence[torch.Tensor | None]) -> None:
@@ -465,7 +466,6 @@ class GradBuffer:
         self.has_reduced = False
         self.local.contributed.clear()
         self.with_mean.clear()
-        self.nonzero.clear()
         self._replace_kept_buffer()
         self.changed()
 
@@ -485,7 +485,7 @@ class GradBuffer:
                 kept = copy.copy(self)
                 kept.buffer = kept.reduced = self.reduced.clone()
                 kept.local, kept.pending = LocalSums(self.layout, self.ranks, False, []), None
-                kept.with_mean, kept.means, kept.exposed, kept.nonzero = set(self.with_mean), ([], []), [], set()
+                kept.with_mean, kept.means, kept.exposed = set(self.with_mean), ([], []), []
             self.sharded_grads[i]._owner = partial(_same, kept if i in self.with_mean else None)
             self.sharded_grads[i] = ShardedGradient.of(self, i)
 
@@ -658,7 +658,7 @@ class GradBuffer:
         self._zero_sums(i)
 
     def _zero_sums(self, i: int) -> None:
-        self.nonzero.discard(i)
+        self.local.nonzero_means.discard(i)
         if i in self.with_mean:
             self.local.contributed.discard(i)
         for part in self.local.parts_of(i):

@@ -339,8 +339,10 @@ class UnattachedOptions(Options):
         if flat.ranks.joining is not None and flat.ranks.joining.shadowing:
             return
         for bucket in flat.buckets:
+            if not bucket.trainable:
+                continue
             gradient = bucket.gradient
-            if not (bucket.trainable and gradient.has_reduced and gradient.has_local):
+            if not (gradient.has_reduced and gradient.has_local):
                 continue
             gradient.reconcile()  # the user may have set some to None or zero
             mine = {id(p) for group in self._groups() for p in group["params"]}
