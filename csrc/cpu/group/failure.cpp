@@ -16,7 +16,7 @@ namespace ringcomm::cpu {
 
 namespace {
 
-constexpr auto kLookForSignals = std::chrono::milliseconds(25);
+constexpr auto kSignalPollInterval = std::chrono::milliseconds(25);
 constexpr int kMostNamed = 8;  // most ranks named in a message
 
 std::string host_name() {
@@ -32,7 +32,7 @@ void copy_text(char* to, std::size_t nbytes, const char* text) {
 std::string in_brackets(const std::string& text) { return text.empty() ? text : concat(" (", text, ')'); }
 
 std::string place_of(const LoggedCall& call) {
-  std::string text = load_acquire(&call.stated) ? call.site : "";
+  std::string text = load_acquire(&call.has_site) ? call.site : "";
   if (call.step >= 0) text += concat(text.empty() ? "" : ", ", "step ", call.step);
   return text;
 }
@@ -55,7 +55,7 @@ void Group::wait(int peer, const Flag* flag, std::uint64_t target, const Deadlin
   wait_flag(flag, target, &control(peer).sleepers.value, wait_policy_, begin, [&] {
     wait_for(peer);
     watch.check(has_come);
-    look_around(peer, deadline, has_come);
+    check_peers(peer, deadline, has_come);
     if (check_interrupt(*deadline.call, next)) count_wait();  // for readers of the metrics of a rank that hangs
   });
   wait_for(-1);
@@ -65,11 +65,11 @@ LongWait::~LongWait() {
   if (entry_) group_.graph_->end(entry_);
 }
 
-void LongWait::look(Clock::time_point now, const std::function<bool()>& has_come) {
-  next_ = now + group_.graph_->long_wait() / kLooks;
+void LongWait::search(Clock::time_point now, const std::function<bool()>& has_come) {
+  next_ = now + group_.graph_->long_wait() / kSearchesPerWait;
   if (limit_ms_ < kLeastLimitMs || peer_ < 0 || group_.graph_->long_wait().count() == 0) return;
   if (!entry_) entry_ = group_.graph_->begin(group_.member_, what_, group_.facts_of(kind_, peer_, site_));
-  group_.graph_->look(entry_, group_.party_of(peer_), has_come, seen_);
+  group_.graph_->search(entry_, group_.party_of(peer_), has_come, seen_);
 }
 
 PartyPlace Group::party_of(int peer) const {
@@ -97,10 +97,10 @@ WaitFacts Group::facts_of(WaitKind kind, int peer, const char* site) const {
 // The call needs every rank's part, so a lost rank is reported wherever this rank waits. After an abort the flag is
 // checked once more: the peer may have done its part of this call before it aborted.
 template <typename HasCome>
-void Group::look_around(int peer, const Deadline& deadline, const HasCome& has_come) const {
+void Group::check_peers(int peer, const Deadline& deadline, const HasCome& has_come) const {
   if (aborted()) {
     if (has_come()) return;
-    state_call();
+    record_site();
     check_abort(*deadline.call);
   }
   compare_calls();
@@ -124,7 +124,7 @@ bool Group::check_interrupt(const Call& call, Clock::time_point& next) const {
   const auto now = Clock::now();
   const bool first = next == Clock::time_point{};
   if (!first && now < next) return false;
-  next = now + kLookForSignals;  // checking for Python signals needs the GIL
+  next = now + kSignalPollInterval;  // checking for Python signals needs the GIL
   if (first) return false;
   UnlocatedCalls::place();
   if (!signals_.interrupted()) return true;
@@ -175,18 +175,18 @@ void Group::begin_call(const Call& call, const Signature& signature) {
   entry.signature = signature;
   entry.step = step_now();
   if (call.site) copy_end(entry.site, sizeof entry.site, call.site);
-  store_relaxed(&entry.stated, call.site != nullptr);
+  store_relaxed(&entry.has_site, call.site != nullptr);
   logged_ = (signature.hash() & ~0xffffull) | ((sequence_ + 1) & 0xffff);
   store_release(&entry.hash, logged_);
   store_release(&control().calls.value, sequence_ + 1);
 }
 
 // Looks up the place of the current call in the user's code, if the call came without one.
-void Group::state_call() const {
+void Group::record_site() const {
   LoggedCall& entry = control().log[sequence_ % kLoggedCalls];
-  if (!has_begun(rank_, sequence_) || load_relaxed(&entry.stated)) return;
+  if (!has_begun(rank_, sequence_) || load_relaxed(&entry.has_site)) return;
   copy_end(entry.site, sizeof entry.site, site_here());
-  store_release(&entry.stated, 1);
+  store_release(&entry.has_site, 1);
 }
 
 const LoggedCall& Group::logged(int peer, std::uint64_t sequence) const {
@@ -220,7 +220,7 @@ std::string Group::last_call_of(int peer) const {
 
 // Returns for instance "all_reduce #7: rank 0 (train.py:88)"; calls are numbered from 0.
 std::string Group::call_here() const {
-  state_call();
+  record_site();
   const LoggedCall& entry = logged(rank_, sequence_);
   return concat(name(static_cast<Op>(entry.signature.op)), " #", sequence_, ": rank ", rank_,
                 in_brackets(place_of(entry)));
@@ -378,7 +378,7 @@ bool Group::wait_peers_idle() const {
 // ---- calls that differ ---------------------------------------------------------------------------------------------
 
 void Group::report_mismatch() const {
-  state_call();
+  record_site();
   const bool first = claim_abort_state(0);
   set_abort_flags();
   const LoggedCall& mine = logged(rank_, sequence_);
@@ -402,8 +402,8 @@ void Group::await_call_sites(std::uint64_t sequence) const {
   const auto end = Clock::now() + std::chrono::milliseconds(300);
   for (int peer = 0; peer < world_size_; ++peer) {
     const LoggedCall& entry = logged(peer, sequence);
-    while (load_acquire(&control(peer).calls.value) == sequence + 1 && !load_acquire(&entry.stated) && !is_gone(peer) &&
-           Clock::now() < end)
+    while (load_acquire(&control(peer).calls.value) == sequence + 1 && !load_acquire(&entry.has_site) &&
+           !is_gone(peer) && Clock::now() < end)
       usleep(500);
   }
 }

@@ -28,7 +28,7 @@ struct alignas(kLineBytes) LoggedCall {
   Flag hash;  // of the signature, with the number + 1 in the low 16 bits; written last
   Signature signature;
   std::int64_t step;  // of the user's training; below 0: unknown
-  Flag stated;        // `site` has been written
+  Flag has_site;      // `site` has been written
   char site[72];
 };
 static_assert(sizeof(LoggedCall) == kLineBytes, "a logged call is one line");

@@ -51,7 +51,7 @@ class LongWait {
   void check(const HasCome& has_come);
 
  private:
-  void look(Clock::time_point now, const std::function<bool()>& has_come);
+  void search(Clock::time_point now, const std::function<bool()>& has_come);
 
   const Group& group_;
   const WaitKind kind_;
@@ -186,7 +186,7 @@ class Group {
   void await_attached();
   // Throws if a rank that this call needs is gone, or the call's limit has passed.
   template <typename HasCome>
-  void look_around(int peer, const Deadline& deadline, const HasCome& has_come) const;
+  void check_peers(int peer, const Deadline& deadline, const HasCome& has_come) const;
   [[noreturn]] void report_timeout(int peer, const Deadline& deadline) const;
   bool is_exited(int peer) const { return peers_[peer].process && peers_[peer].process->exited(); }
   bool is_stopped(int peer) const { return peers_[peer].process && peers_[peer].process->stopped(); }
@@ -198,7 +198,7 @@ class Group {
   WaitFacts facts_of(WaitKind kind, int peer, const char* site) const;
   const LoggedCall& logged(int peer, std::uint64_t sequence) const;
   bool has_begun(int peer, std::uint64_t sequence) const;
-  void state_call() const;
+  void record_site() const;
   void await_call_sites(std::uint64_t sequence) const;
   std::vector<Caller> callers(std::uint64_t sequence) const;
   AbortState& abort_state() const { return (peers_[0].segment ? control(0) : control()).abort_state; }
@@ -237,8 +237,8 @@ template <typename HasCome>
 void LongWait::check(const HasCome& has_come) {
   const auto now = Clock::now();
   if (next_ == Clock::time_point{}) next_ = now + group_.graph_->long_wait();
-  if (entry_) group_.graph_->hear(entry_);
-  if (now >= next_) look(now, has_come);
+  if (entry_) group_.graph_->abort_if_reported(entry_);
+  if (now >= next_) search(now, has_come);
 }
 
 template <typename Look>

@@ -71,7 +71,7 @@ struct WaitGraph::Record {
   alignas(kLineBytes) Flag party;  // as in PartyPlace; 0: the record is free
   Flag stamp, answered;
   alignas(kLineBytes) Flag asked;
-  Flag told;  // stamp << 1; the lowest bit is set while the sentences are being written
+  Flag reported;  // stamp << 1; the lowest bit is set while the sentences are being written
   std::uint32_t num_waits;
   WaitFacts waits[kMostWaits];
   struct {
@@ -279,14 +279,14 @@ WaitGraph::Entry* WaitGraph::begin(Member& member, const void* what, const WaitF
 
 void WaitGraph::end(Entry* entry) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  obey(entry->member->index);
+  abort_if_reported(entry->member->index);
   hide(entry->member->index);
   entries_.remove_if([&](const Entry& each) { return &each == entry; });
 }
 
 // Whether the process has only threads that make no more calls for this party, apart from its own, which all wait.
 // Calls the user's language, so the lock is not held.
-bool WaitGraph::nobody_else(int index) const {
+bool WaitGraph::has_no_other_callers(int index) const {
   std::vector<std::uint64_t> idents;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -304,25 +304,25 @@ bool WaitGraph::nobody_else(int index) const {
 }
 
 // Reports the deadlock to the peers before they can see that this rank has left.
-void WaitGraph::obey(int index) {
+void WaitGraph::abort_if_reported(int index) {
   if (index < 0) return;
   const Record& record = page_.records[index];
   const std::uint64_t stamp = load_relaxed(&record.stamp);
-  if (stamp == 0 || load_acquire(&record.told) != stamp << 1) return;
+  if (stamp == 0 || load_acquire(&record.reported) != stamp << 1) return;
   for (const auto& end : record.ends)
     for (const Member* member : members_)
       if (end.group != 0 && member->index == index && member->group == end.group) member->abort(end.sentence);
 }
 
-void WaitGraph::hear(Entry* entry) {
+void WaitGraph::abort_if_reported(Entry* entry) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  obey(entry->member->index);
+  abort_if_reported(entry->member->index);
 }
 
 // ---- the search -----------------------------------------------------------------------------------------------------
 
 // Null: the process has exited, or its page cannot be opened.
-WaitGraph::Record* WaitGraph::find(const PartyPlace& place) {
+WaitGraph::Record* WaitGraph::record_at(const PartyPlace& place) {
   const int index = index_of(place.party);
   if (index < 0 || index >= kMostParties) return nullptr;
   if (place.nonce == nonce_) return &page_.records[index];
@@ -342,7 +342,7 @@ WaitGraph::Record* WaitGraph::find(const PartyPlace& place) {
 
 // False: the party may go on.
 bool WaitGraph::read(const PartyPlace& place, PartyState& seen) {
-  Record* const record = find(place);
+  Record* const record = record_at(place);
   if (!record) return false;
   seen = {place, load_acquire(&record->stamp), 0, {}, {}};
   if (seen.stamp == 0 || load_relaxed(&record->party) != place.party) return false;
@@ -355,7 +355,7 @@ bool WaitGraph::read(const PartyPlace& place, PartyState& seen) {
 }
 
 // Returns all parties that this party waits for, directly or through others; empty if one of them may go on.
-std::vector<WaitGraph::PartyState> WaitGraph::reach(const PartyPlace& start) {
+std::vector<WaitGraph::PartyState> WaitGraph::reachable_from(const PartyPlace& start) {
   std::vector<PartyState> all(1);
   if (!read(start, all[0])) return {};
   const auto found = [&](const PartyPlace& place) {
@@ -381,7 +381,7 @@ std::vector<WaitGraph::PartyState> WaitGraph::reach(const PartyPlace& start) {
 
 bool WaitGraph::all_answered(const std::vector<PartyState>& seen) {
   return std::all_of(seen.begin(), seen.end(), [&](const PartyState& each) {
-    const Record* const record = find(each.place);
+    const Record* const record = record_at(each.place);
     return record && load_acquire(&record->answered) >= each.question;
   });
 }
@@ -429,13 +429,13 @@ std::string sentence_of(const std::vector<WaitGraph::PartyState>& seen, std::siz
 }  // namespace
 
 // Writes the sentences to all records; a record that has some already got the same ones from another rank.
-void WaitGraph::tell(const std::vector<PartyState>& seen) {
-  std::vector<std::pair<Record*, std::uint64_t>> told_now;
+void WaitGraph::report(const std::vector<PartyState>& seen) {
+  std::vector<std::pair<Record*, std::uint64_t>> newly;
   for (std::size_t i = 0; i < seen.size(); ++i) {
-    Record* const record = find(seen[i].place);
+    Record* const record = record_at(seen[i].place);
     if (!record) continue;
-    const std::uint64_t told = load_acquire(&record->told);
-    if (told >> 1 == seen[i].stamp || !claim(&record->told, told, seen[i].stamp << 1 | 1)) continue;
+    const std::uint64_t reported = load_acquire(&record->reported);
+    if (reported >> 1 == seen[i].stamp || !claim(&record->reported, reported, seen[i].stamp << 1 | 1)) continue;
     int ends = 0;
     const auto add = [&](std::size_t from, std::size_t k) {
       const std::uint64_t group = seen[from].waits[k].group;
@@ -450,13 +450,13 @@ void WaitGraph::tell(const std::vector<PartyState>& seen) {
     for (std::size_t from = 0; from < seen.size(); ++from)
       for (std::size_t k = 0; k < seen[from].waits.size(); ++k)
         if (seen[from].targets[k] == i) add(from, k);
-    told_now.emplace_back(record, seen[i].stamp << 1);
+    newly.emplace_back(record, seen[i].stamp << 1);
   }
-  for (const auto& [record, told] : told_now) store_release(&record->told, told);  // no rank leaves before all are told
+  for (const auto& [record, stamp] : newly) store_release(&record->reported, stamp);  // no rank leaves before all know
 }
 
-void WaitGraph::look(Entry* entry, const PartyPlace& target, const std::function<bool()>& has_come,
-                     std::vector<PartyState>& seen) {
+void WaitGraph::search(Entry* entry, const PartyPlace& target, const std::function<bool()>& has_come,
+                       std::vector<PartyState>& seen) {
   PartyPlace start = place();
   std::uint64_t question = 0, answered = 0;
   int index = -1;
@@ -469,7 +469,7 @@ void WaitGraph::look(Entry* entry, const PartyPlace& target, const std::function
     question = load_acquire(&record.asked);
     answered = entry->alone;
   }
-  const bool alone = question > answered && nobody_else(index);
+  const bool alone = question > answered && has_no_other_callers(index);
   const std::lock_guard<std::mutex> lock(mutex_);
   index = entry->member->index;
   if (index < 0 || load_relaxed(&page_.records[index].party) != start.party || has_come()) return;
@@ -481,17 +481,17 @@ void WaitGraph::look(Entry* entry, const PartyPlace& target, const std::function
   }
   publish(index);
   if (entry->facts.kind == WaitKind::kItem) return;
-  std::vector<PartyState> now = reach(start);
+  std::vector<PartyState> now = reachable_from(start);
   const auto alike = [](const PartyState& a, const PartyState& b) {
     return same(a.place, b.place) && a.stamp == b.stamp;
   };
   if (!now.empty() && std::equal(now.begin(), now.end(), seen.begin(), seen.end(), alike)) {
-    if (all_answered(seen)) tell(seen);
-    return obey(index);
+    if (all_answered(seen)) report(seen);
+    return abort_if_reported(index);
   }
   seen = std::move(now);
   for (PartyState& each : seen)
-    if (Record* const record = find(each.place)) each.question = fetch_add(&record->asked, 1) + 1;
+    if (Record* const record = record_at(each.place)) each.question = fetch_add(&record->asked, 1) + 1;
 }
 
 }  // namespace ringcomm::cpu

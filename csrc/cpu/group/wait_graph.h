@@ -8,7 +8,7 @@
 //   stamp            0: some thread of the party may continue; else a number that no other state of a record has
 //   waits            the parties for which the threads of this party wait, and the calls in which they wait
 //   asked, answered  questions "do you still wait?", and the last one that every waiting thread has answered with yes
-//   told             the stamp of the waits that were found to be a deadlock, and the sentences to report
+//   reported         the stamp of the waits that were found to be a deadlock, and the sentences to report
 //
 // A rank that waits examines all records that it can reach from its own. If one of them is empty, its party may
 // continue, and there is no deadlock. If none is empty, the rank asks all these parties a question, and examines the
@@ -39,7 +39,7 @@ namespace ringcomm::cpu {
 
 // The time until a wait enters the graph: milliseconds, or RINGCOMM_DEADLOCK_MS; 0: never.
 inline constexpr int kLongWaitMs = 1000;
-inline constexpr int kLooks = 4;                      // number of searches per further kLongWaitMs
+inline constexpr int kSearchesPerWait = 4;            // number of searches per further kLongWaitMs
 inline constexpr std::int64_t kLeastLimitMs = 10000;  // shorter waits end by themselves, outside of the graph
 // Ends the error of sends that wait for each other.
 inline constexpr const char* kAdviceToSenders =
@@ -133,12 +133,12 @@ class WaitGraph {
 
   Entry* begin(Member& member, const void* what, const WaitFacts& facts);
   void end(Entry* entry);
-  // Aborts the communicators of a deadlock that another rank has found. Call it before checking for a lost rank.
-  void hear(Entry* entry);
+  // Aborts the communicators of a deadlock that another rank has reported. Call it before checking for a lost rank.
+  void abort_if_reported(Entry* entry);
   // Searches for a deadlock once, and aborts its communicators. `has_come` returns whether the wait is over, `target`
   // is the present location of the peer's record; `seen` is the result of the last search.
-  void look(Entry* entry, const PartyPlace& target, const std::function<bool()>& has_come,
-            std::vector<PartyState>& seen);
+  void search(Entry* entry, const PartyPlace& target, const std::function<bool()>& has_come,
+              std::vector<PartyState>& seen);
   static void thread_ended(std::uint64_t thread);
 
  private:
@@ -159,13 +159,13 @@ class WaitGraph {
   void hide(int index);
   void publish(int index);
   void answer(int index);
-  bool nobody_else(int index) const;
-  void obey(int index);
-  Record* find(const PartyPlace& place);
+  bool has_no_other_callers(int index) const;
+  void abort_if_reported(int index);
+  Record* record_at(const PartyPlace& place);
   bool read(const PartyPlace& place, PartyState& seen);
-  std::vector<PartyState> reach(const PartyPlace& start);
+  std::vector<PartyState> reachable_from(const PartyPlace& start);
   bool all_answered(const std::vector<PartyState>& seen);
-  void tell(const std::vector<PartyState>& seen);
+  void report(const std::vector<PartyState>& seen);
 
   SharedMemory memory_;
   Page& page_;

@@ -291,7 +291,7 @@ struct LinkModel {
       const Step& step = programs_.of(r)[i];
       if (step.access->kind == Access::kWait && !waits && !made(state.ranks[r], i)) {
         waits = true;
-        look_around(state, r, step.access->call, next);
+        check_peers(state, r, step.access->call, next);
       }
       if (!possible(state, r, i)) continue;
       State after = state;
@@ -301,7 +301,7 @@ struct LinkModel {
   }
   // What a rank does now and then while it waits.
   template <typename Next>
-  void look_around(const State& state, int r, std::uint64_t call, const Next& next) const {
+  void check_peers(const State& state, int r, std::uint64_t call, const Next& next) const {
     const bool told = state.abort >> r & 1 && fault_ != Fault::kAbortIgnored;
     if (!told && !misses_a_rank(state, r, call) && events_.impatient != r) return;
     State after = state;
