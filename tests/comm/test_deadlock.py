@@ -121,6 +121,33 @@ def test_a_communicator_of_the_main_thread_hides_no_deadlock() -> None:
         check_told(run_ranks(own_messages, 2, ranks="threads", timeout=60))
 
 
+NO_CALLS = {
+    "notebook": ["ipykernel.iostream", "tornado.platform.asyncio"],
+    "debugger": ["_pydevd_bundle.pydevd_comm", "pydevd"],
+    "progress bar": ["rich.live"],
+    "torch.compile": ["torch._inductor.compile_worker.subproc_pool", "torch._inductor.compile_worker.utils"],
+    "sharing of tensors": ["multiprocessing.resource_sharer"],
+}
+"""What starts threads that call no communicator: the modules of such a thread, from its outermost frame on."""
+
+
+@pytest.mark.parametrize("modules", NO_CALLS.values(), ids=NO_CALLS)
+def test_threads_that_call_no_communicator_hide_no_deadlock(modules: list[str]) -> None:
+    ended = threading.Event()
+    run: Callable[[], Any] = ended.wait
+    for module in reversed(modules):
+        names: dict[str, Any] = {"__name__": module, "called": run}
+        exec("def run():\n    called()", names)
+        run = names["run"]
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        check_told(run_ranks(own_messages, 2, ranks="threads", timeout=60))
+    finally:
+        ended.set()
+        thread.join()
+
+
 SENDERS = "a long send waits for its receive: use sendrecv, or isend, or make the calls inside coalesce()"
 
 

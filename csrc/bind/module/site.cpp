@@ -156,11 +156,18 @@ bool handle_signals() {
 }
 
 // Packages whose threads call no communicator. Threads of any other package might.
-constexpr std::array<std::string_view, 10> kQuiet = {"tqdm",    "wandb",         "tensorboard", "tensorboardX",
-                                                     "mlflow",  "comet_ml",      "ipykernel",   "zmq",
-                                                     "execnet", "pytest_timeout"};
-constexpr std::array<std::string_view, 3> kQuietModules = {"multiprocessing.queues", "ringcomm.comm.hosts",
-                                                           "torch.utils.data._utils.pin_memory"};
+constexpr std::array<std::string_view, 20> kQuiet = {
+    "tqdm",   "rich",    "wandb",   "tensorboard", "tensorboardX",   "mlflow",        "comet_ml",
+    "aim",    "clearml", "neptune", "swanlab",     "ipykernel",      "IPython",       "zmq",
+    "pydevd", "debugpy", "execnet", "sentry_sdk",  "pytest_timeout", "_pydevd_bundle"};
+constexpr std::array<std::string_view, 6> kQuietModules = {
+    "multiprocessing.queues",
+    "multiprocessing.resource_sharer",  // lends tensors to other processes
+    "ringcomm.comm.hosts",
+    "torch.utils.data._utils.pin_memory",
+    "torch._inductor.compile_worker.subproc_pool",
+    "torch._inductor.compile_worker.timer"};
+constexpr std::string_view kEventLoop = "tornado";  // ipykernel's threads run it; those of a program may call anything
 
 struct Frame {
   std::string module, function;
@@ -187,8 +194,8 @@ std::string timer_of(const py::handle& ident, const py::module_& threading) {
   return py::isinstance<py::str>(module) ? utf8(module) : std::string();
 }
 
-// Whether a thread belongs to a package that is known to call no communicator, and runs only code of that package and
-// of the standard library.
+// Whether a thread was started by a package that is known to call no communicator, and runs only code of such packages,
+// of its event loop and of the standard library.
 bool is_quiet(const std::vector<Frame>& frames, const std::string& timer, const py::object& standard) {
   const auto is = [&](const auto& names, const std::string& name) {
     return std::find(names.begin(), names.end(), name) != names.end();
@@ -201,7 +208,8 @@ bool is_quiet(const std::vector<Frame>& frames, const std::string& timer, const 
   if (outer.module == "concurrent.futures.thread" && frames.size() == 1) return true;  // an idle worker
   if (!is(kQuiet, outer.package()) && !is(kQuietModules, outer.module)) return false;
   return std::all_of(frames.begin(), frames.end(), [&](const Frame& each) {
-    return each.package() == outer.package() || standard.contains(each.package());
+    const std::string package = each.package();
+    return package == outer.package() || is(kQuiet, package) || package == kEventLoop || standard.contains(package);
   });
 }
 
