@@ -198,7 +198,8 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, comm: Communicator
     if not fits or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2] or 0 in (*q.shape, *v.shape):
         raise ShapeError(
             f"{where} got {shapes}, expected (B, H, S/W, D), (B, Hkv, S/W, D) and (B, Hkv, S/W, Dv), none of them 0; "
-            "pass this rank's part of one sequence in all three"
+            "pass this rank's part of one sequence in all three, and attend to other keys, such as those of an unsplit "
+            "text, outside of the context"
         )
     if q.shape[1] % k.shape[1]:
         raise ShapeError(

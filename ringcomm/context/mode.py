@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.context.attention import cached_attention, num_calls, ring_attention
-from ringcomm.context.sequence import places
+from ringcomm.context.sequence import parts_of, places
 from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError
 from ringcomm.modules.dynamo import eager
 
@@ -622,6 +622,8 @@ class ContextParallelMode(TorchFunctionMode):
             )
         if rule.part is None and query.shape[2] in self._ramps:  # models may read tables of other lengths
             self._refuse_row(0, query.shape[2], "angles", self._ramps[query.shape[2]])
+        if rule.part is None:
+            self._refuse_other_dimension(query)
         self._met = None if rule.part is not None else torch.Size((query.shape[0], query.shape[2]))
         if rule.part is not None:
             how = (scale, softcap, rule.key_mask)
@@ -629,6 +631,23 @@ class ContextParallelMode(TorchFunctionMode):
         options: dict[str, Any] = {"layout": self.layout, "overlap": self.overlap, "softcap": softcap}
         options |= {"causal": rule.causal, "window": rule.window, "key_mask": rule.key_mask}
         return ring_attention(query, key, value, self.comm, scale=scale, **options)
+
+    def _refuse_other_dimension(self, query: torch.Tensor) -> None:
+        """Raises for attention along another dimension than the rank's part of the sequence: inside windows, over
+        features, heads or frames, or with tokens added to the part. A model may merge tokens of a part, which leaves
+        fewer of them in as many sequences."""
+        known = parts_of(self.comm)
+        rows, heads, length, width = query.shape
+        if not known or length in known or self.comm.world_size == 1:
+            return
+        merged = any(part % length == 0 for part in known) and rows <= max(known.values())
+        if not merged or heads in known or width in known:
+            raise UnsupportedError(
+                f"{CALL}: rank {self.comm.rank} got attention over {length} tokens of {rows} sequences in {_module()}, "
+                f"expected this rank's part, which shard_sequence has made of {', '.join(map(str, known))} tokens, "
+                "because its keys and values are exchanged with the other ranks; cut a model with such attention in "
+                "other ways, and leave the context for attention to added tokens"
+            )
 
     def _rule(self, mask: torch.Tensor | None, is_causal: bool, key: torch.Tensor) -> MaskRule:
         """Returns which keys the queries see."""

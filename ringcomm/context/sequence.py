@@ -9,6 +9,7 @@ The numbers are chunks: the sequence is divided into 2 W equal ones.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -134,7 +135,23 @@ def shard_sequence(x: torch.Tensor, comm: Communicator, dim: int = 1, layout: st
     _check_length(
         x.shape[dim], comm, layout, "shard_sequence", f"a sequence of {x.shape[dim]} in dim {dim} of {tuple(x.shape)}"
     )
-    return torch.cat([x.narrow(dim, *span) for span in _spans(comm.rank, comm.world_size, x.shape[dim], layout)], dim)
+    part = torch.cat([x.narrow(dim, *span) for span in _spans(comm.rank, comm.world_size, x.shape[dim], layout)], dim)
+    known = parts_of(comm)
+    length, rows = part.shape[dim], x.shape[:dim].numel()
+    known[length] = max(rows, known.pop(length, 0))  # to the end: the oldest one is forgotten first
+    if len(known) > _KEPT_LENGTHS:
+        del known[next(iter(known))]
+    return part
+
+
+_parts: weakref.WeakKeyDictionary[Communicator, dict[int, int]] = weakref.WeakKeyDictionary()
+_KEPT_LENGTHS = 64
+
+
+def parts_of(comm: Communicator) -> dict[int, int]:
+    """Returns the lengths of the parts that `shard_sequence` has made for this communicator lately, each with the
+    largest number of sequences."""
+    return _parts.setdefault(comm, {})
 
 
 @expects("gather_sequence", x=TENSOR, comm=COMMUNICATOR, dim=DIM)

@@ -86,8 +86,12 @@ def refuse_unsummed(module: nn.Module, layers: Mapping[str, nn.Module], named: C
             nearer = any(layer.startswith(f"{each}.") for each in inner for layer in layers)  # belongs to other layers
             known = nearer or any(each in named for each in (full, *around))
             if p.dim() < 2 and p.requires_grad and p.numel() not in usual and not known:
+                owner = module.get_submodule(around[-1]) if inner else None
+                reads_input = isinstance(owner, nn.Linear) and owner.in_features in {c.in_features for c in columns}
+                style = f"Latent({p.numel()}) of ringcomm.tensor_parallel" if reads_input else "'summed'"
+                use = "use its outputs on" if reads_input else "use it on"
                 advice = (
-                    f"pass 'summed' for {around[-1]} if ranks use it on their own heads or features, else 'replicate'"
+                    f"pass {style} for {around[-1]} if ranks {use} their own heads or features, else 'replicate'"
                     if inner
                     else f"pass 'colwise' for it if it has a value for each head, else leave out {', '.join(inside)}"
                 )

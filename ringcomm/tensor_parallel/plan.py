@@ -61,6 +61,9 @@ from ringcomm.tensor_parallel.verify import Verifier
 from ringcomm.validation import FLAG, expects, that
 
 ON_SEQUENCE = (ModuleStyle.SEQUENCE, ModuleStyle.GATHER_SEQUENCE)
+SUMS = (ModuleStyle.SUMMED, ModuleStyle.SEQUENCE)
+OF_INPUTS = (ModuleStyle.GATHER_SEQUENCE, ModuleStyle.SEQUENCE_REGION)
+"""Styles that say nothing about the parameters of the module."""
 GATHERED = ("colwise_gather_output", "colwise_rep")
 ACTIVATIONS = "transformers.activations"
 
@@ -265,7 +268,8 @@ def _make_targets(
     _share_tied_shards(module, list(targets.values()), group.rank)
     if group.world_size > 1:
         _refuse_tensor_hooks(targets.values(), group.rank)
-        refuse_unsummed(module, _layers([*targets.values()]), [*chosen], group.rank)
+        about = [name for name, style in chosen.items() if not isinstance(style, Heads) and style not in OF_INPUTS]
+        refuse_unsummed(module, _layers([*targets.values()]), about, group.rank)
     return list(targets.values())
 
 
@@ -420,7 +424,8 @@ def _check_sequence(module: nn.Module, chosen: Mapping[str, Style], sequence_dim
 
 def _refuse_unstyled(module: nn.Module, chosen: Mapping[str, Style], rank: int) -> None:
     """Refuses modules of a sequence region that have no style: parameters would be trained only on the rank's part of
-    the sequence, and dropout would drop the same elements of every part."""
+    the sequence, and dropout would drop the same elements of every part. Inside "gather_sequence" every gradient is
+    this rank's part of a sum, because the layers there do not add up the gradients of their input."""
     for name, found in module.named_modules(remove_duplicate=False):
         around = [*ancestors_of(name), name]
         region = next((each for each in around if chosen.get(each) is ModuleStyle.SEQUENCE_REGION), None)
@@ -428,7 +433,9 @@ def _refuse_unstyled(module: nn.Module, chosen: Mapping[str, Style], rank: int) 
         has = any(p is not None for p in found._parameters.values())
         if region is None or not (has or (drops and found.p > 0)):
             continue
-        of_parameters = () if drops else (ModuleStyle.SEQUENCE, ModuleStyle.SUMMED)
+        if any(chosen.get(each) is ModuleStyle.GATHER_SEQUENCE for each in around):
+            _refuse_unsummed_in_gathered(name, found, chosen, rank)
+        of_parameters = () if drops else SUMS
         fitting = (ModuleStyle.GATHER_SEQUENCE, ModuleStyle.REPLICATE, *of_parameters)
         own = chosen.get(name, ModuleStyle.SEQUENCE_REGION)
         named = own is not ModuleStyle.SEQUENCE_REGION and not isinstance(own, Heads)
@@ -438,6 +445,24 @@ def _refuse_unstyled(module: nn.Module, chosen: Mapping[str, Style], rank: int) 
                 f"the sequence region {region}, expected one; add it as 'sequence' if it works on parts of the "
                 "sequence, else as 'replicate'"
             )
+
+
+def _refuse_unsummed_in_gathered(name: str, found: nn.Module, chosen: Mapping[str, Style], rank: int) -> None:
+    """Refuses a module inside "gather_sequence" that trains parameters which are neither sharded nor summed."""
+    own = chosen.get(name)
+    trained = [key for key, p in found._parameters.items() if p is not None and p.requires_grad]
+    unnamed = [key for key in trained if f"{name}.{key}" not in chosen]
+    unsharded = own in (None, ModuleStyle.REPLICATE, ModuleStyle.GATHER_SEQUENCE) or isinstance(own, (Heads, Latent))
+    around = [chosen.get(each) for each in ancestors_of(name)]
+    if not unnamed or not unsharded or any(style in SUMS or isinstance(style, Experts) for style in around):
+        return
+    advice = f"pass 'summed' for {name}"
+    if own is ModuleStyle.GATHER_SEQUENCE:
+        advice = "pass 'colwise' for it if it has a value for each head, else put it into a module that is 'summed'"
+    raise InvalidArgumentError(
+        f"parallelize: rank {rank} got the parameter {name}.{unnamed[0]} inside a module that is 'gather_sequence', "
+        f"where each rank computes a part of its gradient, expected a style that shards or sums it; {advice}"
+    )
 
 
 def _check_region(found: nn.Module, got: str, inside: bool) -> None:
@@ -485,6 +510,8 @@ def _make_replacement(
         return None
     above = ancestors_of(name)
     inside = sequence_dim is not None and _in_region(above, chosen)
+    if style is ModuleStyle.SUMMED and not inside:
+        _refuse_summed_projection(module, target, chosen, group.rank)
     entered = inside and any(chosen.get(each) is ModuleStyle.GATHER_SEQUENCE for each in above)
     multiple = _head_width(_parent(module, name))
     if isinstance(style, Colwise):
@@ -625,6 +652,22 @@ def _refuse_own_arithmetic(module: nn.Module, target: _Target, rank: int) -> Non
                     "the weights of its layers without calling them, expected layers that are called; leave it out of "
                     "the plan, or write the module with nn.Linear"
                 )
+
+
+def _refuse_summed_projection(module: nn.Module, target: _Target, chosen: Mapping[str, Style], rank: int) -> None:
+    """Refuses "summed" for a linear layer that reads the input of a layer sharded along its outputs, such as the only
+    key of multi-query attention: the gradient that it sends to this input would still be a part of a sum."""
+    name, found = target.names[0], target.module
+    for key, beside in _parent(module, name).named_children():
+        full = name.removesuffix(name.rpartition(".")[2]) + key
+        columns = isinstance(chosen.get(full), Colwise) and isinstance(beside, nn.Linear)
+        if columns and isinstance(found, nn.Linear) and beside.in_features == found.in_features:
+            raise InvalidArgumentError(
+                f"parallelize: rank {rank} got 'summed' for {name}, which has as many inputs as {full}, that is cut "
+                "along its outputs, expected a layer that reads this rank's own heads or features; pass "
+                f"Latent({found.out_features}) of ringcomm.tensor_parallel if a rank's own heads use its outputs, else "
+                "leave it out"
+            )
 
 
 def _share_tied_shards(module: nn.Module, targets: list[_Target], rank: int) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ringcomm.errors import InvalidArgumentError, MismatchError, UnsupportedError
-from tests.support import torch_ranks
+from ringcomm.errors import InvalidArgumentError, MismatchError, ShapeError, UnsupportedError
+from tests.support import forked, torch_ranks
 from tests.support.torch_checks import all_reduce_works, backend_of, combined, expect, laid_out, raised, values
 
 pytestmark = pytest.mark.timeout(180)
@@ -73,6 +77,135 @@ def _coalesced_on_device() -> None:
 
 def test_coalescing_manager_on_a_device() -> None:
     run(_coalesced_on_device)
+
+
+def _beside_a_batch() -> None:
+    """Torch's batch of messages in one thread, synchronous calls of the same group in another one."""
+    rank, calls = dist.get_rank(), 100
+    wrong: list[Any] = []
+
+    def exchange() -> None:
+        for step in range(calls):
+            received = torch.full((1000,), -1.0)
+            sent = dist.P2POp(dist.isend, torch.full((1000,), float(step)), (rank + 1) % 3)
+            for work in dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, received, (rank - 1) % 3)]):
+                work.wait()
+            wrong.extend(each for each in received.unique().tolist() if each != step)
+
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    for step in range(calls):
+        x = torch.full((100_000,), float(step) if rank == 0 else -1.0)
+        dist.broadcast(x, 0)
+        wrong.extend(each for each in x.unique().tolist() if each != step)
+        x.fill_(rank)
+        dist.all_reduce(x)
+        wrong.extend(each for each in x.unique().tolist() if each != 3)
+        work = dist.broadcast(x, 0, async_op=True)
+        assert work is not None
+        work.wait()
+    thread.join()
+    assert not wrong
+
+
+def test_calls_beside_a_batch_of_another_thread() -> None:
+    run(_beside_a_batch)
+
+
+def _in_two_threads() -> None:
+    """The backend's own batches, without torch's bookkeeping: a batch of one thread has only that thread's calls."""
+    rank, backend = dist.get_rank(), backend_of()
+    begun, made = threading.Event(), threading.Event()
+    x = torch.full((100_000,), float(rank))
+
+    def batch() -> None:
+        backend._start_coalescing()
+        begun.set()
+        made.wait(60)
+        assert backend._end_coalescing() is None
+
+    thread = threading.Thread(target=batch)
+    thread.start()
+    begun.wait(60)
+    dist.broadcast(x, 1)
+    expect(x, torch.ones(100_000))
+    made.set()
+    thread.join()
+
+
+def test_a_batch_belongs_to_a_thread() -> None:
+    run(_in_two_threads)
+
+
+def _refused_in_a_batch() -> None:
+    """Torch does not end a batch in which a call raises."""
+    rank = dist.get_rank()
+
+    def batch() -> None:
+        with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True):
+            dist.broadcast(torch.ones(3), 0)
+            dist.all_to_all_single(torch.ones(3), torch.ones(5))
+
+    with pytest.raises(ShapeError):
+        batch()
+    dist.distributed_c10d._world.pg_coalesce_state.clear()
+    x = torch.full((1 << 20,), float(rank))
+    dist.broadcast(x, 1)
+    expect(x, torch.ones(1 << 20))
+    dist.all_reduce(x)
+    expect(x, torch.full((1 << 20,), 3.0))
+    with pytest.raises(RuntimeError, match="SparseCPU"):
+        dist.batch_isend_irecv([dist.P2POp(dist.isend, x.to_sparse(), (rank + 1) % 3)])
+    dist.all_reduce(x)
+    expect(x, torch.full((1 << 20,), 9.0))
+
+
+def test_a_refused_call_ends_the_batch() -> None:
+    run(_refused_in_a_batch)
+
+
+# -- futures ---------------------------------------------------------------------------------------------------------
+
+
+def _many_futures() -> None:
+    """Callbacks that wait for the GIL do not start a thread each."""
+    xs = [torch.ones(3) for _ in range(400)]
+    if dist.get_rank() == 0:
+        time.sleep(0.5)  # the others have started all their calls, which then end at once
+    futures = [dist.all_reduce(x, async_op=True).get_future().then(lambda each: each.value()[0][0]) for x in xs]
+    3**1_000_000 % 1_000_003  # keeps the GIL
+    threads = len(os.listdir("/proc/self/task"))
+    assert {each.item() for each in torch.futures.wait_all(futures)} == {3.0}
+    assert threads < 60
+
+
+def test_many_futures_start_few_threads() -> None:
+    run(_many_futures)
+
+
+def _future_in_parent_and_child(path: str, rank: int) -> None:
+    for name in ("parent", "child"):
+        dist.init_process_group("ringcomm", init_method=f"file://{path}/{name}", rank=rank, world_size=2)
+        x = torch.ones(3)
+        if rank == 0:
+            time.sleep(0.2)  # the other rank's future is not complete yet
+        future = dist.all_reduce(x, async_op=True).get_future().then(lambda each: each.value()[0] * 10)
+        assert future.wait().tolist() == [20.0] * 3
+        dist.destroy_process_group()
+        if name == "parent" and (child := os.fork()):
+            assert os.waitpid(child, 0)[1] == 0
+            return
+        faulthandler.dump_traceback_later(60, exit=True)
+    os._exit(0)
+
+
+def test_futures_in_a_forked_child(tmp_path: Path) -> None:
+    ranks = [forked.context().Process(target=_future_in_parent_and_child, args=(str(tmp_path), r)) for r in range(2)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(120)
+    assert [each.exitcode for each in ranks] == [0, 0]
 
 
 def _coalesced_lists() -> None:

@@ -308,3 +308,32 @@ def test_what_the_context_refuses(what: str) -> None:
             pass
 
     on_ranks(rank, 2)
+
+
+def attention_of(x: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(x, x, x)
+
+
+OTHER_DIMENSIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # of (batch, heads, sequence, features)
+    "windows of two tokens": lambda x: attention_of(x.unflatten(2, (-1, 2)).transpose(1, 2).flatten(0, 1)),
+    "the heads of a token": lambda x: attention_of(x.transpose(1, 2)),
+    "features": lambda x: attention_of(x.mT),
+    "frames of one place": lambda x: attention_of(torch.stack([x] * 4, 3).transpose(1, 2).flatten(0, 1)),
+    "tokens added to the part": lambda x: attention_of(torch.cat([x[:, :, :2], x], 2)),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_DIMENSIONS)
+def test_attention_along_another_dimension_is_refused(what: str) -> None:
+    x = torch.randn(2, 3, 16, 4, dtype=torch.float64)
+
+    def rank(comm: ringcomm.Communicator) -> None:
+        part = shard_sequence(torch.arange(32).view(2, 16), comm, 1)
+        mine = x[:, :, part[0]]
+        with context_parallel(comm):
+            attention_of(mine)
+            attention_of(mine.unflatten(2, (-1, 2)).mean(3))  # tokens that a model has merged
+            with pytest.raises(UnsupportedError, match=r"expected this rank's part, .* made of 8 tokens"):
+                OTHER_DIMENSIONS[what](mine)
+
+    on_ranks(rank, 2)

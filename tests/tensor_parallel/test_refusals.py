@@ -15,9 +15,9 @@ from ringcomm.errors import InvalidArgumentError, MismatchError, ShapeError, Uns
 from ringcomm.modules.arguments import matches
 from ringcomm.tensor_parallel.group import f
 from ringcomm.tensor_parallel.plan import parallelize
-from ringcomm.tensor_parallel.styles import STYLES, Colwise, Dropout, Heads, Vocab
+from ringcomm.tensor_parallel.styles import STYLES, Colwise, Dropout, Heads, Latent, Vocab
 from tests.support.mesh.tensor_cases import on_parts, on_ranks
-from tests.tensor_parallel.test_plan import GPT, KINDS, SEQUENCE, TENSOR, Plan, make, tokens
+from tests.tensor_parallel.test_plan import GPT, KINDS, NORMED, SEQUENCE, TENSOR, Plan, make, tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -99,6 +99,13 @@ class Gated(nn.Module):
         self.gate, self.out, self.norm = nn.Linear(12, 3), nn.Linear(12, 12), nn.LayerNorm(4)
 
 
+class Headed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Gated()
+        self.attention.num_heads = 3
+
+
 class Vector(Gated):
     """Whose norm is a value for each head."""
 
@@ -120,6 +127,29 @@ def raised(kind: Callable[[], nn.Module], plan: Plan) -> set[str]:
     return {*on_ranks(rank, 3)}
 
 
+class MultiQuery(nn.Module):
+    """Attention with one key for all heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.out = nn.Linear(12, 12), nn.Linear(12, 4), nn.Linear(12, 12)
+
+
+def test_the_only_key_of_all_heads() -> None:
+    """With "summed", the gradient of its input would be a part of a sum."""
+    plan: Plan = {"query": "colwise", "out": "rowwise"}
+    advice = "pass Latent(4) of ringcomm.tensor_parallel"
+    (missing,) = raised(MultiQuery, plan)
+    assert (
+        f"got no style for key.bias of shape (4,), which lies beside layers that are cut, expected one; {advice}"
+        in (missing)
+    )
+    (summed,) = raised(MultiQuery, {**plan, "key": "summed"})
+    assert "'summed' for key, which has as many inputs as query, that is cut along its outputs" in summed
+    assert advice in summed
+    assert raised(MultiQuery, {**plan, "key": Latent(4)}) == {""}
+
+
 def test_a_sum_that_looks_forgotten() -> None:
     """A norm of heads, whose gradient would be wrong; not one as wide as the input, nor what the plan names."""
     plan: Plan = {"gate": "colwise", "out": "rowwise"}
@@ -128,6 +158,10 @@ def test_a_sum_that_looks_forgotten() -> None:
         "expected one; pass 'summed' for norm if ranks use it on their own heads or features, else 'replicate'"
     }
     assert raised(Gated, {**plan, "norm": "summed"}) == {""}
+    divided: Plan = {"*.gate": "colwise", "*.out": "rowwise", "attention": "heads"}  # says nothing about the norm
+    (missing,) = raised(Headed, divided)
+    assert "got no style for attention.norm.weight of shape (4,)" in missing
+    assert raised(Headed, {**divided, "*.norm": "summed"}) == {""}
     assert raised(Gated, {**plan, "norm": "replicate"}) == {""}
     assert raised(Gated, {"gate": "colwise"}) == {""}
     (said,) = raised(Vector, plan)
@@ -274,16 +308,21 @@ REFUSED: list[tuple[Callable[[], nn.Module], Any, Any, type[Exception], str]] = 
     (Odd, {"alpha": "sequence"}, {"sequence_dim": 1}, UnsupportedError, "got alpha, a AlphaDropout, expected a plain"),
     (make, without(SEQUENCE, "layers.*.norm?"), {"sequence_dim": 1}, InvalidArgumentError,
      r"got no style for layers\.0\.norm1, which has parameters, in the sequence region layers, expected one; add it"),
-    (make, without(SEQUENCE, "layers.1.down"), {"sequence_dim": 1}, InvalidArgumentError, r"for layers\.1\.down, w"),
-    (dropping, without(SEQUENCE, "*.drop"), {"sequence_dim": 1}, InvalidArgumentError,
+    (make, {**without(SEQUENCE, "layers.1.down"), **NORMED}, {"sequence_dim": 1}, InvalidArgumentError,
+     r"for layers\.1\.down, w"),
+    (dropping, {**without(SEQUENCE, "*.drop"), **NORMED}, {"sequence_dim": 1}, InvalidArgumentError,
      r"got no style for layers\.1\.drop, which drops, in the sequence region layers, expected one; add it as"),
     (lambda: nn.Sequential(nn.Sequential(nn.Sequential(nn.LayerNorm(6), nn.Dropout(0.1)))),
      {"0": "sequence_region", "0.0": "sequence"}, {"sequence_dim": 1}, InvalidArgumentError,
      r"got no style for 0\.0\.1, which drops"),
     (lambda: nn.Sequential(nn.Sequential(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6)), nn.Dropout(0.0))),
      {"0": "sequence_region", "0.0": "sequence"}, {"sequence_dim": 1}, None, ""),
-    (dropping, {**without(SEQUENCE, "layers.*.norm?", "*.drop"), "layers.*.norm?": "replicate", "*.drop": "replicate"},
-     {"sequence_dim": 1}, None, ""),
+    (dropping, {**without(SEQUENCE, "layers.*.norm?", "*.drop"), "layers.*.norm?": "replicate", "*.drop": "replicate",
+     **NORMED}, {"sequence_dim": 1}, None, ""),
+    (make, SEQUENCE, {"sequence_dim": 1}, InvalidArgumentError,
+     r"parameter layers\.0\.attention\.q_norm\.weight inside a module that is 'gather_sequence', where each rank comp"),
+    (make, {**SEQUENCE, "*.q_norm": "replicate"}, {"sequence_dim": 1}, InvalidArgumentError,
+     r"pass 'summed' for layers\.0\.attention\.q_norm"),
     (make, None, {}, InvalidArgumentError, "got no plan and a Model without one, expected styles by the names"),
 ]  # fmt: skip
 

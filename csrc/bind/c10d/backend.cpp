@@ -125,10 +125,27 @@ intrusive_ptr<AsyncWork> Backend::begin(OpType type, const Site& site, at::Tenso
     if (C10_LIKELY(!profiling)) return c10::make_intrusive<AsyncWork>(rank_, of, sequence_.load());
     return c10::make_intrusive<AsyncWork>(rank_, of, sequence_.load(), title, inputs.vec());
   };
-  if (!coalescing_) return work(type, site.title);
-  if (!coalesced_) coalesced_ = work(OpType::COALESCED, "ringcomm:coalesced");
-  return coalesced_;
+  Batch* const batch = batches_.find();
+  if (!batch) return work(type, site.title);
+  if (!batch->on_cpu) batch->on_cpu = work(OpType::COALESCED, "ringcomm:coalesced");
+  return batch->on_cpu;
 }
+
+// Submits calls on the cpu; returns null if they join a batch.
+WorkPtr Backend::submit(OpType type, std::span<Task> tasks, at::TensorList inputs, at::TensorList outputs) {
+  try {
+    auto work = begin(type, tasks.front().site(), inputs);
+    for (Task& task : tasks) work->add(*engine_, std::move(task), &task == &tasks.front() ? outputs : at::TensorList());
+    if (batches_.find()) return nullptr;
+    work->finish_adding();
+    return work;
+  } catch (...) {
+    batches_.abandon();
+    throw;
+  }
+}
+
+void abandon_batch(Batches& batches) { batches.abandon(); }
 
 // Counts the call, in the sequence of the collectives or of the messages, and runs `body`; under a profiler within the
 // event `record_param_comms`. `begin` asks for a profiler again, since its event belongs to another scope.
@@ -175,14 +192,8 @@ WorkPtr Backend::launch(OpType type, std::vector<Task>&& tasks, bool async, at::
 
 WorkPtr Backend::run_or_submit(OpType type, Task&& task, bool async, at::TensorList inputs, at::TensorList outputs) {
   if (C10_UNLIKELY(task.on_device()))
-    return devices_.launch(type, {&task, 1}, async, inputs, outputs, sequence_.load());
-  if (deferred(async)) {
-    auto work = begin(type, task.site(), inputs);
-    work->add(*engine_, std::move(task), outputs);
-    if (coalescing_) return nullptr;
-    work->finish_adding();
-    return work;
-  }
+    return devices_.launch(type, {&task, 1}, async, inputs, outputs, sequence_.load(), batches_.find());
+  if (deferred(async)) return submit(type, {&task, 1}, inputs, outputs);
   auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
   if (C10_LIKELY(!callbacks.has_value())) {
     run(task);
@@ -202,34 +213,24 @@ WorkPtr Backend::run_or_submit(OpType type, std::vector<Task>&& tasks, bool asyn
     task.site().refuse("DeviceError", "got tensors on the cpu and on a device, expected one device for all of them; ",
                        "make two calls");
   }
-  if (on_device) return devices_.launch(type, tasks, async, inputs, outputs, sequence_.load());
-  if (deferred(async)) {
-    auto work = begin(type, tasks.front().site(), inputs);
-    for (std::size_t i = 0; i < tasks.size(); ++i) {
-      work->add(*engine_, std::move(tasks[i]), i == 0 ? outputs : at::TensorList());
-    }
-    if (coalescing_) return nullptr;
-    work->finish_adding();
-    return work;
-  }
+  if (on_device) return devices_.launch(type, tasks, async, inputs, outputs, sequence_.load(), batches_.find());
+  if (deferred(async)) return submit(type, tasks, inputs, outputs);
   at::RecordFunction span(at::RecordScope::USER_SCOPE);
   open_span(span, tasks.front().site().title, inputs);
   for (Task& task : tasks) run(task);
   return nullptr;
 }
 
-void Backend::startCoalescing() {
-  coalesced_.reset();
-  devices_.start_coalescing();
-  coalescing_ = true;
-}
+void Backend::startCoalescing() { batches_.begin(); }
 
 WorkPtr Backend::endCoalescing() {
-  coalescing_ = false;
-  if (coalesced_) coalesced_->finish_adding();
-  WorkPtr on_device = devices_.end_coalescing();
-  if (!on_device) return std::move(coalesced_);
-  if (coalesced_) std::exchange(coalesced_, {})->wait();  // a call cannot return both
+  std::optional<Batch> batch = batches_.end();
+  if (!batch) return nullptr;
+  auto on_cpu = std::exchange(batch->on_cpu, {});
+  if (on_cpu) on_cpu->finish_adding();
+  WorkPtr on_device = devices_.launch(*std::move(batch));
+  if (!on_device) return on_cpu;
+  if (on_cpu) on_cpu->wait();  // a call cannot return both
   return on_device;
 }
 

@@ -4,11 +4,13 @@
 
 #include <atomic>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "bind/c10d/batch.h"
 #include "bind/c10d/device.h"
 #include "bind/c10d/task.h"
 #include "bind/c10d/work.h"
@@ -34,7 +36,8 @@ class Backend final : public c10d::Backend {
   const std::string getBackendName() const override { return "ringcomm"; }
   intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
   bool supportsSplitting() const override { return true; }
-  bool supportsCoalescing() const override { return true; }
+  // On the cpu batch_isend_irecv needs no batch, during which torch would hold back calls of other threads, too.
+  bool supportsCoalescing() const override { return devices_.possible(); }
   void setTimeout(std::chrono::milliseconds timeout) override;
   c10d::ErrorType getError() override;
   void abort() override;
@@ -92,9 +95,9 @@ class Backend final : public c10d::Backend {
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 
  private:
-  Site site(const char* title) { return {title, rank_, size_, &devices_}; }
+  Site site(const char* title) { return {title, rank_, size_, &devices_, &batches_}; }
   [[noreturn]] void refuse_other_members(const char* call) const;
-  bool deferred(bool async) const { return async || coalescing_; }
+  bool deferred(bool async) { return async || batches_.find(); }
   // Runs or submits prepared calls. A profiler records `inputs`; `outputs` become the Work's result and its future's
   // value.
   WorkPtr launch(c10d::OpType type, Task&& task, bool async, at::TensorList inputs, at::TensorList outputs);
@@ -107,6 +110,7 @@ class Backend final : public c10d::Backend {
   WorkPtr with_comms_event(c10d::OpType type, const Call& call, bool async, at::TensorList inputs,
                            at::TensorList outputs, const Body& body);
   intrusive_ptr<AsyncWork> begin(c10d::OpType type, const Site& site, at::TensorList inputs);
+  WorkPtr submit(c10d::OpType type, std::span<Task> tasks, at::TensorList inputs, at::TensorList outputs);
   void run(Task& task);
   Task allreduce_task(const Site& site, const Tensor& tensor, const c10d::AllreduceOptions& opts);
   Task allgather_task(const Site& site, Tensor& output, const Tensor& input, bool async,
@@ -126,8 +130,7 @@ class Backend final : public c10d::Backend {
   intrusive_ptr<Options> options_;
   DeviceGroup devices_;
   std::atomic<std::uint64_t> sequence_{0}, messages_{0};  // collectives, and sends and receives
-  std::atomic<bool> coalescing_{false};
-  intrusive_ptr<AsyncWork> coalesced_;  // the calls on the cpu since startCoalescing
+  Batches batches_;
   // The last child and its key: torch splits once for each device type, but one child serves all of them.
   std::string split_key_;
   c10::weak_intrusive_ptr<c10d::Backend> split_child_;

@@ -119,20 +119,20 @@ void DeviceGroup::connect(const char* call) {
 // -- running ---------------------------------------------------------------------------------------------------------
 
 WorkPtr DeviceGroup::launch(OpType type, Tasks tasks, bool async, at::TensorList inputs, at::TensorList outputs,
-                            std::uint64_t sequence) {
+                            std::uint64_t sequence, Batch* batch) {
   connect(tasks.front().site().call());
-  if (!coalesced_.active) return start(tasks.front().site().title, type, tasks, async, inputs, outputs, sequence);
-  for (Task& task : tasks) coalesced_.tasks.push_back(std::move(task));
-  coalesced_.outputs.insert(coalesced_.outputs.end(), outputs.begin(), outputs.end());
-  coalesced_.async |= async;
-  coalesced_.sequence = sequence;
+  if (!batch) return start(tasks.front().site().title, type, tasks, async, inputs, outputs, sequence);
+  for (Task& task : tasks) batch->on_device.push_back(std::move(task));
+  batch->outputs.insert(batch->outputs.end(), outputs.begin(), outputs.end());
+  batch->async |= async;
+  batch->sequence = sequence;
   return nullptr;
 }
 
-WorkPtr DeviceGroup::end_coalescing() {
-  CoalescedCalls all = std::exchange(coalesced_, CoalescedCalls(false));
-  if (all.tasks.empty()) return nullptr;
-  return start("ringcomm:coalesced", OpType::COALESCED, all.tasks, all.async, {}, all.outputs, all.sequence);
+WorkPtr DeviceGroup::launch(Batch batch) {
+  if (batch.on_device.empty()) return nullptr;
+  return start("ringcomm:coalesced", OpType::COALESCED, batch.on_device, batch.async, {}, batch.outputs,
+               batch.sequence);
 }
 
 WorkPtr DeviceGroup::start(const char* title, OpType type, Tasks tasks, bool async, at::TensorList inputs,

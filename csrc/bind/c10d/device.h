@@ -14,6 +14,9 @@
 #include <span>
 #include <vector>
 
+#include <ATen/Context.h>
+
+#include "bind/c10d/batch.h"
 #include "bind/c10d/device_work.h"
 
 namespace ringcomm {
@@ -33,6 +36,8 @@ class DeviceGroup {
       : rank_(rank), type_(host_memory ? c10::kCPU : c10::kCUDA), factory_(std::move(factory)) {}
 
   bool serves(c10::Device device) const { return device.type() == type_; }
+  // Whether there can be calls on a device.
+  bool possible() const { return type_ == c10::kCPU || made_ || at::hasCUDA(); }
   bool connected() const { return connected_; }
   // Prepares for calls on a device; raises unless it is the device of the group's first call.
   void open(const Site& site, c10::Device device);
@@ -40,11 +45,10 @@ class DeviceGroup {
   void connect(const char* call);
 
   // Runs prepared calls. A profiler records `inputs`; `outputs` become the Work's result and its future's value.
-  // Returns null if the call is synchronous, or while coalescing.
+  // Returns null if the call is synchronous, or if it joins a batch; `batch`: null outside of one.
   WorkPtr launch(c10d::OpType type, std::span<Task> tasks, bool async, at::TensorList inputs, at::TensorList outputs,
-                 std::uint64_t sequence);
-  void start_coalescing() { coalesced_ = CoalescedCalls(true); }
-  WorkPtr end_coalescing();  // null if there was no asynchronous call
+                 std::uint64_t sequence, Batch* batch);
+  WorkPtr launch(Batch batch);  // returns null if none of its calls is asynchronous
 
   void set_timeout(std::int64_t timeout_ms);
   bool aborted() const { return connected_ && link_->engine->aborted(); }
@@ -52,14 +56,6 @@ class DeviceGroup {
   void close();
 
  private:
-  struct CoalescedCalls {  // the calls since start_coalescing
-    explicit CoalescedCalls(bool active) : active(active) {}
-    bool active, async = false;
-    std::uint64_t sequence = 0;
-    std::vector<Task> tasks;
-    Tensors outputs;
-  };
-
   void make(const Site& site, c10::Device device);
   WorkPtr start(const char* title, c10d::OpType type, std::span<Task> tasks, bool async, at::TensorList inputs,
                 at::TensorList outputs, std::uint64_t sequence);
@@ -75,7 +71,6 @@ class DeviceGroup {
   std::shared_ptr<DeviceLink> link_;
   std::atomic<bool> made_{false}, connected_{false};
   std::deque<std::shared_ptr<CallTensors>> in_flight_;
-  CoalescedCalls coalesced_{false};
 };
 
 }  // namespace ringcomm

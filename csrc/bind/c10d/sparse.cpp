@@ -60,7 +60,7 @@ Tensor Backend::gather_indices(const Site& at, const Tensor& mine, std::chrono::
 
 WorkPtr Backend::all_reduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   const Site at = site("ringcomm:sparse_all_reduce");
-  if (coalescing_) {
+  if (batches_.find()) {
     at.refuse("InvalidArgumentError", "got a sparse tensor among coalesced calls, expected a strided one; ",
               "call all_reduce for it alone");
   }

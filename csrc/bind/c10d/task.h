@@ -32,6 +32,8 @@ class __attribute__((visibility("default"))) ArgumentError : public Error {
 };
 
 class DeviceGroup;
+class Batches;
+void abandon_batch(Batches& batches);
 
 // The call and the rank: `title` is the profiler's name of the call, such as "ringcomm:all_reduce".
 struct Site {
@@ -40,9 +42,11 @@ struct Site {
   int rank;
   int world_size;
   DeviceGroup* devices;
+  Batches* batches;
   const char* call() const { return title + kPrefix; }
   template <typename... Parts>
   [[noreturn]] void refuse(const char* python_class, const Parts&... parts) const {
+    abandon_batch(*batches);
     throw ArgumentError(python_class, concat(call(), ": rank ", rank, " ", parts...));
   }
 };

@@ -5,9 +5,17 @@
 
 #include <pybind11/pybind11.h>
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <deque>
+#include <functional>
+#include <mutex>
+#include <system_error>
 #include <thread>
+#include <utility>
 
 #include "bind/error_class.h"
 
@@ -16,42 +24,93 @@ namespace {
 
 // Completes futures that Python holds, which runs their callbacks. These may wait for later calls, so the engine's own
 // thread must not run them; and a callback that waits must not delay the next, so a thread is started whenever none is
-// free. (PowerSGD's hook does both.)
+// free. (PowerSGD's hook does both.) Beyond `kAtOnce` threads, which may all wait for the GIL only, another one is
+// started if no callback has begun for `kStalled`.
 class CallbackThreads {
  public:
+  // A forked child has none of the parent's threads, and begins anew.
   static CallbackThreads& instance() {
-    static auto* threads = new CallbackThreads;  // never destroyed
+    static std::atomic<CallbackThreads*> current{new CallbackThreads};  // never destroyed
+    CallbackThreads* threads = current.load();
+    while (threads->pid_ != getpid()) {
+      auto fresh = std::make_unique<CallbackThreads>();
+      if (current.compare_exchange_strong(threads, fresh.get())) threads = fresh.release();
+    }
     return *threads;
   }
 
   void post(std::function<void()> task) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
     tasks_.push_back(std::move(task));
-    if (idle_ < tasks_.size()) std::thread([this] { serve(); }).detach();
+    if (idle_ < tasks_.size()) {
+      if (num_threads_ < kAtOnce) {
+        start();
+      } else if (!std::exchange(watched_, true)) {
+        watched_ = run_in_thread([this] { watch(); });
+      }
+    }
+    if (num_threads_ == 0) return run_first(lock);  // the system has no thread left
     changed_.notify_one();
   }
 
  private:
+  static constexpr std::size_t kAtOnce = 16;
+  static constexpr std::chrono::milliseconds kStalled{100};
+
+  static bool run_in_thread(std::function<void()> body) {
+    try {
+      std::thread(std::move(body)).detach();
+      return true;
+    } catch (const std::system_error&) {
+      return false;
+    }
+  }
+
+  void start() {
+    if (run_in_thread([this] { serve(); })) ++num_threads_;
+  }
+
   void serve() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
       ++idle_;
       const bool found = changed_.wait_for(lock, std::chrono::seconds(1), [this] { return !tasks_.empty(); });
       --idle_;
-      if (!found) return;
-      auto task = std::move(tasks_.front());
-      tasks_.pop_front();
-      lock.unlock();
-      task();
-      task = nullptr;
+      if (!found) break;
+      run_first(lock);
       lock.lock();
     }
+    --num_threads_;
   }
 
+  void watch() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!tasks_.empty()) {
+      const std::uint64_t before = num_begun_;
+      lock.unlock();
+      std::this_thread::sleep_for(kStalled);
+      lock.lock();
+      if (!tasks_.empty() && num_begun_ == before) start();
+    }
+    watched_ = false;
+  }
+
+  // Runs the first task, and leaves the lock open.
+  void run_first(std::unique_lock<std::mutex>& lock) {
+    const auto task = std::move(tasks_.front());
+    tasks_.pop_front();
+    ++num_begun_;
+    lock.unlock();
+    task();
+  }
+
+  const pid_t pid_ = getpid();
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> tasks_;
-  std::size_t idle_ = 0;
+  std::size_t idle_ = 0, num_threads_ = 0;
+  std::uint64_t num_begun_ = 0;
+  bool watched_ = false;
 };
 
 // When torch itself rethrows an error from a future (in DDP's reducer or autograd), only errors derived from torch's
