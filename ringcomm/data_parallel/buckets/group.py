@@ -20,7 +20,7 @@ from ringcomm.arrays.devices import EMULATED
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.mesh import Mesh, check_is_mesh
 from ringcomm.comm.rendezvous import communicator_of, shared_communicator
-from ringcomm.errors import DeviceError, InvalidArgumentError, MismatchError, RankLostError, RingcommError
+from ringcomm.errors import ClosedError, DeviceError, InvalidArgumentError, MismatchError, RankLostError, RingcommError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -311,8 +311,13 @@ class DataParallelGroup:
         """Adds to errors of the collectives in the block a note about the most frequent cause at this stage."""
         try:
             yield
-        except (MismatchError, RankLostError) as error:
-            if isinstance(error, RankLostError):
+        except (ClosedError, MismatchError, RankLostError) as error:
+            if isinstance(error, ClosedError):
+                note = (
+                    "It is the communicator of this model, which close() or the end of its with block has closed. Use "
+                    "and save the model before that; ringcomm.unshard(model) gives every rank a plain one."
+                )
+            elif isinstance(error, RankLostError):
                 note = "If the ranks have different numbers of batches, train inside ringcomm.join(model)."
             else:
                 note = (

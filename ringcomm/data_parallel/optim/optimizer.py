@@ -686,7 +686,8 @@ class ShardedOptimizer:
             return OptimizerState(bucket)
         entries = [entry for entry in self.entries if entry.bucket is bucket and not entry.is_own]
         pieces = [(entry, self.state.get(entry.param, {})) for entry in entries]
-        return OptimizerState.gathered(bucket, pieces, stepped)
+        with bucket.ranks.explaining(bucket.stage):
+            return OptimizerState.gathered(bucket, pieces, stepped)
 
     def clear_state(self) -> None:
         """Discards all state; not a collective."""

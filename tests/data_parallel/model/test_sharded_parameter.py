@@ -312,6 +312,33 @@ def test_an_error_says_which_calls_are_collectives(call: str) -> None:
         assert "At stage 3 these are collectives: forward" in str(raised.value.__notes__)
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="an exception has notes from Python 3.11 on")
+def test_an_error_of_one_rank_that_saves_says_that_state_dict_is_a_collective() -> None:
+    def run(comm: ringcomm.Communicator) -> None:
+        model = _model()
+        _, optimizer = ringcomm.shard(model, torch.optim.Adam(model.parameters()), stage=1, comm=comm)
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        if comm.rank == 0:
+            optimizer.state_dict()
+        comm.barrier()
+
+    with pytest.raises(ringcomm.MismatchError) as raised:
+        ringcomm.run_ranks(run, 2, ranks="threads", timeout=20)
+    assert "At stage 1 these are collectives: " in str(raised.value.__notes__)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="an exception has notes from Python 3.11 on")
+def test_a_model_after_its_communicator_was_closed() -> None:
+    with ringcomm.init(rank=0, world_size=1) as comm:
+        model = _model()
+        ringcomm.shard(model, None, stage=3, comm=comm)
+    for call in (lambda: model(torch.ones(2, 6)), model.state_dict):
+        with pytest.raises(ringcomm.ClosedError) as raised:
+            call()
+        assert "Use and save the model before that" in str(raised.value.__notes__)
+
+
 @pytest.mark.parametrize("call", ["reads a parameter", "state_dict", "whole"])
 def test_a_barrier_of_the_program_is_not_the_one_before_a_gather(call: str) -> None:
     def run(comm: ringcomm.Communicator) -> None:
