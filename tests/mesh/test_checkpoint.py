@@ -251,7 +251,7 @@ def test_another_model_is_refused_on_every_rank_and_nothing_changes(first: Path,
         assert isinstance(error, ShapeError)
         assert "blocks.3.up.weight of shape (32, 16), expected (36, 16)" in str(error)
     more = make(seed=7)
-    more.blocks[0].add_module("gate", nn.Linear(2, 2))
+    more.blocks[0].add_module("gate", nn.Linear(2, 2, bias=False))
     for error in refused(axes, load, more):
         assert "a checkpoint without blocks.0.gate" in str(error)
     fewer = make(seed=7)
