@@ -302,6 +302,8 @@ def _gloo(store: Any, rank: int, world_size: int, limit_ms: int) -> Any:
 
     try:
         group = ProcessGroupGloo(store, rank, world_size, timedelta(milliseconds=limit_ms))
+        # Without it a rank may end its connections before the others have all of theirs, and their calls above fail.
+        group.barrier().wait()
     except RuntimeError as error:
         raise CollectiveTimeoutError(
             f"init: rank {rank} expected to reach all {world_size} ranks over gloo, got: {str(error).splitlines()[0]}; "

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.context.attention import cached_attention, num_calls, ring_attention
-from ringcomm.context.sequence import parts_of, places
+from ringcomm.context.sequence import MOST_LENGTHS, parts_of, places
 from ringcomm.errors import InvalidArgumentError, ShapeError, UnsupportedError
 from ringcomm.modules.dynamo import eager
 
@@ -638,7 +638,7 @@ class ContextParallelMode(TorchFunctionMode):
         fewer of them in as many sequences."""
         known = parts_of(self.comm)
         rows, heads, length, width = query.shape
-        if not known or length in known or self.comm.world_size == 1:
+        if not known or length in known or len(known) == MOST_LENGTHS or self.comm.world_size == 1:
             return
         merged = any(part % length == 0 for part in known) and rows <= max(known.values())
         if not merged or heads in known or width in known:
@@ -646,7 +646,7 @@ class ContextParallelMode(TorchFunctionMode):
                 f"{CALL}: rank {self.comm.rank} got attention over {length} tokens of {rows} sequences in {_module()}, "
                 f"expected this rank's part, which shard_sequence has made of {', '.join(map(str, known))} tokens, "
                 "because its keys and values are exchanged with the other ranks; cut a model with such attention in "
-                "other ways, and leave the context for attention to added tokens"
+                "other ways, and call attention to added tokens outside of the context"
             )
 
     def _rule(self, mask: torch.Tensor | None, is_causal: bool, key: torch.Tensor) -> MaskRule:

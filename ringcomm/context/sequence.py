@@ -9,6 +9,7 @@ The numbers are chunks: the sequence is divided into 2 W equal ones.
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any, NamedTuple
 
@@ -137,20 +138,20 @@ def shard_sequence(x: torch.Tensor, comm: Communicator, dim: int = 1, layout: st
     )
     part = torch.cat([x.narrow(dim, *span) for span in _spans(comm.rank, comm.world_size, x.shape[dim], layout)], dim)
     known = parts_of(comm)
-    length, rows = part.shape[dim], x.shape[:dim].numel()
-    known[length] = max(rows, known.pop(length, 0))  # to the end: the oldest one is forgotten first
-    if len(known) > _KEPT_LENGTHS:
-        del known[next(iter(known))]
+    sequences = [n for i, n in enumerate(x.shape) if i != dim and (i + 1 < x.dim() or not x.is_floating_point())]
+    if part.shape[dim] in known or len(known) < MOST_LENGTHS:
+        known[part.shape[dim]] = max(math.prod(sequences), known.get(part.shape[dim], 0))
     return part
 
 
 _parts: weakref.WeakKeyDictionary[Communicator, dict[int, int]] = weakref.WeakKeyDictionary()
-_KEPT_LENGTHS = 64
+MOST_LENGTHS = 64
 
 
 def parts_of(comm: Communicator) -> dict[int, int]:
-    """Returns the lengths of the parts that `shard_sequence` has made for this communicator lately, each with the
-    largest number of sequences."""
+    """Returns the lengths of the parts that `shard_sequence` has made for this communicator, each with the largest
+    number of sequences (the last dimension of floating-point values counts as features). With `MOST_LENGTHS` entries
+    it may be incomplete."""
     return _parts.setdefault(comm, {})
 
 

@@ -88,17 +88,28 @@ def refuse_unsummed(module: nn.Module, layers: Mapping[str, nn.Module], named: C
             if p.dim() < 2 and p.requires_grad and p.numel() not in usual and not known:
                 owner = module.get_submodule(around[-1]) if inner else None
                 reads_input = isinstance(owner, nn.Linear) and owner.in_features in {c.in_features for c in columns}
-                style = f"Latent({p.numel()}) of ringcomm.tensor_parallel" if reads_input else "'summed'"
-                use = "use its outputs on" if reads_input else "use it on"
-                advice = (
-                    f"pass {style} for {around[-1]} if ranks {use} their own heads or features, else 'replicate'"
-                    if inner
-                    else f"pass 'colwise' for it if it has a value for each head, else leave out {', '.join(inside)}"
-                )
+                if not inner:
+                    advice = "pass 'colwise' for it if it has a value for each head, "
+                    advice += f"else leave out {', '.join(inside)}"
+                elif reads_input:
+                    advice = f"{advice_to_latent(around[-1], p.numel())}, else 'replicate'"
+                else:
+                    advice = (
+                        f"pass 'summed' for {around[-1]} if ranks use it on their own heads or features, else "
+                        "'replicate'"
+                    )
                 raise InvalidArgumentError(
                     f"parallelize: rank {rank} got no style for {full} of shape {tuple(p.shape)}, which lies beside "
                     f"layers that are cut, expected one; {advice}"
                 )
+
+
+def advice_to_latent(name: str, outputs: int) -> str:
+    """Returns when the linear layer ``name`` with so many outputs is a `Latent` one, for errors."""
+    return (
+        f"pass Latent(n) of ringcomm.tensor_parallel for {name} if ranks use its last n outputs, of {outputs}, on "
+        "their own heads without another cut layer between"
+    )
 
 
 def check_sequence_is_split(modules: Mapping[str, nn.Module], group: TensorParallelGroup, refuse: bool) -> None:

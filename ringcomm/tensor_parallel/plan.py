@@ -23,6 +23,7 @@ from ringcomm.tensor_parallel.dropout import ShardedDropout
 from ringcomm.tensor_parallel.experts import shard_experts
 from ringcomm.tensor_parallel.group import TensorParallelGroup
 from ringcomm.tensor_parallel.hints import (
+    advice_to_latent,
     ancestors_of,
     check_sequence_is_split,
     explain_first_errors,
@@ -664,9 +665,8 @@ def _refuse_summed_projection(module: nn.Module, target: _Target, chosen: Mappin
         if columns and isinstance(found, nn.Linear) and beside.in_features == found.in_features:
             raise InvalidArgumentError(
                 f"parallelize: rank {rank} got 'summed' for {name}, which has as many inputs as {full}, that is cut "
-                "along its outputs, expected a layer that reads this rank's own heads or features; pass "
-                f"Latent({found.out_features}) of ringcomm.tensor_parallel if a rank's own heads use its outputs, else "
-                "leave it out"
+                "along its outputs, expected a layer that reads this rank's own heads or features; "
+                f"{advice_to_latent(name, found.out_features)}, else leave it out"
             )
 
 

@@ -337,3 +337,22 @@ def test_attention_along_another_dimension_is_refused(what: str) -> None:
                 OTHER_DIMENSIONS[what](mine)
 
     on_ranks(rank, 2)
+
+
+def test_merged_tokens_of_sequence_first_parts() -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        mine = shard_sequence(torch.ones(16, 2, 4), comm, 0).permute(1, 0, 2).unsqueeze(1)
+        with context_parallel(comm):
+            attention_of(mine.unflatten(2, (-1, 2)).mean(3))
+
+    on_ranks(rank, 2)
+
+
+def test_data_of_many_lengths_that_were_sharded_before() -> None:
+    def rank(comm: ringcomm.Communicator) -> None:
+        parts = [shard_sequence(torch.ones(1, 4 * n, 4), comm) for n in range(1, 100)]
+        with context_parallel(comm):
+            for part in (parts[0], parts[40], parts[-1]):
+                attention_of(part.unsqueeze(1))
+
+    on_ranks(rank, 2)

@@ -7,6 +7,7 @@ tree over hosts. Where the order is "canonical", that must be the tree over rank
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -383,6 +384,25 @@ def messages(comm: Communicator) -> None:
     with pytest.raises(UnsupportedError) as error:
         comm.recv(torch.zeros(1))
     one_sentence(error.value, f"recv: rank {rank}", "any rank", "name the source")
+
+
+def test_no_rank_has_connected_before_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank may close its communicator at once, and Gloo would fail on ranks that are still connecting."""
+    ended = dict[int, float]()
+
+    def slow_on_rank_0(store: Any, rank: int, world_size: int, limit: Any) -> Any:
+        group = gloo(store, rank, world_size, limit)
+        if rank == 0:
+            time.sleep(0.5)
+            ended[0] = time.monotonic()
+        return group
+
+    def connected(comm: Communicator) -> float:
+        return time.monotonic()
+
+    gloo = torch.distributed.ProcessGroupGloo
+    monkeypatch.setattr(torch.distributed, "ProcessGroupGloo", slow_on_rank_0)
+    assert min(run_ranks(connected, 3, hosts=[1, 1, 1])) >= ended[0]
 
 
 def groups(comm: Communicator) -> tuple[list[list[int]], str]:

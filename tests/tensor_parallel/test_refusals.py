@@ -138,7 +138,7 @@ class MultiQuery(nn.Module):
 def test_the_only_key_of_all_heads() -> None:
     """With "summed", the gradient of its input would be a part of a sum."""
     plan: Plan = {"query": "colwise", "out": "rowwise"}
-    advice = "pass Latent(4) of ringcomm.tensor_parallel"
+    advice = "pass Latent(n) of ringcomm.tensor_parallel for key if ranks use its last n outputs, of 4, on their own"
     (missing,) = raised(MultiQuery, plan)
     assert (
         f"got no style for key.bias of shape (4,), which lies beside layers that are cut, expected one; {advice}"
