@@ -88,16 +88,14 @@ def refuse_unsummed(module: nn.Module, layers: Mapping[str, nn.Module], named: C
             if p.dim() < 2 and p.requires_grad and p.numel() not in usual and not known:
                 owner = module.get_submodule(around[-1]) if inner else None
                 reads_input = isinstance(owner, nn.Linear) and owner.in_features in {c.in_features for c in columns}
-                if not inner:
+                if inner:
+                    latent = advice_to_latent(around[-1], p.numel()) if isinstance(owner, nn.Linear) else ""
+                    summed = f"'summed' for {around[-1]} if ranks use it on their own heads or features"
+                    fitting = [latent, *([] if reads_input else [summed if latent else f"pass {summed}"])]
+                    advice = f"{', '.join(filter(None, fitting))}, else 'replicate'"
+                else:
                     advice = "pass 'colwise' for it if it has a value for each head, "
                     advice += f"else leave out {', '.join(inside)}"
-                elif reads_input:
-                    advice = f"{advice_to_latent(around[-1], p.numel())}, else 'replicate'"
-                else:
-                    advice = (
-                        f"pass 'summed' for {around[-1]} if ranks use it on their own heads or features, else "
-                        "'replicate'"
-                    )
                 raise InvalidArgumentError(
                     f"parallelize: rank {rank} got no style for {full} of shape {tuple(p.shape)}, which lies beside "
                     f"layers that are cut, expected one; {advice}"

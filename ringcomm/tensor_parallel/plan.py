@@ -248,6 +248,7 @@ def _make_targets(
         )
     chosen = resolve(module, _own_plan(module, group.rank) if plan is None else plan, group.rank)
     _check_sequence(module, chosen, sequence_dim, group.rank)
+    _refuse_sums_of_shards(chosen, group.rank)
     _refuse_unstyled(module, chosen, group.rank)
     targets: dict[int, _Target] = {}
     parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -266,12 +267,12 @@ def _make_targets(
         _refuse_own_arithmetic(module, target, group.rank)
         target.layer = _make_replacement(module, target, group, chosen, sequence_dim, overlap)
         _head_attributes(target, group)
-    _share_tied_shards(module, list(targets.values()), group.rank)
+    kept = _share_tied_shards(module, list(targets.values()), group.rank)
     if group.world_size > 1:
         _refuse_tensor_hooks(targets.values(), group.rank)
         about = [name for name, style in chosen.items() if not isinstance(style, Heads) and style not in OF_INPUTS]
-        refuse_unsummed(module, _layers([*targets.values()]), about, group.rank)
-    return list(targets.values())
+        refuse_unsummed(module, _layers(kept), about, group.rank)
+    return kept
 
 
 def _facts(module: nn.Module, targets: list[_Target], *options: Any) -> list[Any]:
@@ -423,10 +424,33 @@ def _check_sequence(module: nn.Module, chosen: Mapping[str, Style], sequence_dim
             _check_region(module.get_submodule(name), got, inside)
 
 
+def _cut_inside(name: str, chosen: Mapping[str, Style]) -> str:
+    """Returns the name of a layer inside a module that the plan cuts; empty if there is none."""
+    inner = (each for each in chosen if not name or each.startswith(f"{name}."))
+    return next((each for each in inner if isinstance(chosen[each], (Colwise, Rowwise, Vocab, Experts))), "")
+
+
+def _refuse_sums_of_shards(chosen: Mapping[str, Style], rank: int) -> None:
+    """Refuses to sum the gradients of a module in which layers are sharded: the ranks have different shards."""
+    for name, style in chosen.items():
+        inner = _cut_inside(name, chosen) if style in SUMS else ""
+        if inner:
+            raise InvalidArgumentError(
+                f"parallelize: rank {rank} got {name_of(style)} for {name or 'the module'}, which contains {inner}, "
+                "that is cut, expected a module without cut layers, because gradients of different parts would be "
+                "added up; name the modules inside it that are not cut, and put its own parameters into such a module"
+            )
+
+
 def _refuse_unstyled(module: nn.Module, chosen: Mapping[str, Style], rank: int) -> None:
     """Refuses modules of a sequence region that have no style: parameters would be trained only on the rank's part of
     the sequence, and dropout would drop the same elements of every part. Inside "gather_sequence" every gradient is
-    this rank's part of a sum, because the layers there do not add up the gradients of their input."""
+    this rank's part of a sum, because the layers there do not add up the gradients of their input. A module that is
+    also used outside of the region is refused, too."""
+    regions = [name for name, style in chosen.items() if style is ModuleStyle.SEQUENCE_REGION]
+    names_of: dict[int, list[str]] = {}
+    for name, found in module.named_modules(remove_duplicate=False):
+        names_of.setdefault(id(found), []).append(name)
     for name, found in module.named_modules(remove_duplicate=False):
         around = [*ancestors_of(name), name]
         region = next((each for each in around if chosen.get(each) is ModuleStyle.SEQUENCE_REGION), None)
@@ -441,10 +465,23 @@ def _refuse_unstyled(module: nn.Module, chosen: Mapping[str, Style], rank: int) 
         own = chosen.get(name, ModuleStyle.SEQUENCE_REGION)
         named = own is not ModuleStyle.SEQUENCE_REGION and not isinstance(own, Heads)
         if not named and not any(chosen.get(each) in fitting for each in around):
+            cut = _cut_inside(name, chosen)
+            advice = (
+                f"it contains {cut}, that is cut, so put its own parameters into a module, and add that as 'sequence'"
+                if cut
+                else "add it as 'sequence' if it works on parts of the sequence, else as 'replicate'"
+            )
             raise InvalidArgumentError(
                 f"parallelize: rank {rank} got no style for {name}, which {'drops' if drops else 'has parameters'}, in "
-                f"the sequence region {region}, expected one; add it as 'sequence' if it works on parts of the "
-                "sequence, else as 'replicate'"
+                f"the sequence region {region}, expected one; {advice}"
+            )
+        names = names_of[id(found)]
+        outside = [each for each in names if not any(each == r or each.startswith(f"{r}.") for r in regions)]
+        if has and outside and chosen.get(name) is ModuleStyle.SEQUENCE:
+            raise InvalidArgumentError(
+                f"parallelize: rank {rank} got 'sequence' for {name}, which is also {outside[0]}, outside of "
+                f"{', '.join(regions)}, expected a module of the region alone, because elsewhere its gradients are "
+                "complete on each rank; use a module of its own there, or leave the region out"
             )
 
 
@@ -670,8 +707,9 @@ def _refuse_summed_projection(module: nn.Module, target: _Target, chosen: Mappin
             )
 
 
-def _share_tied_shards(module: nn.Module, targets: list[_Target], rank: int) -> None:
-    """Makes layers that shared a parameter share its shard."""
+def _share_tied_shards(module: nn.Module, targets: list[_Target], rank: int) -> list[_Target]:
+    """Makes layers that shared a parameter share its shard. Returns the targets without parameters that a layer
+    shards."""
     new: dict[int, tuple[str, nn.Parameter]] = {}
     for target in targets:
         for key, old, p in target.replaced():
@@ -684,13 +722,16 @@ def _share_tied_shards(module: nn.Module, targets: list[_Target], rank: int) -> 
                 )
             target.new_params[key] = shared
     replaced = {name for target in targets if target.layer is not None for name in target.names}
+    named = {name for target in targets if target.key for name in target.names}
     for name, owner in module.named_modules(remove_duplicate=False):
         for key, p in owner._parameters.items():
-            if p is not None and id(p) in new and name not in replaced:
+            full = f"{name}.{key}" if name else key
+            if p is not None and id(p) in new and name not in replaced and full not in named:
                 raise InvalidArgumentError(
                     f"parallelize: rank {rank} got {name}.{key} unsharded, tied to {new[id(p)][0]}, which is cut, "
                     "expected both in the plan; add it, or untie them"
                 )
+    return [target for target in targets if not target.key or id(target.module._parameters[target.key]) not in new]
 
 
 def _refuse_tensor_hooks(targets: Iterable[_Target], rank: int) -> None:

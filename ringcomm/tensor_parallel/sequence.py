@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ringcomm.errors import UnsupportedError
 from ringcomm.tensor_parallel.group import TensorParallelGroup, f, g, gather, scatter
@@ -50,9 +51,9 @@ def sum_last_outputs(layer: nn.Module, group: TensorParallelGroup, count: int) -
 
 
 def _with_last_summed(
-    forward: Callable[..., torch.Tensor], group: TensorParallelGroup, count: int, *args: Any
+    forward: Callable[..., torch.Tensor], group: TensorParallelGroup, count: int, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    y = forward(*args)
+    y = forward(*args, **kwargs)
     return torch.cat([y[..., :-count], f(y[..., -count:], group.comm)], -1)
 
 
@@ -64,8 +65,26 @@ def gather_before(module: nn.Module, group: TensorParallelGroup, dim: int) -> No
 def split_and_gather(module: nn.Module, group: TensorParallelGroup, dim: int) -> None:
     """Makes the module, or a list of modules from first to last, work on this rank's part of the sequence."""
     inside = modules_of_region(module)
+    inside[0].register_forward_pre_hook(partial(_refuse_second_input, group), with_kwargs=True)
     _before(inside[0], "sequence_region", group, lambda x: scatter(x, group.comm, dim))
     inside[-1].register_forward_hook(lambda _, args, y: _first(y, group, lambda x: gather(x, group.comm, dim)))
+
+
+def _refuse_second_input(
+    group: TensorParallelGroup, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Refuses trained tensors that enter a region beside the sequence, such as the encoder's output: every rank has
+    them in full, so its gradient of them would be a part of a sum, or twice as often in it."""
+    first = first_tensor(args, kwargs)
+    others = [x for x in tree_leaves((args, kwargs)) if torch.is_tensor(x) and x is not first]
+    trained = next((x for x in others if x.requires_grad), None)
+    if trained is not None and torch.is_grad_enabled() and group.world_size > 1:
+        raise UnsupportedError(
+            f"sequence_region: rank {group.rank} got an input of shape {tuple(trained.shape)} that requires a gradient "
+            f"beside the sequence, in {type(module).__name__}, expected only the sequence to require one, because "
+            "nothing splits the other input or adds up its gradient; leave the region out of the plan, or detach the "
+            "other input"
+        )
 
 
 def modules_of_region(module: nn.Module) -> list[nn.Module]:

@@ -6,6 +6,7 @@ import faulthandler
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -92,19 +93,19 @@ def _beside_a_batch() -> None:
                 work.wait()
             wrong.extend(each for each in received.unique().tolist() if each != step)
 
-    thread = threading.Thread(target=exchange)
-    thread.start()
-    for step in range(calls):
-        x = torch.full((100_000,), float(step) if rank == 0 else -1.0)
-        dist.broadcast(x, 0)
-        wrong.extend(each for each in x.unique().tolist() if each != step)
-        x.fill_(rank)
-        dist.all_reduce(x)
-        wrong.extend(each for each in x.unique().tolist() if each != 3)
-        work = dist.broadcast(x, 0, async_op=True)
-        assert work is not None
-        work.wait()
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        exchanged = pool.submit(exchange)
+        for step in range(calls):
+            x = torch.full((100_000,), float(step) if rank == 0 else -1.0)
+            dist.broadcast(x, 0)
+            wrong.extend(each for each in x.unique().tolist() if each != step)
+            x.fill_(rank)
+            dist.all_reduce(x)
+            wrong.extend(each for each in x.unique().tolist() if each != 3)
+            work = dist.broadcast(x, 0, async_op=True)
+            assert work is not None
+            work.wait()
+        exchanged.result()
     assert not wrong
 
 
@@ -121,16 +122,16 @@ def _in_two_threads() -> None:
     def batch() -> None:
         backend._start_coalescing()
         begun.set()
-        made.wait(60)
+        assert made.wait(60)
         assert backend._end_coalescing() is None
 
-    thread = threading.Thread(target=batch)
-    thread.start()
-    begun.wait(60)
-    dist.broadcast(x, 1)
-    expect(x, torch.ones(100_000))
-    made.set()
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(batch)
+        assert begun.wait(60)
+        dist.broadcast(x, 1)
+        expect(x, torch.ones(100_000))
+        made.set()
+        ended.result()
 
 
 def test_a_batch_belongs_to_a_thread() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 import ringcomm
 from ringcomm.data_parallel.buckets.group import DataParallelGroup
 from ringcomm.data_parallel.fully_shard import fully_shard
-from ringcomm.data_parallel.model.partition import PROBES, measured_bucket_bytes
+from ringcomm.data_parallel.model import partition
 from ringcomm.data_parallel.shard import shard
 from ringcomm.modules.precision import MixedPrecision
 from tests.support import torch_ranks
@@ -133,7 +133,7 @@ def test_bucket_sizes_are_agreed_over_the_whole_mesh(monkeypatch: pytest.MonkeyP
     def clock() -> float:
         """In the first row every message takes as long, in the other long ones alone take time."""
         here.calls = getattr(here, "calls", -1) + 1
-        long = here.calls // 2 >= PROBES[0][1]
+        long = here.calls // 2 >= partition.PROBES[0][1]
         here.now = getattr(here, "now", 0.0)
         if here.calls % 2:
             here.now += 1e-3 if here.rank < 2 else (1e-2 if long else 1e-6)
@@ -141,7 +141,7 @@ def test_bucket_sizes_are_agreed_over_the_whole_mesh(monkeypatch: pytest.MonkeyP
 
     def rank(comm: Any, model: Any) -> int:
         here.rank = comm.rank
-        return measured_bucket_bytes(DataParallelGroup(*pair_of(comm, 2)))
+        return partition.measured_bucket_bytes(DataParallelGroup(*pair_of(comm, 2)))
 
     monkeypatch.setattr("time.perf_counter", clock)
     found = on_ranks(rank)

@@ -32,7 +32,7 @@ def write_table(*words: str) -> None:
 
 
 @pytest.mark.timeout(500)  # its process has 450
-@pytest.mark.parametrize("families", [["mixtral", "m2m_100"], slow([*WORKS])], ids=" ".join)  # of each kind one
+@pytest.mark.parametrize("families", [["m2m_100"], slow([*WORKS])], ids=" ".join)  # works and is refused
 def test_some_families(families: list[str], tmp_path: Path) -> None:
     path = tmp_path / "cells.json"
     done = forked.run(write_table, "--only", *families, "--limit", "400", "--json", str(path), limit_s=450)

@@ -17,6 +17,7 @@ from ringcomm.tensor_parallel.group import f
 from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import STYLES, Colwise, Dropout, Heads, Latent, Vocab
 from tests.support.mesh.tensor_cases import on_parts, on_ranks
+from tests.support.seeded import seeded
 from tests.tensor_parallel.test_plan import GPT, KINDS, NORMED, SEQUENCE, TENSOR, Plan, make, tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -114,12 +115,12 @@ class Vector(Gated):
         self.norm, self.sink = nn.Identity(), nn.Parameter(torch.ones(3))
 
 
-def raised(kind: Callable[[], nn.Module], plan: Plan) -> set[str]:
+def raised(kind: Callable[[], nn.Module], plan: Plan, **options: Any) -> set[str]:
     models = [kind() for _ in range(3)]
 
     def rank(comm: Any) -> str:
         try:
-            parallelize(models[comm.rank], plan, comm)
+            parallelize(models[comm.rank], plan, comm, **options)
         except InvalidArgumentError as error:
             return str(error).replace(f"rank {comm.rank}", "rank")
         return ""
@@ -171,6 +172,74 @@ def test_a_sum_that_looks_forgotten() -> None:
     assert raised(lambda: make(normed=False), TENSOR) == {""}
     (said,) = raised(make, TENSOR)
     assert "layers.0.attention.q_norm.weight" in said
+
+
+class Block(nn.Module):
+    """A block with a parameter of its own beside layers that are cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(12), nn.Linear(12, 12), nn.Linear(12, 12)
+        self.scale = nn.Parameter(torch.ones(12))
+
+    def forward(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.down(self.up(self.norm(x)).relu())
+
+
+def test_gradients_of_different_shards_are_not_summed() -> None:
+    plan: Plan = {"*.up": "colwise", "*.down": "rowwise"}
+    region: Plan = {**plan, "0": "sequence_region", "*.norm": "sequence"}
+    for style, given in {"summed": plan, "sequence": region}.items():
+        (said,) = raised(lambda: nn.Sequential(nn.Sequential(Block())), {**given, "0.0": style}, sequence_dim=1)
+        assert f"got {style} for 0.0, which contains 0.0.up, that is cut" in said
+    (said,) = raised(lambda: nn.Sequential(nn.Sequential(Block())), region, sequence_dim=1)
+    assert "got no style for 0.0, which has parameters" in said
+    assert said.endswith("put its own parameters into a module, and add that as 'sequence'")
+
+
+def test_a_module_that_is_used_inside_and_outside_of_a_region() -> None:
+    def shared() -> nn.Module:
+        norm = nn.LayerNorm(12)
+        return nn.ModuleDict({"blocks": nn.Sequential(norm, nn.Linear(12, 12)), "final": norm})
+
+    plan: Plan = {"blocks": "sequence_region", "blocks.0": "sequence", "blocks.1": "replicate"}
+    (said,) = raised(shared, plan, sequence_dim=1)
+    assert "got 'sequence' for blocks.0, which is also final, outside of blocks" in said
+
+
+def test_trained_inputs_beside_the_sequence_of_a_region() -> None:
+    """An encoder's output is not split, so its gradient would be wrong."""
+
+    def rank(comm: Any) -> None:
+        model = nn.Sequential(Block())
+        del model[0].scale
+        model[0].scale = 1.0
+        plan: Plan = {"0": "sequence_region", "0.up": "colwise", "0.down": "rowwise", "0.norm": "sequence"}
+        block = parallelize(model, plan, comm, sequence_dim=1)[0]
+        x, memory = torch.ones(1, 4, 12), torch.ones(1, 3, 12, requires_grad=True)
+        block(x, memory.detach())
+        with torch.no_grad():
+            block(x, memory)
+        with pytest.raises(UnsupportedError, match=r"an input of shape \(1, 3, 12\) that requires a gradient beside"):
+            block(x, memory)
+
+    on_ranks(rank, 2)
+
+
+def test_a_parameter_that_a_layer_shards_may_be_named_too() -> None:
+    """As in BERT, whose head has the bias of its decoder."""
+
+    def rank(comm: Any) -> None:
+        model = nn.Sequential(nn.ModuleDict({"decoder": seeded(nn.Linear(12, 6))}))
+        model[0].bias = model[0]["decoder"].bias
+        plan: Plan = {"0.decoder": "colwise_gather_output", "0.bias": "colwise"}
+        expected = model[0]["decoder"](torch.ones(2, 12))
+        model = parallelize(model, plan, comm)
+        assert model[0].bias is model[0]["decoder"].bias
+        assert model[0].bias.shape == (3,)
+        assert torch.allclose(model[0]["decoder"](torch.ones(2, 12)), expected)
+
+    on_ranks(rank, 2)
 
 
 class Counting(nn.Module):
