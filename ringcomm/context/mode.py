@@ -222,7 +222,7 @@ def _picks_token(x: torch.Tensor, at: Any, dim: int) -> bool:
     if isinstance(place, (int, list)):
         return isinstance(place, int) or len(place) == 1
     if isinstance(place, slice):
-        return (place.start or 0, place.stop, place.step or 1) in ((0, 1, 1), (-1, None, 1))
+        return place.indices(x.shape[dim]) in ((0, 1, 1), (x.shape[dim] - 1, x.shape[dim], 1))
     if dim != 1 or not isinstance(at, tuple) or len(at) < 2:
         return False
     rows, place, *rest = at
@@ -237,7 +237,8 @@ def _picks_token(x: torch.Tensor, at: Any, dim: int) -> bool:
 def _drops_token(x: torch.Tensor, at: Any, dim: int) -> bool:
     """Returns whether an index takes all tokens but the first or last one, as programs shift tokens."""
     place = _at(x, at, dim)
-    return isinstance(place, slice) and place in (slice(1, None), slice(None, -1), slice(0, -1))
+    length = x.shape[dim]
+    return isinstance(place, slice) and place.indices(length) in ((1, length, 1), (0, length - 1, 1))
 
 
 def _reaches(roots: Any) -> str | None:
@@ -522,6 +523,7 @@ class ContextParallelMode(TorchFunctionMode):
 
     def _refuse_mixing(self, func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         name, what, advice = getattr(func, "__name__", ""), "", "cut this model in other ways"
+        name = name if name.endswith("__") else name.removesuffix("_")  # of `cumsum_`
         x = args[0] if args else options.get("input")
         if func in _CONVOLUTIONS and (args[1] if len(args) > 1 else options["weight"]).shape[-1] > 1:
             what = "a convolution over the sequence"
