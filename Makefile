@@ -1,5 +1,5 @@
 # make train   set up .venv, install, train a small GPT on 2 ranks
-# make test    set up .venv, install, run the tests that a change must pass, in three processes
+# make test    set up .venv, install, run the tests that a change must pass, in four processes
 # make test-all  run every test: also sanitizers, all cases of the large products, long runs
 # make gpu     on a machine with a GPU: build, run the GPU tests, measure; with the packages it has, without network
 # make gpu-more  the same for what make gpu has no time for: all types, ranks as processes, NCCL, training, tuning
@@ -46,7 +46,7 @@ train: setup
 
 # For two cores: one of these processes runs the tests that mostly wait (tests/conftest.py). When one ends before its
 # time the run ends: pytest-xdist would replace it, run its last test again, and might then wait for ever (issue 1378).
-WORKERS ?= 3
+WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --max-worker-restart 0
 test: setup
 	$(PYTEST)
