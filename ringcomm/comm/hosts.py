@@ -302,7 +302,7 @@ def _gloo(store: Any, rank: int, world_size: int, limit_ms: int) -> Any:
 
     try:
         group = ProcessGroupGloo(store, rank, world_size, timedelta(milliseconds=limit_ms))
-        # Without it a rank may end its connections before the others have all of theirs, and their calls above fail.
+        # A rank that has all its connections may close them at once, while others still wait for theirs and would fail.
         group.barrier().wait()
     except RuntimeError as error:
         raise CollectiveTimeoutError(

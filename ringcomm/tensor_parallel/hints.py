@@ -86,13 +86,12 @@ def refuse_unsummed(module: nn.Module, layers: Mapping[str, nn.Module], named: C
             nearer = any(layer.startswith(f"{each}.") for each in inner for layer in layers)  # belongs to other layers
             known = nearer or any(each in named for each in (full, *around))
             if p.dim() < 2 and p.requires_grad and p.numel() not in usual and not known:
-                owner = module.get_submodule(around[-1]) if inner else None
-                reads_input = isinstance(owner, nn.Linear) and owner.in_features in {c.in_features for c in columns}
                 if inner:
-                    latent = advice_to_latent(around[-1], p.numel()) if isinstance(owner, nn.Linear) else ""
-                    summed = f"'summed' for {around[-1]} if ranks use it on their own heads or features"
-                    fitting = [latent, *([] if reads_input else [summed if latent else f"pass {summed}"])]
-                    advice = f"{', '.join(filter(None, fitting))}, else 'replicate'"
+                    owner = module.get_submodule(around[-1])
+                    fitting = [latent_for(around[-1], p.numel())] if isinstance(owner, nn.Linear) else []
+                    if not fitting or owner.in_features not in {each.in_features for each in columns}:
+                        fitting.append(f"'summed' for {around[-1]} if ranks use it on their own heads or features")
+                    advice = f"pass {', '.join(fitting)}, else 'replicate'"
                 else:
                     advice = "pass 'colwise' for it if it has a value for each head, "
                     advice += f"else leave out {', '.join(inside)}"
@@ -102,11 +101,11 @@ def refuse_unsummed(module: nn.Module, layers: Mapping[str, nn.Module], named: C
                 )
 
 
-def advice_to_latent(name: str, outputs: int) -> str:
-    """Returns when the linear layer ``name`` with so many outputs is a `Latent` one, for errors."""
+def latent_for(name: str, outputs: int) -> str:
+    """Returns in which case the style of a linear layer with so many outputs is `Latent`, for errors."""
     return (
-        f"pass Latent(n) of ringcomm.tensor_parallel for {name} if ranks use its last n outputs, of {outputs}, on "
-        "their own heads without another cut layer between"
+        f"Latent(n) of ringcomm.tensor_parallel for {name} if ranks use its last n outputs, of {outputs}, on their own "
+        "heads without another cut layer between"
     )
 
 

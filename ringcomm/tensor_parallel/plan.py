@@ -23,10 +23,10 @@ from ringcomm.tensor_parallel.dropout import ShardedDropout
 from ringcomm.tensor_parallel.experts import shard_experts
 from ringcomm.tensor_parallel.group import TensorParallelGroup
 from ringcomm.tensor_parallel.hints import (
-    advice_to_latent,
     ancestors_of,
     check_sequence_is_split,
     explain_first_errors,
+    latent_for,
     refuse_unsummed,
     warn_of_undivided_heads,
 )
@@ -250,6 +250,7 @@ def _make_targets(
     _check_sequence(module, chosen, sequence_dim, group.rank)
     _refuse_sums_of_shards(chosen, group.rank)
     _refuse_unstyled(module, chosen, group.rank)
+    _refuse_shared_with_region(module, chosen, group.rank)
     targets: dict[int, _Target] = {}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for name, style in chosen.items():
@@ -445,12 +446,7 @@ def _refuse_sums_of_shards(chosen: Mapping[str, Style], rank: int) -> None:
 def _refuse_unstyled(module: nn.Module, chosen: Mapping[str, Style], rank: int) -> None:
     """Refuses modules of a sequence region that have no style: parameters would be trained only on the rank's part of
     the sequence, and dropout would drop the same elements of every part. Inside "gather_sequence" every gradient is
-    this rank's part of a sum, because the layers there do not add up the gradients of their input. A module that is
-    also used outside of the region is refused, too."""
-    regions = [name for name, style in chosen.items() if style is ModuleStyle.SEQUENCE_REGION]
-    names_of: dict[int, list[str]] = {}
-    for name, found in module.named_modules(remove_duplicate=False):
-        names_of.setdefault(id(found), []).append(name)
+    this rank's part of a sum, because the layers there do not add up the gradients of their input."""
     for name, found in module.named_modules(remove_duplicate=False):
         around = [*ancestors_of(name), name]
         region = next((each for each in around if chosen.get(each) is ModuleStyle.SEQUENCE_REGION), None)
@@ -475,9 +471,19 @@ def _refuse_unstyled(module: nn.Module, chosen: Mapping[str, Style], rank: int) 
                 f"parallelize: rank {rank} got no style for {name}, which {'drops' if drops else 'has parameters'}, in "
                 f"the sequence region {region}, expected one; {advice}"
             )
-        names = names_of[id(found)]
-        outside = [each for each in names if not any(each == r or each.startswith(f"{r}.") for r in regions)]
-        if has and outside and chosen.get(name) is ModuleStyle.SEQUENCE:
+
+
+def _refuse_shared_with_region(module: nn.Module, chosen: Mapping[str, Style], rank: int) -> None:
+    """Refuses "sequence" for a module that is also used outside of the sequence regions, where its gradients are not
+    parts of a sum."""
+    regions = [name for name, style in chosen.items() if style is ModuleStyle.SEQUENCE_REGION]
+    names: dict[nn.Module, list[str]] = {}
+    for name, found in module.named_modules(remove_duplicate=False):
+        names.setdefault(found, []).append(name)
+    for found, same in names.items() if regions else ():
+        name = next((each for each in same if chosen.get(each) is ModuleStyle.SEQUENCE), None)
+        outside = [each for each in same if not any(x in regions for x in (each, *ancestors_of(each)))]
+        if name is not None and outside and any(True for _ in found.parameters()):
             raise InvalidArgumentError(
                 f"parallelize: rank {rank} got 'sequence' for {name}, which is also {outside[0]}, outside of "
                 f"{', '.join(regions)}, expected a module of the region alone, because elsewhere its gradients are "
@@ -702,8 +708,8 @@ def _refuse_summed_projection(module: nn.Module, target: _Target, chosen: Mappin
         if columns and isinstance(found, nn.Linear) and beside.in_features == found.in_features:
             raise InvalidArgumentError(
                 f"parallelize: rank {rank} got 'summed' for {name}, which has as many inputs as {full}, that is cut "
-                "along its outputs, expected a layer that reads this rank's own heads or features; "
-                f"{advice_to_latent(name, found.out_features)}, else leave it out"
+                "along its outputs, expected a layer that reads this rank's own heads or features; pass "
+                f"{latent_for(name, found.out_features)}, else leave it out"
             )
 
 
