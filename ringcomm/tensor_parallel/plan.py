@@ -95,8 +95,9 @@ def parallelize(
             the same input, this warns (with ``verify`` it raises).
         overlap: sends sequence parallel messages round the ring while parts of them are multiplied.
         verify: whether to search for the cause of a wrong loss. Every forward pass compares hashes of the ranks'
-            inputs, every backward pass hashes of the gradients of unsharded parameters. Without ``sequence_dim`` the
-            first block of each kind compares its first output with that of the unsharded block, in eval mode. A
+            inputs, every backward pass hashes of the gradients of unsharded parameters. Unless the caller splits the
+            sequence, the first block of each kind compares its first output, and the gradients of its parameters and
+            inputs for a random gradient of that output, with those of the unsharded block, in eval mode. A
             MismatchError names the difference, on all ranks.
     Modules without a sharding style stay unsharded, and every rank computes the same with them: seed the ranks'
     generators alike. A module that is unsharded but applied to a rank's own heads or features is "summed". Tied
@@ -208,7 +209,8 @@ class _Target:
         elif self.style is ModuleStyle.GATHER_SEQUENCE:
             gather_before(self.module, group, dim)
         elif self.style is ModuleStyle.SEQUENCE_REGION:
-            split_and_gather(self.module, group, dim)
+            around = {each: module.get_submodule(each) for name in self.names for each in ("", *ancestors_of(name))}
+            split_and_gather(self.module, around.values(), group, dim)
 
 
 def _replace_submodule(module: nn.Module, name: str, new: nn.Module) -> None:

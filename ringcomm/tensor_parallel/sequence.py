@@ -3,7 +3,7 @@ a sequence region."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ringcomm.errors import UnsupportedError
+from ringcomm.modules.shard_spec import part_of
 from ringcomm.tensor_parallel.group import TensorParallelGroup, f, g, gather, scatter
 
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -62,12 +63,69 @@ def gather_before(module: nn.Module, group: TensorParallelGroup, dim: int) -> No
     _before(module, "gather_sequence", group, lambda x: g(x, group.comm, dim))
 
 
-def split_and_gather(module: nn.Module, group: TensorParallelGroup, dim: int) -> None:
-    """Makes the module, or a list of modules from first to last, work on this rank's part of the sequence."""
+def split_and_gather(module: nn.Module, around: Iterable[nn.Module], group: TensorParallelGroup, dim: int) -> None:
+    """Makes the module, or a list of modules from first to last, work on this rank's part of the sequence.
+
+    Args:
+        around: the modules that contain it; when one of them returns, a pass through the list must be over.
+    """
     inside = modules_of_region(module)
     inside[0].register_forward_pre_hook(partial(_refuse_second_input, group), with_kwargs=True)
+    if len(inside) > 1 and group.world_size > 1:
+        region = _Region(group)
+        inside[0].register_forward_pre_hook(region.enter)
+        for i, each in enumerate(inside[1:], 1):
+            each.register_forward_pre_hook(partial(region.check_inside, i, i == len(inside) - 1))
+        inside[-1].register_forward_hook(region.leave)
+        for each in around:
+            each.register_forward_hook(region.check_left)
     _before(inside[0], "sequence_region", group, lambda x: scatter(x, group.comm, dim))
     inside[-1].register_forward_hook(lambda _, args, y: _first(y, group, lambda x: gather(x, group.comm, dim)))
+
+
+class _Region:
+    """Where a forward pass is in a sequence region that is a list of modules: refuses passes that do not call the first
+    module first and the last one last. Other modules may be skipped.
+
+    Attributes:
+        entered, left: whether the pass has called the first module, and the last one.
+    """
+
+    def __init__(self, group: TensorParallelGroup) -> None:
+        self.group, self.entered, self.left = group, False, False
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        self.entered, self.left = True, False
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.left = True
+
+    def check_inside(self, index: int, is_last: bool, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or (self.entered and (is_last or not self.left)):
+            return
+        if torch._C._current_graph_task_id() == -1 and not _is_staged(module):  # else a checkpoint computes it again
+            when = "after the last one" if self.left else "before the first one"
+            self._refuse(f"a call of module {index} of the region, a {type(module).__name__}, {when}")
+
+    def check_left(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+            return
+        is_inside = self.entered and not self.left
+        self.entered = self.left = False
+        if is_inside and not _is_staged(module):
+            self._refuse(f"the end of {type(module).__name__} without a call of the region's last module")
+
+    def _refuse(self, what: str) -> None:
+        raise UnsupportedError(
+            f"sequence_region: rank {self.group.rank} got {what}, expected every pass to call the first module first "
+            "and the last one last, because these split and gather the sequence; leave the region out of the plan, or "
+            "name a region whose modules every pass calls in their order"
+        )
+
+
+def _is_staged(module: nn.Module) -> bool:
+    """Returns whether the module belongs to a pipeline, whose stages may have parts of a region."""
+    return any(part_of(p).staged for p in module.parameters())
 
 
 def _refuse_second_input(
@@ -75,8 +133,9 @@ def _refuse_second_input(
 ) -> None:
     """Refuses trained tensors that enter a region beside the sequence, such as the encoder's output: every rank has
     them in full, so its gradient of them would be a part of a sum, or twice as often in it."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)]
     first = first_tensor(args, kwargs)
-    others = [x for x in tree_leaves((args, kwargs)) if torch.is_tensor(x) and x is not first]
+    others = [x for x in tensors if x is not first] + [x for x in tensors if x is first][1:]
     trained = next((x for x in others if x.requires_grad), None)
     if trained is not None and torch.is_grad_enabled() and group.world_size > 1:
         raise UnsupportedError(

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
 from torch.utils.hooks import RemovableHandle
 
@@ -20,7 +22,7 @@ from ringcomm.data_parallel.model.partition import blocks_of
 from ringcomm.data_parallel.model.place import sharded_model_of
 from ringcomm.errors import MismatchError
 from ringcomm.modules.notes import notes_of
-from ringcomm.modules.shard_spec import part_of, put_part, renew_parts
+from ringcomm.modules.shard_spec import part_of, put_part, renew_parts, take
 from ringcomm.tensor_parallel.group import TensorParallelGroup, gather, multiplied_in, scatter
 from ringcomm.tensor_parallel.sequence import first_tensor, modules_of_region, sum_gradients_of
 
@@ -82,7 +84,8 @@ class Verifier:
         self.found: dict[str, list[Digest | None]] = {}  # digests of the current backward pass
         self.end: Callable[[], Any] = lambda: None  # reference to the callback after the current backward pass
         self.hooked: dict[int, torch.Tensor] = {}
-        self.handles: dict[str, RemovableHandle] = {}  # by block: of the hook that compares its first call
+        self.handles: dict[str, RemovableHandle] = {}  # by block: of the hook that compares its first calls
+        self.compared: set[str] = set()  # blocks whose outputs have been compared
         self.copies = [*_first_of_each_kind(module, sharded)] if self.same_input else []
 
     def start(self) -> None:
@@ -102,7 +105,7 @@ class Verifier:
         for name, p in module.named_parameters():
             if part_of(p).dim is None and p.requires_grad and self.hooked.get(id(p)) is not p:
                 self.hooked[id(p)] = p
-                p.register_hook(lambda gradient, name=name: self._note(name, gradient))
+                p.register_hook(partial(self._note, name))
         if self.same_input:
             found = [(path, x) for path, x in tree_leaves_with_path((args, kwargs)) if _is_plain(x)]
             mine = {f"input {keystr(path[1:])}": [digest(x) if torch.is_tensor(x) else x] for path, x in found}
@@ -153,7 +156,8 @@ class Verifier:
     # ---- blocks --------------------------------------------------------------------------------------------------
 
     def _compare_first_call(self, name: str, before: nn.Module, styles: Sequence[str]) -> None:
-        """Compares the first call of a block with that of its unsharded copy ``before``."""
+        """Compares a block with its unsharded copy ``before``: the outputs of its first call, and the gradients of its
+        first call with gradients."""
         block = self.module.get_submodule(name)
         compare = partial(self._compare, name, before, styles)  # a copy of the module gets one of a copy of this object
         handle = block.register_forward_pre_hook(compare, with_kwargs=True, prepend=True)  # before a region cuts
@@ -168,34 +172,86 @@ class Verifier:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        self.handles.pop(name).remove()
+        with_gradients = torch.is_grad_enabled()
+        if with_gradients:
+            self.handles.pop(name).remove()
+        elif name in self.compared:
+            return
         elsewhere = any(notes_of(each).elsewhere for each in block.modules())
         tensors = [x for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)]
-        if not elsewhere and all(type(x) is torch.Tensor for x in tensors):
-            # else a pipeline's block that was not reached, or that has a part on this rank only
-            difference = self._difference_from(before, block, args, kwargs)
-            self._refuse_difference(name, styles, difference, self._is_in_region(block))
+        if elsewhere or any(type(x) is not torch.Tensor for x in tensors):
+            return  # a pipeline's block that was not reached, or that has a part on this rank only
+        self.compared.add(name)
+        mine, expected = self._both_calls(before, block, args, kwargs)
+        self._refuse_difference(name, styles, self._difference_of_outputs(block, mine, expected), block)
+        if with_gradients:
+            self._refuse_difference(name, styles, self._difference_of_gradients(block, mine, expected), block)
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
-    def _difference_from(
+    def _both_calls(
         self, before: nn.Module, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> str | None:
-        """Returns how the outputs of a block, in eval mode, differ from those of its unsharded copy."""
+    ) -> tuple[_Call, _Call]:
+        """Calls a block, in eval mode, and its unsharded copy ``before``."""
         modes = [(each, each.training) for each in (*block.modules(), *before.modules())]
         block.eval()
         before.eval()
-        mine = _tensors(block(*_copied(args), **_copied(kwargs)))
-        with _gathered(block):
-            values = {name: self._unsharded(p) for name, p in block.named_parameters(remove_duplicate=False)}
-        values |= dict(block.named_buffers(remove_duplicate=False))
-        call = torch.func.functional_call  # functional_call needs a value for each name of a tied parameter
-        args, kwargs = self._with_whole_sequence(block, args, kwargs)
-        expected = _tensors(call(before, values, _copied(args), _copied(kwargs), tie_weights=False))
+        flat = sharded_model_of(block)
+        is_whole = flat is None or all(unit.is_unsharded for unit in flat.units)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and is_whole):
+            params = dict(block.named_parameters())
+            mine = _Call.of(block, args, kwargs, params)
+            with _gathered(block):
+                whole = {id(p): self._unsharded(p).requires_grad_(p.requires_grad) for p in params.values()}
+            values = {name: whole[id(p)] for name, p in block.named_parameters(remove_duplicate=False)}
+            values |= dict(block.named_buffers(remove_duplicate=False))
+            args, kwargs = self._with_whole_sequence(block, args, kwargs)
+            # functional_call needs a value for each name of a tied parameter
+            call = partial(torch.func.functional_call, before, values, tie_weights=False)
+            expected = _Call.of(call, (args,), {"kwargs": kwargs}, {name: whole[id(p)] for name, p in params.items()})
         for each, training in modes:
             each.training = training
-        pairs = [(a, self._comparable(block, a, b)) for a, b in zip(mine, expected, strict=False)]
-        found = [_difference(a, b) for a, b in pairs if b is not None]
-        return next((each for each in found if each is not None), None if len(mine) == len(expected) else "a tensor")
+        return mine, expected
+
+    def _difference_of_outputs(self, block: nn.Module, mine: _Call, expected: _Call) -> str | None:
+        """Returns how the outputs of a block differ from those of its unsharded copy."""
+        pairs = [(a, self._comparable(block, a, b)) for a, b in zip(mine.outputs, expected.outputs, strict=False)]
+        found = [_difference(a.detach(), b.detach()) for a, b in pairs if b is not None]
+        same = len(mine.outputs) == len(expected.outputs)
+        return next((each for each in found if each is not None), None if same else "a tensor")
+
+    def _difference_of_gradients(self, block: nn.Module, mine: _Call, expected: _Call) -> str | None:
+        """Returns how the gradients of a block's parameters and inputs differ from those of its unsharded copy, for
+        one random gradient of the outputs; a collective."""
+        pairs = [*zip(mine.outputs, expected.outputs, strict=True)]
+        pairs = [(a, b) for a, b in pairs if a.requires_grad and b.requires_grad]
+        seed = torch.Generator().manual_seed(0)
+        of_expected = [torch.randn(b.shape, generator=seed, dtype=b.dtype).to(b.device) for _, b in pairs]
+        of_mine = [self._comparable(block, a, x) for (a, _), x in zip(pairs, of_expected, strict=True)]
+        known = [i for i, x in enumerate(of_mine) if x is not None]
+        if not known:
+            return None
+        try:
+            found = mine.gradients([pairs[i][0] for i in known], [of_mine[i] for i in known])
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            warnings.warn(f"parallelize(verify=True) does not compare gradients: {error}", stacklevel=2)
+            return None
+        right = expected.gradients([pairs[i][1] for i in known], [of_expected[i] for i in known])
+        least = 16 * max((float(x.abs().max()) for x in right.values() if x.numel()), default=0.0)
+        differences = []
+        for what, whole in right.items():
+            p, mine_of = mine.params.get(what), [found[what]]
+            x: torch.Tensor | None = whole
+            if p is None:  # of an input, which code before the block may add up over the ranks
+                x = self._comparable(block, mine_of[0], whole)
+                mine_of += [self.group.all_reduce(mine_of[0])] if x is whole else []
+            elif self._has_other_hooks(p):
+                continue
+            elif (dim := part_of(p).dim) is not None:
+                x = take(whole, part_of(p), p.shape[dim])
+            each = [_difference(y, x, least) for y in mine_of] if x is not None else [None]
+            differences += [f"{each[0]} in the gradient of {what}"] if all(each) else []
+        return next(iter(differences), None)
 
     def _with_whole_sequence(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the arguments with the whole sequence in place of this rank's part, for the first tensor and for
@@ -204,14 +260,17 @@ class Verifier:
         first = first_tensor(args, kwargs)
         if first is None or block in firsts or not self._is_in_region(block):
             return args, kwargs
-        dim = cast(int, self.sequence_dim)
+        dim, found = cast(int, self.sequence_dim), {}
 
         def whole(x: Any) -> Any:
             if not torch.is_tensor(x) or x.dim() <= dim or x.shape[dim] != first.shape[dim]:
                 return x
-            gathered = gather(x, self.group.comm, dim)
-            parts = gathered.chunk(self.group.world_size, dim)
-            return gathered if x is first or any(not torch.equal(part, parts[0]) for part in parts) else x
+            if id(x) not in found:
+                gathered = gather(x, self.group.comm, dim)
+                parts = gathered.chunk(self.group.world_size, dim)
+                is_cut = x is first or any(not torch.equal(part, parts[0]) for part in parts)
+                found[id(x)] = gathered if is_cut else x
+            return found[id(x)]
 
         return tree_map(whole, (args, kwargs))
 
@@ -227,7 +286,7 @@ class Verifier:
     def _is_in_region(self, block: nn.Module) -> bool:
         return any(block in region.modules() for region in self.regions)
 
-    def _refuse_difference(self, name: str, styles: Sequence[str], difference: str | None, in_region: bool) -> None:
+    def _refuse_difference(self, name: str, styles: Sequence[str], difference: str | None, block: nn.Module) -> None:
         """Raises on all ranks where one found a difference; a collective."""
         tokens = ", and code that mixes or counts tokens must lie outside of the sequence region"
         for rank, found in enumerate(self.group.comm.all_gather_object(difference)):
@@ -235,9 +294,15 @@ class Verifier:
                 raise MismatchError(
                     f"parallelize: rank {self.group.rank} found by verify=True that {name or 'the module'} gives rank "
                     f"{rank} {found} before it was cut, expected only rounding errors; look at the styles of "
-                    f"{', '.join(styles)}: fused outputs need parts, numbers of heads 'heads'"
-                    f"{tokens if in_region else ''}"
+                    f"{', '.join(styles)}: fused outputs need parts, numbers of heads 'heads', and 'summed' or "
+                    "'sequence' only modules that each rank uses on its own heads, features or tokens"
+                    f"{tokens if self._is_in_region(block) else ''}"
                 )
+
+    def _has_other_hooks(self, p: torch.Tensor) -> bool:
+        """Returns whether a hook of the program may change the gradient of a parameter."""
+        hooks = (p._backward_hooks or {}).values()
+        return any(each != self.group.all_reduce and getattr(each, "func", None) != self._note for each in hooks)
 
     def _unsharded(self, p: torch.Tensor) -> torch.Tensor:
         part = part_of(p)
@@ -298,20 +363,59 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     return [x for x in tree_leaves(output) if torch.is_tensor(x)]
 
 
-def _difference(mine: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """Returns how a block's output differs from that of its copy; None where the difference may be rounding."""
+def _difference(mine: torch.Tensor, expected: torch.Tensor, scale: float = 0.0) -> str | None:
+    """Returns how a tensor of a block differs from that of its copy; None where the difference may be rounding.
+
+    Args:
+        scale: of the values whose rounding errors the tensor may consist of.
+    """
     if mine.shape != expected.shape:
         return f"the shape {tuple(mine.shape)} and not {tuple(expected.shape)}"
-    if not expected.is_floating_point() or not expected.numel():
+    if not (expected.is_floating_point() or expected.is_complex()) or not expected.numel():
         return None
-    least = torch.finfo(multiplied_in(expected)).eps
+    eps = max(torch.finfo(x).eps for x in (multiplied_in(expected), torch.float32))  # of norms in a float64 model
     largest = float(expected.abs().max())
     found = float((mine - expected).abs().max())
-    return f"a difference of {found:.2g} from {largest:.2g}" if not found <= math.sqrt(least) * largest else None
+    is_rounding = found <= max(math.sqrt(eps) * largest, eps * scale)
+    return None if is_rounding else f"a difference of {found:.2g} from {largest:.2g}"
 
 
-def _copied(value: Any) -> Any:
-    """Returns a copy of arguments, so that the comparison changes neither the graph nor caches among them."""
+class _Call(NamedTuple):
+    """A call of a block, or of its unsharded copy.
+
+    Attributes:
+        outputs: its tensors.
+        params: the trained parameters, by name.
+        inputs: the inputs that require a gradient, and their places in the graph, by a name.
+    """
+
+    outputs: list[torch.Tensor]
+    params: dict[str, torch.Tensor]
+    inputs: dict[str, tuple[torch.Tensor, GradientEdge]]
+
+    @staticmethod
+    def of(call: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], params: Mapping[str, torch.Tensor]) -> _Call:
+        """Calls with a copy of the arguments, so that it changes neither the graph nor caches among them."""
+        (args, kwargs), found = _copied((args, kwargs))
+        trained = [x for x in found if x.requires_grad]
+        inputs = {f"input {i}": (x, get_gradient_edge(x)) for i, x in enumerate(trained)}
+        return _Call(_tensors(call(*args, **kwargs)), {k: p for k, p in params.items() if p.requires_grad}, inputs)
+
+    def gradients(self, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the gradients of the parameters and inputs, by name, zeros in place of none.
+
+        Args:
+            given: the gradients of the outputs.
+        """
+        known = {**self.params, **{name: x for name, (x, _) in self.inputs.items()}}
+        places = [*self.params.values(), *(edge for _, edge in self.inputs.values())]
+        found = torch.autograd.grad(outputs, places, given, allow_unused=True) if places else ()
+        pairs = zip(known.items(), found, strict=True)
+        return {name: torch.zeros_like(x) if y is None else y.to_dense() for (name, x), y in pairs}
+
+
+def _copied(value: Any) -> tuple[Any, list[torch.Tensor]]:
+    """Returns a copy of arguments, and its tensors; those that require a gradient are no leaves, as in the call."""
     tensors: dict[int, Any] = {}
     seen: dict[int, Any] = {}
 
@@ -320,7 +424,7 @@ def _copied(value: Any) -> Any:
             return
         seen[id(each)] = each
         if torch.is_tensor(each):
-            tensors[id(each)] = each.detach().clone()
+            tensors[id(each)] = each.detach().requires_grad_(each.requires_grad).clone()
             return
         inside = each
         if not isinstance(each, (list, tuple, set)):
@@ -329,7 +433,7 @@ def _copied(value: Any) -> Any:
             look(value)
 
     look(value)
-    return copy.deepcopy(value, tensors)
+    return copy.deepcopy(value, dict(tensors)), [*tensors.values()]
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ringcomm
 from ringcomm.errors import InvalidArgumentError, MismatchError, ShapeError, UnsupportedError
@@ -222,6 +224,63 @@ def test_trained_inputs_beside_the_sequence_of_a_region() -> None:
             block(x, memory)
         with pytest.raises(UnsupportedError, match=r"an input of shape \(1, 3, 12\) that requires a gradient beside"):
             block(x, memory)
+
+    on_ranks(rank, 2)
+
+
+class Layers(nn.Module):
+    """Calls blocks of a region in a given order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.order, self.checkpoints = [0, 1, 2], False
+        for each in self.blocks:
+            del each.scale
+            each.scale = 1.0  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in self.order:
+            x = checkpoint(self.blocks[i], x, use_reentrant=False) if self.checkpoints else self.blocks[i](x)
+        return x
+
+
+REGION: Plan = {"*.blocks": "sequence_region", "*.norm": "sequence", "*.up": "colwise", "*.down": "rowwise"}
+
+
+def test_the_order_of_a_region() -> None:
+    """Modules between the first and the last one may be left out, called twice or computed again in backward."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Layers()), torch.linspace(-1, 1, 48).view(1, 4, 12)
+
+    def rank(comm: Any) -> None:
+        mine = copy.deepcopy(model)
+        cut = copy.deepcopy(parallelize(copy.deepcopy(model), REGION, comm, sequence_dim=1))
+        for order in ([0, 1, 2], [0, 2], [0, 1, 1, 2], [0, 1, 2, 0, 1, 2]):
+            mine[0].order = cut[0].order = order
+            assert torch.allclose(cut(x), mine(x), atol=1e-6)
+        for order, said in {
+            (1, 0, 2): "a call of module 1 of the region, a Block, before the first one",
+            (1, 2): "a call of module 1 of the region, a Block, before the first one",
+            (0, 1): "the end of Layers without a call of the region's last module",
+            (0, 2, 1): "a call of module 1 of the region, a Block, after the last one",
+        }.items():
+            cut[0].order = order
+            with pytest.raises(UnsupportedError, match=said):
+                cut(x)
+        mine[0].order, cut[0].order, cut[0].checkpoints = [0, 1, 2], [0, 1, 2], True
+        cut(x).sum().backward()
+        mine(x).sum().backward()
+        assert torch.allclose(cut[0].blocks[1].norm.weight.grad, mine[0].blocks[1].norm.weight.grad, atol=1e-5)
+
+    on_ranks(rank, 2)
+
+
+def test_one_tensor_as_both_inputs_of_a_region() -> None:
+    def rank(comm: Any) -> None:
+        block = parallelize(nn.Sequential(Layers()), REGION, comm, sequence_dim=1)[0].blocks[0]
+        with pytest.raises(UnsupportedError, match="requires a gradient beside the sequence"):
+            block(*[torch.ones(1, 4, 12, requires_grad=True)] * 2)
 
     on_ranks(rank, 2)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ringcomm
 from ringcomm.errors import MismatchError
@@ -19,7 +20,7 @@ from ringcomm.tensor_parallel.plan import parallelize
 from ringcomm.tensor_parallel.styles import Colwise
 from ringcomm.tensor_parallel.verify import CHUNK, differ, digest
 from tests.support.mesh.cases import Net
-from tests.support.mesh.tensor_cases import on_parts, unlike
+from tests.support.mesh.tensor_cases import on_parts, part, unlike
 from tests.tensor_parallel.test_outputs import MLP, MODELS, NEOX, Plan, built
 from tests.tensor_parallel.test_transformers import check, llama, run, tokens
 
@@ -249,6 +250,106 @@ def test_a_block_is_compared_without_dropout_and_left_as_it_was() -> None:
 
     found = on_parts(model, {"0.0": "colwise", "0.2": "rowwise"}, modes, verify=True)
     assert found == [[True, True, True, False, True, True, True]] * 2
+
+
+class Scaled(nn.Module):
+    """A block with a norm of its whole input, biases whose gradient is zero but for rounding errors, and a scale of
+    heads; it changes its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head_norm = nn.LayerNorm(8), nn.LayerNorm(2)
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (-1, 2)).transpose(1, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x.mul_(1.5))
+        q, k, v = self.head_norm(self.heads(self.q(h))), self.heads(self.k(h)), self.heads(self.v(h))
+        mixed = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(8, 8), nn.ModuleList(Scaled() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+SCALED: Plan = {"*.q": "colwise", "*.k": "colwise", "*.v": "colwise", "*.out": "rowwise", "*.head_norm": "summed"}
+
+
+def deep() -> Deep:
+    torch.manual_seed(0)
+    return Deep()
+
+
+def loss_of(cut: nn.Module) -> torch.Tensor:
+    return cut(torch.linspace(-1, 2, 96).view(2, 6, 8).sin()).square().mean()
+
+
+def test_a_sum_of_gradients_that_are_already_whole() -> None:
+    """The gradients of all ranks are equal, but too large by the number of ranks."""
+    plan = {**SCALED, "*.norm": "summed"}
+    whole = deep()
+    loss_of(whole).backward()
+
+    def silent(cut: nn.Module, comm: Any) -> list[str]:
+        loss_of(cut).backward()
+        return unlike(cut, whole, 5)
+
+    assert all("blocks.0.norm.weight" in wrong for wrong in on_parts(deep(), plan, silent))
+
+    def late(cut: nn.Module, rank: int) -> None:
+        with torch.no_grad():
+            loss_of(cut)  # has no gradients to compare
+        loss_of(cut)
+
+    for said in refused(deep(), plan, late, 2):
+        assert "that blocks.0 gives rank 0 a difference of " in said
+        assert " in the gradient of norm." in said
+        assert "'summed' or 'sequence' only modules that each rank uses on its own heads" in said
+
+
+@pytest.mark.parametrize("stage", [None, 2, 3])
+def test_gradients_of_a_right_plan_are_only_rounded(stage: int | None) -> None:
+    """Also with a hook of the program, and after the parameters have been sharded over the data-parallel ranks."""
+    from tests.support.mesh import cases
+
+    def body(model: Deep, mesh: Any) -> None:
+        cut: Any = parallelize(model, SCALED, mesh["tp"], verify=True)
+        cut.blocks[0].norm.weight.register_hook(lambda gradient: gradient.clamp(-1e-6, 1e-6))
+        if stage is not None:
+            ringcomm.shard(cut, torch.optim.SGD(cut.parameters(), lr=0.1), stage, mesh=mesh)
+        loss_of(cut).backward()
+        if stage is None:
+            for name, p in cut.named_parameters():
+                assert torch.allclose(p.grad, part(gradients[name], p), atol=1e-6, rtol=1e-4), name
+
+    whole = deep()
+    whole.blocks[0].norm.weight.register_hook(lambda gradient: gradient.clamp(-1e-6, 1e-6))
+    loss_of(whole).backward()
+    gradients = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    cases.run({"dp": 1 if stage is None else 2, "tp": 2}, body, deep())  # type: ignore[arg-type]
+
+
+def test_gradients_are_not_compared_where_torch_cannot_compute_them() -> None:
+    class Again(Scaled):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(lambda x: Scaled.forward(self, x.clone()), x, use_reentrant=True)
+
+    torch.manual_seed(0)
+    model = Deep()
+    model.blocks = nn.ModuleList(Again() for _ in range(2))
+    with pytest.warns(UserWarning, match="does not compare gradients: "):
+        on_parts(model, SCALED, lambda cut, comm: loss_of(cut).backward(), verify=True)
 
 
 def test_digests() -> None:
